@@ -1,0 +1,38 @@
+# Each target does all of its own set-up; a second run starts at once.
+SHELL := /bin/bash
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## the virtual environment .venv with everything in it
+
+# The script knows by content, not by date, whether there is anything to do.
+$(STAMP): pyproject.toml scripts/install.sh
+	@PYTHON="$(PYTHON)" scripts/install.sh
+
+demo: $(STAMP)  ## tiny model -> DPO over four sharded ranks -> export -> summary
+	@$(PY) scripts/demo.py
+
+lint: $(STAMP)  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy open_instruct
+
+test: lint  ## lint, then all tests
+	$(PY) -m pytest -q tests
+
+format: $(STAMP)  ## what ruff can mend by itself
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench-%: $(STAMP)  ## one program of benchmarks/, as in: make bench-load_memory
+	$(PY) benchmarks/$*.py
+
+clean:  ## everything that these targets made, the environment too
+	rm -rf .venv demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,83 @@
+"""`open-instruct COMMAND ...`: each command's module is imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from open_instruct import __version__
+from open_instruct.config.parser import nearest
+from open_instruct.entry import HELP_WORDS, run_to_exit_code
+from open_instruct.errors import EXIT_INPUT
+
+PROGRAM = "open-instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Where a command lives. The function takes the words after the command and returns the exit code."""
+
+    summary: str
+    module: str
+    function: str
+
+
+COMMANDS = {
+    "dpo": Command(
+        summary="train on preference pairs (several ranks: torchrun open_instruct/dpo.py)",
+        module="open_instruct.dpo",
+        function="main",
+    ),
+    "layout": Command(
+        summary="show how a model would be sharded over nodes of GPUs",
+        module="open_instruct.parallel.layout_command",
+        function="layout_command",
+    ),
+    "tiny-model": Command(
+        summary="write a small random checkpoint with a tokenizer, to try things on",
+        module="open_instruct.models.tiny_command",
+        function="tiny_model_command",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the command line) names; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        print(usage(), file=sys.stderr)
+        return EXIT_INPUT
+    name, *rest = words
+    if name in HELP_WORDS:
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"{PROGRAM}: '{name}' is not a command{nearest(name, COMMANDS)}", file=sys.stderr)
+        print(f"The commands are {', '.join(COMMANDS)}; `{PROGRAM} --help` says what they do.", file=sys.stderr)
+        return EXIT_INPUT
+    return run_to_exit_code(lambda: _call(command, rest), program=f"{PROGRAM} {name}")
+
+
+def _call(command: Command, words: Sequence[str]) -> int:
+    return getattr(importlib.import_module(command.module), command.function)(words)
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return f"""\
+usage: {PROGRAM} COMMAND [--flag value ...]
+
+{listed}
+
+`{PROGRAM} COMMAND --help` lists a command's flags; `{PROGRAM} --version` prints the version."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Flags and YAML files into validated dataclass sections; no torch here."""

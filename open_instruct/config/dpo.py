@@ -1,0 +1,120 @@
+"""The whole configuration of a DPO run, and what must hold between its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from open_instruct.config.flags import spelled
+from open_instruct.config.sections import (
+    LoggingSection,
+    MemorySection,
+    ModelSection,
+    OptimSection,
+    ParallelSection,
+    PreferenceDataSection,
+    PreferenceLossSection,
+    RunSection,
+)
+from open_instruct.config.validation import (
+    above_zero,
+    at_least,
+    changed,
+    logging_problems,
+    memory_problems,
+    mixer_warnings,
+    optim_problems,
+    parallel_problems,
+    preference_data_problems,
+    run_problems,
+)
+from open_instruct.errors import InputError
+
+SMOOTHED_LOSSES = ("dpo", "dpo_norm", "wpo", "simpo")
+REFERENCE_FREE_LOSSES = ("simpo",)
+
+
+@dataclass(kw_only=True)
+class DPOConfig:
+    """Train a model on preference pairs with DPO or one of its relatives, sharded as HSDP, and export it."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "torchrun --nproc_per_node 8 open_instruct/dpo.py configs/dpo/olmo3_7b_8gpu.yaml --output_dir runs/olmo3",
+        "open-instruct dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/first",
+    )
+
+    model: ModelSection
+    data: PreferenceDataSection
+    loss: PreferenceLossSection
+    optim: OptimSection
+    parallel: ParallelSection
+    memory: MemorySection
+    run: RunSection
+    logging: LoggingSection
+
+
+def validate_dpo(config: DPOConfig) -> list[str]:
+    """Check everything that the flags alone can tell, and return warnings.
+
+    A flag counts as given when it is not at its default, so that a saved config.yaml, which
+    spells out every flag, is judged as the command that wrote it.
+
+    Raises:
+        InputError: listing every problem, each with its remedy.
+    """
+    problems = [
+        *preference_data_problems(config.data),
+        *loss_problems(config.loss),
+        *optim_problems(config.optim),
+        *parallel_problems(config.parallel),
+        *memory_problems(config.memory),
+        *run_problems(config.run),
+        *logging_problems(config.logging),
+        *_unused_flag_problems(config),
+    ]
+    if problems:
+        raise InputError("\n".join(problems))
+    return list(_warnings(config))
+
+
+def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
+    yield from above_zero(loss, "beta")
+    yield from at_least(loss, 0, "gamma_beta_ratio")
+    smoothing = f"--label_smoothing {spelled(loss.label_smoothing)}"
+    if not 0 <= loss.label_smoothing < 0.5:
+        yield f"{smoothing}: must be at least 0 and below 0.5 (at 0.5 the label says nothing)"
+    elif loss.label_smoothing > 0 and loss.loss_type not in SMOOTHED_LOSSES:
+        yield (
+            f"{smoothing}: --loss_type {loss.loss_type} has no label smoothing; use 0, or one of "
+            f"{', '.join(SMOOTHED_LOSSES)}"
+        )
+    if loss.cache_logprobs_only and loss.loss_type in REFERENCE_FREE_LOSSES:
+        yield (
+            f"--cache_logprobs_only: --loss_type {loss.loss_type} has no reference, so there is nothing to compute; "
+            "leave the flag out, or choose another loss"
+        )
+
+
+def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
+    """Flags that were given and would be read by nothing."""
+    if config.loss.loss_type != "simpo":
+        for given in changed(config, "gamma_beta_ratio"):
+            yield f"{given}: only --loss_type simpo has a target margin; leave it out or use simpo"
+    if config.memory.activation_checkpointing != "selected_modules":
+        for given in changed(config, "activation_checkpointing_modules"):
+            yield (
+                f"{given}: is read only with --activation_checkpointing selected_modules, and it is "
+                f"{config.memory.activation_checkpointing}; leave one out"
+            )
+    if not config.data.eval_mixer_list:
+        for given in changed(config, "eval_mixer_list_splits"):
+            yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out pairs"
+
+
+def _warnings(config: DPOConfig) -> Iterator[str]:
+    yield from mixer_warnings("mixer_list", config.data.mixer_list)
+    yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
+    if "wandb" not in config.logging.report_to:
+        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
+            yield f"{given} is read only with --report_to wandb"

@@ -1,0 +1,162 @@
+"""What a flag is: its type, how words become its value, and how its type is told to a reader.
+
+Vocabulary: a *config class* is a dataclass whose fields are *sections*; a section is a dataclass
+whose fields are *flags* (made by `sections.flag`). A *word* is one argument of the command line
+or one scalar of a YAML file; both spell values the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from open_instruct.errors import InputError
+
+NONE_WORDS = ("none", "null", "~")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag of one section.
+
+    Example: `max_train_steps: int | None = flag("stop after so many steps", None)` in a section
+    that the config class holds as `optim` is::
+
+        Flag(name="max_train_steps", section="optim", kind=int, choices=(), optional=True,
+             required=False, default=None, help="stop after so many steps")
+    """
+
+    name: str
+    section: str
+    kind: type
+    choices: tuple[str, ...]
+    optional: bool
+    required: bool
+    default: Any
+    help: str
+
+    @property
+    def metavar(self) -> str:
+        """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
+        if self.choices:
+            return "|".join(self.choices)
+        return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: "WORD ..."}[self.kind]
+
+    @property
+    def accepted(self) -> str:
+        """The values it takes, for error messages."""
+        if self.choices:
+            what = f"one of {', '.join(self.choices)}"
+        else:
+            what = {
+                bool: "true or false",
+                int: "a whole number",
+                float: "a number",
+                str: "a word",
+                list: "a list of words",
+            }[self.kind]
+        return f"{what}, or none" if self.optional else what
+
+    def value_of(self, words: Sequence[str]) -> Any:
+        """The value that `words` spell: exactly one word, unless the flag is a list.
+
+        Raises:
+            InputError: what is accepted and what was given; the caller adds which flag and where.
+        """
+        if self.kind is list:
+            return list(words)
+        if not words:
+            raise InputError(f"needs a value: {self.accepted}")
+        if len(words) > 1:
+            raise InputError(f"takes one value, so '{words[1]}' after '{words[0]}' belongs to no flag")
+        (word,) = words
+        if self.optional and word.lower() in NONE_WORDS:
+            return None
+        if self.choices:
+            if word in self.choices:
+                return word
+        elif self.kind is str:
+            return word
+        elif self.kind is bool:
+            if word.lower() in ("true", "false"):
+                return word.lower() == "true"
+        else:
+            number = _finite_number(self.kind, word)
+            if number is not None:
+                return number
+        raise InputError(f"takes {self.accepted}, not '{word}'{self._hint(word)}")
+
+    def _hint(self, word: str) -> str:
+        if self.kind is int:
+            number = _finite_number(float, word)
+            if number is not None and number == int(number):
+                return f" (write {int(number)})"
+        return ""
+
+
+def spelled(value: Any) -> str:
+    """A flag's value as it is written on the command line."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return " ".join(value) if value else "empty"
+    return str(value)
+
+
+def _finite_number(kind: type, word: str) -> Any:
+    """`word` as an int or float; None when it is not one, or is infinite or not a number."""
+    try:
+        number = kind(word)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def sections_of(config_class: type) -> dict[str, type]:
+    """The section classes of a config class, by the field that holds them, in order."""
+    hints = get_type_hints(config_class)
+    return {field.name: hints[field.name] for field in fields(config_class)}
+
+
+def flags_of(config_class: type) -> dict[str, Flag]:
+    """Every flag of a config class by name, in the order of its sections."""
+    flags: dict[str, Flag] = {}
+    for section, section_class in sections_of(config_class).items():
+        hints = get_type_hints(section_class)
+        for field in fields(section_class):
+            assert field.name not in flags, f"flag {field.name} is in two sections"
+            kind, choices, optional = _read_type(hints[field.name])
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            required = default is MISSING
+            flags[field.name] = Flag(
+                name=field.name,
+                section=section,
+                kind=kind,
+                choices=choices,
+                optional=optional,
+                required=required,
+                default=None if required else default,
+                help=field.metadata["help"],
+            )
+    return flags
+
+
+def _read_type(hint: Any) -> tuple[type, tuple[str, ...], bool]:
+    """(kind, choices, optional) of a field's annotation, limited to what sections.py allows."""
+    optional = False
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [member for member in get_args(hint) if member is not type(None)]
+        assert len(members) == 1, f"a flag has one type, or one type and None: {hint}"
+        (hint,), optional = members, True
+    if get_origin(hint) is Literal:
+        return str, get_args(hint), optional
+    if get_origin(hint) is list:
+        assert get_args(hint) == (str,), f"a list flag is list[str]: {hint}"
+        return list, (), optional
+    assert hint in (str, int, float, bool), f"a flag's type is str, int, float, bool, Literal or list[str]: {hint}"
+    return hint, (), optional

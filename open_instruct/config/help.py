@@ -1,0 +1,150 @@
+"""`--help` in the terminal, and the same flags as `docs/flags.md`.
+
+`python -m open_instruct.config.help` writes the Markdown page to stdout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
+
+Span = tuple[str, str]  # text and its rich style
+Line = tuple[Span, ...]
+
+BLANK: Line = ()
+MIN_WIDTH, MAX_WIDTH = 40, 110
+
+SPELLING = """
+Booleans: --flag, --flag false or --no_flag. Lists take every word up to the next flag. Flags on the
+command line replace those of FILE.yaml, a flat mapping of flag names.
+"""
+
+MARKDOWN_HEAD = """\
+# Flags
+
+Written by `python -m open_instruct.config.help > docs/flags.md`; a test holds it up to date.
+
+`open-instruct dpo` and `torchrun open_instruct/dpo.py` take the same flags.
+
+- The first word may be a YAML file, a flat mapping of flag names: `run.yaml --beta 5`. Flags replace its values.
+- `--flag value` and `--flag=value` are the same, and so are `--max-seq-length` and `--max_seq_length`.
+- Booleans: `--packing`, `--packing true`, `--packing false`, `--no_packing`.
+- A list takes every word up to the next flag: `--mixer_list a.jsonl 1.0 b.parquet 500`.
+- `none` unsets a flag whose default is none: `--max_train_steps none`.
+- Unknown, repeated and mistyped flags are errors (exit code 2), all of them listed at once, before anything is loaded.
+"""
+
+MARKDOWN_UPSTREAM = """\
+## Flags of open-instruct that mean nothing here
+
+A command written for open-instruct's `dpo_tune_cache.py` may carry these. Each is refused with its sentence.
+
+| flag | |
+|---|---|
+"""
+
+
+def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
+    """The lines of `--help`. The description is the config class's docstring, the examples its `examples`."""
+    flags = flags_of(config_class)
+    required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags.values() if flag.required)
+    yield from _wrapped(f"usage: {program} [FILE.yaml] {required} [--flag value ...]", width, later_indent=7)
+    yield BLANK
+    yield from _wrapped(inspect.getdoc(config_class) or "", width)
+    yield BLANK
+    yield from _wrapped(SPELLING, width)
+    for section, section_class in sections_of(config_class).items():
+        yield BLANK
+        yield ((_title(section_class), "bold"),)
+        for flag in flags.values():
+            if flag.section == section:
+                yield (
+                    ("  ", ""),
+                    (f"--{flag.name}", "bold cyan"),
+                    (f" {flag.metavar}", "cyan"),
+                    (_default(flag), "dim"),
+                )
+                yield from _wrapped(flag.help, width, indent=6, later_indent=6)
+    examples: Sequence[str] = getattr(config_class, "examples", ())
+    if examples:
+        yield BLANK
+        yield (("Examples", "bold"),)
+        for example in examples:
+            yield ((f"  {example}", "green"),)
+
+
+def print_help(config_class: type, program: str) -> None:
+    """Print `--help`, styled where stdout is a terminal and plain elsewhere."""
+    lines = help_lines(config_class, program, width=min(shutil.get_terminal_size().columns, MAX_WIDTH))
+    if sys.stdout.isatty():
+        from rich.console import Console  # not needed, so not loaded, where the output is plain
+        from rich.text import Text
+
+        console = Console(highlight=False, soft_wrap=True)
+        for line in lines:
+            console.print(Text.assemble(*line))
+    else:
+        print("\n".join("".join(text for text, _ in line) for line in lines))
+
+
+def _wrapped(text: str, width: int, indent: int = 0, later_indent: int = 0) -> Iterator[Line]:
+    for line in textwrap.wrap(
+        " ".join(text.split()),
+        width=max(width, MIN_WIDTH),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * later_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ):
+        yield ((line, ""),)
+
+
+def _title(section_class: type) -> str:
+    return (inspect.getdoc(section_class) or section_class.__name__).splitlines()[0]
+
+
+def _default(flag: Flag) -> str:
+    if flag.required:
+        return "  [required]"
+    if flag.default is None and "default" in flag.help:
+        return ""
+    return f"  [default: {spelled(flag.default)}]"
+
+
+def markdown(config_class: type) -> str:
+    """The page `docs/flags.md`: a table for every section, and upstream's flags that are refused."""
+    from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+
+    flags = flags_of(config_class).values()
+    parts = [MARKDOWN_HEAD]
+    for section, section_class in sections_of(config_class).items():
+        rows = "\n".join(
+            f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
+            f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.help)} |"
+            for flag in flags
+            if flag.section == section
+        )
+        parts.append(f"## {_title(section_class)}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n")
+    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
+    parts.append(MARKDOWN_UPSTREAM + rows + "\n")
+    return "\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "\\<")
+
+
+def _cell(text: str) -> str:
+    # an escaped bar inside code is shown as a bare bar by GitHub's tables
+    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
+
+
+if __name__ == "__main__":
+    from open_instruct.config.dpo import DPOConfig
+
+    sys.stdout.write(markdown(DPOConfig))

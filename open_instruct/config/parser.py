@@ -1,0 +1,199 @@
+"""`[FILE.yaml] --flag value ...` into a config instance.
+
+Both spell values in the same words. Everything that is wrong is collected and reported in one error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from open_instruct.config.flags import Flag, flags_of, sections_of
+from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+from open_instruct.errors import InputError
+
+ConfigT = TypeVar("ConfigT")
+
+YAML_SUFFIXES = (".yaml", ".yml")
+YAML_NULL = "tag:yaml.org,2002:null"
+
+
+def parse(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
+    """The config that `argv` (without the program's name) describes.
+
+    The first word may name a YAML file, a flat mapping of flag names; flags on the command line
+    replace its values. Dashes in a flag's name count as underscores. Booleans are spelled `--flag`,
+    `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
+    a flag that may be unset.
+
+    Raises:
+        InputError: listing everything that is wrong (unknown, repeated and missing flags, values
+            of a wrong type, a file that cannot be read).
+    """
+    flags = flags_of(config_class)
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    words = list(argv)
+    if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
+        values.update(_read_yaml(words.pop(0), flags, problems))
+    values.update(_read_command_line(words, flags, problems))
+
+    missing = [f"--{flag.name}" for flag in flags.values() if flag.required and flag.name not in values]
+    if missing:
+        problems.append(f"missing: {', '.join(missing)} (as flags, or in a YAML file)")
+    if problems:
+        raise InputError("\n".join(problems))
+    sections = {
+        section: section_class(**{name: value for name, value in values.items() if flags[name].section == section})
+        for section, section_class in sections_of(config_class).items()
+    }
+    return config_class(**sections)
+
+
+# The command line
+
+
+def _read_command_line(words: Sequence[str], flags: Mapping[str, Flag], problems: list[str]) -> dict[str, Any]:
+    """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
+    values: dict[str, Any] = {}
+    for spelling, given in _groups(words, problems):
+        name = _normalised(spelling.removeprefix("--"))
+        negated = flags.get(name.removeprefix("no_"))
+        if name not in flags and name.startswith("no_") and negated is not None and negated.kind is bool:
+            name = negated.name
+            if given:
+                problems.append(f"{spelling} takes no value, not '{given[0]}'; or write --{name} true|false")
+            given = ["false"]
+        if name not in flags:
+            negations = [f"no_{flag.name}" for flag in flags.values() if flag.kind is bool]
+            problems.append(f"{spelling} {_unknown(name, [*flags, *negations], prefix='--')}")
+            continue
+        if name in values:
+            problems.append(f"{spelling} is given twice; keep one")
+        if flags[name].kind is bool and not given:
+            given = ["true"]
+        values[name] = _value(flags[name], given, spelling, problems)
+    return values
+
+
+def _groups(words: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+    """Each `--flag` with the words up to the next one; in `--flag=value` the value comes first."""
+    groups: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            spelling, equals, value = word.partition("=")
+            groups.append((spelling, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(word)
+        elif word.lower().endswith(YAML_SUFFIXES):
+            problems.append(f"'{word}': a YAML file can only be the first word, and there can be only one")
+        else:
+            problems.append(f"'{word}': expected a flag (--name), or a YAML file as the first word")
+    return groups
+
+
+def _value(flag: Flag, words: Sequence[str], origin: str, problems: list[str]) -> Any:
+    try:
+        return flag.value_of(words)
+    except InputError as error:
+        problems.append(f"{origin} {error}")
+        return None
+
+
+# YAML
+
+
+def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str]) -> dict[str, Any]:
+    """The values in a flat YAML mapping. A value that is wrong is None, and reported in `problems`.
+
+    Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) and `1.0` in a
+    mixer list mean what they mean on the command line.
+    """
+    root = _compose(path)
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise InputError(f"{path}: expected lines of 'flag: value', found {_node_kind(root)}")
+    values: dict[str, Any] = {}
+    for key_node, value_node in root.value:
+        where = f"{path} line {key_node.start_mark.line + 1}:"
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(f"{where} a flag's name is one word, not {_node_kind(key_node)}")
+            continue
+        name, origin = _normalised(key_node.value), f"{where} {key_node.value}"
+        if name not in flags:
+            problems.append(f"{origin} {_unknown(name, flags)}")
+            continue
+        if name in values:
+            problems.append(f"{origin} is given twice in this file; keep one")
+        values[name] = _yaml_value(flags[name], value_node, origin, problems)
+    return values
+
+
+def _yaml_value(flag: Flag, node: Any, origin: str, problems: list[str]) -> Any:
+    is_scalar, is_list = isinstance(node, yaml.ScalarNode), isinstance(node, yaml.SequenceNode)
+    if is_scalar and node.tag == YAML_NULL:
+        if flag.optional:
+            return None
+        problems.append(f"{origin} needs a value: {flag.accepted}")
+    elif is_scalar and flag.kind is not list:
+        return _value(flag, [node.value], origin, problems)
+    elif is_list and flag.kind is list and all(_is_word(item) for item in node.value):
+        return [item.value for item in node.value]
+    else:
+        such_as = ", such as [rows.jsonl, 1.0]" if flag.kind is list else ""
+        problems.append(f"{origin} takes {flag.accepted}{such_as}, not {_node_kind(node)}")
+    return None
+
+
+def _is_word(node: Any) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag != YAML_NULL
+
+
+def _compose(path: str) -> Any:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; the first word may name a YAML file of flags") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from None
+
+
+def _node_kind(node: Any) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    if isinstance(node, yaml.SequenceNode):
+        return "a list" if all(_is_word(item) for item in node.value) else "a list of other things"
+    return f"'{node.value}'"
+
+
+# Names
+
+
+def _normalised(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
+    return UPSTREAM_FLAGS.get(name) or f"is not a flag{nearest(name, known, prefix=prefix)}"
+
+
+def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """`; did you mean X?` with the known name closest to `name`, or an empty string."""
+    known = list(known)
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    if not close and len(name) > 2:
+        close = [other for other in known if name.lower() in other][:1]
+    return f"; did you mean {prefix}{close[0]}?" if close else ""

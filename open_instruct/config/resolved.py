@@ -1,0 +1,231 @@
+"""The resolved flags of a run: written to `config.yaml`, read back, and compared when it resumes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from open_instruct import __version__
+from open_instruct.config.flags import flags_of, sections_of, spelled
+from open_instruct.errors import InputError
+
+REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers")
+
+# A run with another value of one of these is another run.
+IDENTITY_FLAGS = frozenset(
+    {
+        # the model and its precision
+        "model_name_or_path",
+        "tokenizer_name_or_path",
+        "param_dtype",
+        "single_gpu_mode",
+        # the rows, and what is made of them
+        "mixer_list",
+        "mixer_list_splits",
+        "max_seq_length",
+        "chat_template_name",
+        # the loss
+        "loss_type",
+        "beta",
+        "label_smoothing",
+        "gamma_beta_ratio",
+        # the optimisation
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_ratio",
+        "optimizer",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "max_grad_norm",
+        "seed",
+    }
+)
+
+# The number of steps sets where the learning rate is at each step, unless it is flat throughout.
+LENGTH_FLAGS = frozenset({"num_epochs", "max_train_steps"})
+
+# What they give together, the pairs of one global batch, must stay; each alone may change.
+BATCH_FLAGS = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
+
+# How, where and how often: the run is mathematically the same.
+FREE_FLAGS = frozenset(
+    {
+        "init_device",
+        "eval_mixer_list",
+        "eval_mixer_list_splits",
+        "on_bad_row",
+        "packing",
+        "cache_dir",
+        "cache_logprobs_only",
+        "fsdp_shard_degree",
+        "fsdp_num_replicas",
+        "tensor_parallel_degree",
+        "dist_timeout_s",
+        "activation_checkpointing",
+        "activation_checkpointing_modules",
+        "activation_memory_budget",
+        "compile_model",
+        "output_dir",
+        "checkpointing_steps",
+        "keep_last_n_checkpoints",
+        "overwrite_output_dir",
+        "export_dtype",
+        "report_to",
+        "exp_name",
+        "wandb_project_name",
+        "wandb_entity",
+    }
+)
+
+
+def as_flat_dict(config: Any) -> dict[str, Any]:
+    """Every flag and its value, in the order of the sections."""
+    return {name: getattr(getattr(config, flag.section), name) for name, flag in flags_of(type(config)).items()}
+
+
+def write_config(config: Any, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+    """Write `config.yaml`: `extra` as comment lines, then every flag, section by section.
+
+    The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
+    crash leaves the old one or the new one.
+    """
+    path = Path(path)
+    lines = [f"# {line}" for line in _comment_lines(extra or {})]
+    values = as_flat_dict(config)
+    for section, section_class in sections_of(type(config)).items():
+        of_section = {name: values[name] for name, flag in flags_of(type(config)).items() if flag.section == section}
+        title = (section_class.__doc__ or section).splitlines()[0]
+        dumped = yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)
+        lines += ["", f"# {title}", dumped.rstrip()]
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text("\n".join(lines).lstrip("\n") + "\n", encoding="utf-8")
+    written.replace(path)
+
+
+def _comment_lines(extra: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in extra.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _comment_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {' '.join(str(value).split())}"
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and git state, for `write_config`'s `extra`. Imports none of the packages it names."""
+    versions = {"python": platform.python_version(), "open_instruct": __version__}
+    for package in REPORTED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {"versions": versions, "git": _git_state(Path(__file__).resolve().parents[2])}
+
+
+def _git_state(repository: Path) -> str:
+    """The commit, and whether files differ from it; or that there is no repository."""
+    if not (repository / ".git").exists():
+        return "not a git checkout"
+    try:
+        commit = _git(repository, "rev-parse", "HEAD")
+        changed = _git(repository, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return f"{commit} with uncommitted changes" if changed else commit
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(repository), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def resume_conflicts(
+    saved: Mapping[str, Any],
+    config: Any,
+    *,
+    saved_data_parallel_world_size: int = 1,
+    data_parallel_world_size: int = 1,
+) -> list[str]:
+    """The flags of `config` that would make a resumed run another run than the one that was saved.
+
+    `saved` is `as_flat_dict` of the saved config. Compared are the model, the rows, the loss and the
+    optimisation. Of the batch only the number of pairs in one global batch counts (microbatch x
+    accumulation x data-parallel ranks), so that a run may move to another number of GPUs. The
+    length (`num_epochs`, `max_train_steps`) counts too, because the schedule stretches with it, unless
+    the learning rate is constant and without warm-up; `num_epochs` alone does not count where
+    `max_train_steps` overrules it. A flag that `saved` does not know is passed over.
+    """
+    now = as_flat_dict(config)
+    compared = [name for name in now if name in IDENTITY_FLAGS or name in _length_flags(saved, now)]
+    conflicts = [
+        f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
+        for name in compared
+        if name in saved and _comparable(saved[name]) != _comparable(now[name])
+    ]
+    if saved.keys() >= BATCH_FLAGS:
+        conflicts += _batch_conflict(saved, now, saved_data_parallel_world_size, data_parallel_world_size)
+    return conflicts
+
+
+def refuse_conflicts(
+    saved: Mapping[str, Any],
+    config: Any,
+    *,
+    saved_data_parallel_world_size: int = 1,
+    data_parallel_world_size: int = 1,
+) -> None:
+    """Raise an InputError that lists `resume_conflicts` and the ways out, if there are any."""
+    conflicts = resume_conflicts(
+        saved,
+        config,
+        saved_data_parallel_world_size=saved_data_parallel_world_size,
+        data_parallel_world_size=data_parallel_world_size,
+    )
+    if conflicts:
+        listed = "\n".join(f"  {conflict}" for conflict in conflicts)
+        folder = as_flat_dict(config)["output_dir"]
+        raise InputError(
+            f"--output_dir {folder} holds a run with other settings, which this command would not continue:\n{listed}\n"
+            "Give the old values to resume it, another --output_dir to start a second run, or "
+            "--overwrite_output_dir to remove it and start afresh."
+        )
+
+
+def _length_flags(saved: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
+    if all(
+        values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0 for values in (saved, now)
+    ):
+        return frozenset()
+    overruled = saved.get("max_train_steps") is not None and now["max_train_steps"] is not None
+    return LENGTH_FLAGS - {"num_epochs"} if overruled else LENGTH_FLAGS
+
+
+def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:
+    def pairs(values: Mapping[str, Any], world: int) -> int:
+        return values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * world
+
+    def product(values: Mapping[str, Any], world: int) -> str:
+        per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+        return f"{pairs(values, world)} ({per_device} x {accumulation} x {world} data-parallel ranks)"
+
+    before = pairs(saved, saved_world)
+    if before == pairs(now, world):
+        return
+    accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
+    way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
+    yield f"the global batch was {product(saved, saved_world)} pairs, is {product(now, world)}{way_out}"
+
+
+def _comparable(value: Any) -> Any:
+    """`models/base/` and `models/base` are the same folder."""
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    return os.path.normpath(value) if isinstance(value, str) and value else value

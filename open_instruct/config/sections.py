@@ -1,0 +1,136 @@
+"""The flags, in the groups `--help` shows them in. Field names are flag names.
+
+Every field is made by `flag(help, default)`; a field without a default must be given. Types are limited
+to what one command line word (or a list of words) can say: str, int, float, bool, Literal, `X | None`
+and `list[str]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+
+def flag(help: str, default: Any = MISSING) -> Any:
+    """A dataclass field that is a flag. A list default is copied for every instance."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(kw_only=True)
+class ModelSection:
+    """Model"""
+
+    model_name_or_path: str = flag("folder (or hub name) of the Hugging Face checkpoint to start from")
+    tokenizer_name_or_path: str | None = flag("folder of the tokenizer; default: the model's", None)
+    param_dtype: Literal["bfloat16", "float32"] = flag(
+        "dtype that shards are gathered in and computed with; master weights stay float32", "bfloat16"
+    )
+    init_device: Literal["meta", "cpu"] = flag(
+        "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"
+    )
+
+
+@dataclass(kw_only=True)
+class PreferenceDataSection:
+    """Data"""
+
+    mixer_list: list[str] = flag(
+        "alternating names and amounts: 'rows.jsonl 1.0 other.parquet 500'; an amount with a dot is a "
+        "fraction of the rows (above 1.0 repeats rows), one without is a count"
+    )
+    mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
+    eval_mixer_list: list[str] = flag("held-out pairs, in the same form; scored before and after training", [])
+    eval_mixer_list_splits: list[str] = flag("split of each held-out data set, or one for all", ["train"])
+    max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048)
+    chat_template_name: str | None = flag("a built-in template; default: the tokenizer's own", None)
+    on_bad_row: Literal["error", "skip"] = flag("stop at the first malformed row, or skip and count it", "error")
+    packing: bool = flag("lay documents end to end in one row; --no_packing pads each to its own row", True)
+    cache_dir: str | None = flag(
+        "where tokenised data and reference log-probs are kept; default: $OPEN_INSTRUCT_CACHE or "
+        "~/.cache/open_instruct",
+        None,
+    )
+
+
+@dataclass(kw_only=True)
+class PreferenceLossSection:
+    """Loss"""
+
+    loss_type: Literal["dpo", "dpo_norm", "simpo", "wpo", "ipo", "hinge"] = flag("the preference loss", "dpo_norm")
+    beta: float = flag("strength of the pull towards the reference policy (scale of the reward)", 0.1)
+    label_smoothing: float = flag("probability that a label is flipped; dpo, dpo_norm, wpo and simpo", 0.0)
+    gamma_beta_ratio: float = flag("simpo: target margin divided by beta", 0.3)
+    cache_logprobs_only: bool = flag("compute and store the reference log-probs, then stop", False)
+
+
+@dataclass(kw_only=True)
+class OptimSection:
+    """Optimisation"""
+
+    per_device_train_batch_size: int = flag("pairs that fit in one microbatch of one device", 8)
+    gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1)
+    num_epochs: int = flag("passes over the data", 1)
+    max_train_steps: int | None = flag("stop after so many steps, whatever num_epochs says", None)
+    learning_rate: float = flag("peak learning rate", 5e-7)
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = flag("shape after warm-up", "linear")
+    warmup_ratio: float = flag("fraction of the steps that warm up", 0.03)
+    optimizer: Literal["adamw", "skip_step_adamw", "muon"] = flag(
+        "'skip_step_adamw' leaves out steps whose loss or gradient norm is an outlier", "adamw"
+    )
+    weight_decay: float = flag("decoupled weight decay (not on norms and embeddings)", 0.0)
+    adam_beta1: float = flag("AdamW's first moment decay", 0.9)
+    adam_beta2: float = flag("AdamW's second moment decay", 0.999)
+    max_grad_norm: float = flag("clip the global gradient norm to this; 0 leaves it alone", 1.0)
+    seed: int = flag("of the data order and all random state", 42)
+
+
+@dataclass(kw_only=True)
+class ParallelSection:
+    """Sharding"""
+
+    fsdp_shard_degree: int | None = flag("GPUs that share one copy of the model; default: a node's", None)
+    fsdp_num_replicas: int | None = flag("copies of the model; default: the number of nodes", None)
+    tensor_parallel_degree: int = flag("GPUs that split every matrix", 1)
+    single_gpu_mode: bool = flag("one device, no sharding, the model cast to --param_dtype (for debugging)", False)
+    dist_timeout_s: int = flag("seconds a rank waits for the others before it gives up", 1800)
+
+
+@dataclass(kw_only=True)
+class MemorySection:
+    """Memory and compilation"""
+
+    activation_checkpointing: Literal["none", "full", "selected_modules"] = flag(
+        "recompute activations in the backward pass: of whole blocks, or of chosen modules", "none"
+    )
+    activation_checkpointing_modules: list[str] = flag(
+        "name patterns for 'selected_modules'", ["blocks.*.feed_forward"]
+    )
+    activation_memory_budget: float = flag(
+        "below 1.0: the share of activations to keep, chosen by the compiler (needs --compile_model)", 1.0
+    )
+    compile_model: bool = flag("torch.compile each block (CUDA only)", False)
+
+
+@dataclass(kw_only=True)
+class RunSection:
+    """Run directory"""
+
+    output_dir: str = flag("where checkpoints, metrics and the exported model go")
+    checkpointing_steps: int = flag("steps between checkpoints", 500)
+    keep_last_n_checkpoints: int = flag("older ones are removed; 0 keeps all", 3)
+    overwrite_output_dir: bool = flag("start afresh: remove the checkpoints and metrics found there", False)
+    export_dtype: Literal["bfloat16", "float32", "source"] = flag(
+        "dtype of the exported model; 'source' is that of the checkpoint it started from", "source"
+    )
+
+
+@dataclass(kw_only=True)
+class LoggingSection:
+    """Logging"""
+
+    report_to: list[str] = flag("'wandb' and/or 'tensorboard', beside metrics.jsonl", [])
+    exp_name: str | None = flag("name of the run in wandb; default: the output folder's", None)
+    wandb_project_name: str = flag("wandb project", "open_instruct")
+    wandb_entity: str | None = flag("wandb entity", None)

@@ -1,0 +1,163 @@
+"""What must hold within one section, whichever config holds it.
+
+Each function yields a sentence for every problem: which flag, what is wrong, what would work.
+Nothing here reads a file or knows the number of GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.sections import (
+    LoggingSection,
+    MemorySection,
+    OptimSection,
+    ParallelSection,
+    PreferenceDataSection,
+    RunSection,
+)
+
+TRACKERS = ("wandb", "tensorboard")
+
+
+def changed(config: Any, *names: str) -> list[str]:
+    """Those of the flags `names` of `config` that are not at their default, spelled `--name value`."""
+    flags = flags_of(type(config))
+    values = {name: getattr(getattr(config, flags[name].section), name) for name in names}
+    return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
+
+
+def at_least(section: Any, low: float, *names: str) -> Iterator[str]:
+    """A problem for each flag whose value is below `low`; None passes."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and value < low:
+            yield f"--{name} {spelled(value)}: must be at least {low}"
+
+
+def above_zero(section: Any, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(section, name)
+        if not value > 0:
+            yield f"--{name} {spelled(value)}: must be above 0"
+
+
+def fraction(section: Any, *names: str, low_open: bool = False, high_open: bool = False) -> Iterator[str]:
+    """A problem for each flag outside [0, 1], without its ends where they are open."""
+    for name in names:
+        value = getattr(section, name)
+        inside = (value > 0 if low_open else value >= 0) and (value < 1 if high_open else value <= 1)
+        if not inside:
+            low, high = "above 0" if low_open else "at least 0", "below 1" if high_open else "at most 1"
+            yield f"--{name} {spelled(value)}: must be {low} and {high}"
+
+
+def mixer_problems(flag: str, words: list[str], splits: list[str]) -> Iterator[str]:
+    """Names and amounts must alternate; there is one split for all data sets, or one for each."""
+    names, amounts = words[::2], words[1::2]
+    for name, amount in zip(names, amounts, strict=False):
+        number = _amount(amount)
+        if number is None:
+            yield (
+                f"--{flag}: '{amount}' after '{name}' is not an amount; names and amounts alternate: '{name} 1.0' "
+                f"(all rows) or '{name} 500' (so many)"
+            )
+        elif not 0 < number < math.inf:
+            yield f"--{flag}: '{name} {amount}' takes no number of rows; give a finite amount above 0"
+    if len(names) != len(amounts):
+        yield f"--{flag}: '{names[-1]}' has no amount; names and amounts alternate: '{names[-1]} 1.0'"
+    if len(splits) not in (1, len(names)):
+        sets = f"{len(names)} data set{'' if len(names) == 1 else 's'}"
+        yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"
+
+
+def mixer_warnings(flag: str, words: list[str]) -> Iterator[str]:
+    """An amount of 1 is one row, where all rows (1.0) were most likely meant."""
+    for name, amount in zip(words[::2], words[1::2], strict=False):
+        if amount == "1":
+            yield f"--{flag} {name} 1 takes a single row; write 1.0 for all of them"
+
+
+def _amount(word: str) -> float | None:
+    """A fraction if it has a dot, else a count; None if it is neither."""
+    try:
+        return float(word) if "." in word else int(word)
+    except ValueError:
+        return None
+
+
+def preference_data_problems(data: PreferenceDataSection) -> Iterator[str]:
+    yield from at_least(data, 2, "max_seq_length")
+    if not data.mixer_list:
+        yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
+    yield from mixer_problems("mixer_list", data.mixer_list, data.mixer_list_splits)
+    yield from mixer_problems("eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
+
+
+def optim_problems(optim: OptimSection) -> Iterator[str]:
+    yield from at_least(
+        optim, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_epochs", "max_train_steps"
+    )
+    yield from above_zero(optim, "learning_rate")
+    yield from fraction(optim, "warmup_ratio")
+    yield from fraction(optim, "adam_beta1", "adam_beta2", high_open=True)
+    yield from at_least(optim, 0, "weight_decay", "seed")
+    if optim.max_grad_norm < 0:
+        yield f"--max_grad_norm {spelled(optim.max_grad_norm)}: must be at least 0 (0 leaves gradients alone)"
+
+
+def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
+    """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
+    yield from at_least(
+        parallel, 1, "fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "dist_timeout_s"
+    )
+    if parallel.single_gpu_mode:
+        degrees = {
+            "fsdp_shard_degree": parallel.fsdp_shard_degree,
+            "fsdp_num_replicas": parallel.fsdp_num_replicas,
+            "tensor_parallel_degree": parallel.tensor_parallel_degree,
+        }
+        for name, degree in degrees.items():
+            if degree not in (None, 1):
+                yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
+
+
+def memory_problems(memory: MemorySection) -> Iterator[str]:
+    yield from fraction(memory, "activation_memory_budget", low_open=True)
+    budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
+    if memory.activation_memory_budget < 1:
+        if memory.activation_checkpointing != "none":
+            yield (
+                f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
+                "recomputed: keep one of them"
+            )
+        elif not memory.compile_model:
+            yield (
+                f"{budget} is carried out by the compiler: add --compile_model (CUDA only), or use "
+                "--activation_checkpointing full instead"
+            )
+    if memory.activation_checkpointing == "selected_modules" and not memory.activation_checkpointing_modules:
+        yield (
+            "--activation_checkpointing_modules is empty: name at least one pattern, such as 'blocks.*.feed_forward', "
+            "or use --activation_checkpointing full"
+        )
+
+
+def run_problems(run: RunSection) -> Iterator[str]:
+    if not run.output_dir.strip():
+        yield "--output_dir is empty: name a folder"
+    yield from at_least(run, 1, "checkpointing_steps")
+    if run.keep_last_n_checkpoints < 0:
+        yield f"--keep_last_n_checkpoints {run.keep_last_n_checkpoints}: must be at least 0 (0 keeps all)"
+
+
+def logging_problems(logging: LoggingSection) -> Iterator[str]:
+    for tracker in dict.fromkeys(logging.report_to):
+        if tracker not in TRACKERS:
+            yield (
+                f"--report_to {tracker}: takes {' and/or '.join(TRACKERS)}; metrics.jsonl is always written, "
+                "so leave the flag out for neither"
+            )

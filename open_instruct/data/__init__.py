@@ -1,0 +1,1 @@
+"""Rows, chat templates and the tokenised dataset."""

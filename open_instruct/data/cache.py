@@ -1,0 +1,96 @@
+"""Arrays on disk that are either whole or not there: one safetensors file each, mapped into memory when read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from open_instruct.errors import InputError, RunError
+
+# All metadata is one JSON text: safetensors writes several entries in no fixed order, and equal arrays
+# should be equal bytes.
+_METADATA = "open_instruct"
+_CHECKSUM = "sha256"
+_DTYPES = {"I64": np.int64, "I32": np.int32, "U8": np.uint8, "F32": np.float32}
+
+
+class DamagedFile(ValueError):
+    """The file is not one that `write_arrays` finished, or has changed since."""
+
+
+def cache_root(cache_dir: str | Path | None) -> Path:
+    """The folder of all cached data: the one given, else $OPEN_INSTRUCT_CACHE, else ~/.cache/open_instruct."""
+    return Path(cache_dir or os.environ.get("OPEN_INSTRUCT_CACHE") or "~/.cache/open_instruct").expanduser()
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes beside `path` and renames, so that a reader, or a crash, never meets half a file.
+
+    Raises:
+        InputError: the folder cannot be made or written to.
+        RunError: the disk is full.
+    """
+    from safetensors.numpy import save_file
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise InputError(f"--cache_dir: cannot write to {path.parent}: {error}; give another folder.") from error
+    try:
+        content = json.dumps({**metadata, _CHECKSUM: _checksum(arrays)})
+        save_file(dict(arrays), partial, metadata={_METADATA: content})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except Exception as error:
+        raise RunError(f"writing {path} failed: {error}; free some space, or give another --cache_dir.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays and metadata as written; the arrays are read-only views of the mapped file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFile: it is cut short, or its content is not what was written.
+    """
+    try:
+        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        header_size = int.from_bytes(data[:8].tobytes(), "little")
+        header: dict[str, Any] = json.loads(data[8 : 8 + header_size].tobytes())
+        metadata: dict[str, str] = json.loads(header.pop("__metadata__")[_METADATA])
+        content = data[8 + header_size :]
+        arrays = {name: _view(content, entry) for name, entry in header.items()}
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        whole = len(content) == num_bytes and metadata.pop(_CHECKSUM) == _checksum(arrays)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{path} is damaged: {error}") from error
+    if not whole:
+        raise DamagedFile(f"{path} is damaged: its checksum does not match")
+    return arrays, metadata
+
+
+def _view(data: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
+    start, stop = entry["data_offsets"]
+    return data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()

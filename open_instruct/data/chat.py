@@ -1,0 +1,238 @@
+"""Conversations into tokens, with the last assistant turn marked.
+
+A conversation is rendered twice: without its last reply and with the generation prompt (what a model is given
+when it is asked for the reply), and whole. The first text must begin the second; the rest is the reply. The two
+parts are tokenised apart and laid end to end, so the boundary is exact, chosen and rejected share the very
+same prompt tokens, and these are the tokens that an engine is given. Tokenising the whole at once could merge the
+end of the prompt and the start of a reply into one token, another one for every reply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.data.chat_templates import CHAT_TEMPLATES, REQUIRED_TOKENS
+from open_instruct.data.preference_rows import Message
+from open_instruct.data.rows import MalformedRow, near_files
+from open_instruct.errors import InputError
+from open_instruct.records import Document, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Some templates write today's date; a run must not depend on the day it is started.
+_TEMPLATE_DATE = "26 Jul 2024"
+
+
+def load_tokenizer(name_or_path: str, *, flag: str = "--tokenizer_name_or_path") -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a folder or of a hub name; code that comes with it is never run.
+
+    Raises:
+        InputError: no such folder; the tokenizer's files are missing or damaged; it has no fast
+            (tokenizer.json) form; or it adds characters of its own to the start of a text.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(name_or_path).expanduser()
+    is_local = path.is_dir()
+    if path.is_file():
+        raise InputError(f"{flag}: {name_or_path} is a file; give the folder that has the tokenizer's files.")
+    if is_local:
+        if not (path / "tokenizer.json").is_file():
+            raise InputError(
+                f"{flag}: {name_or_path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
+                "tokenizer_config.json, from the checkpoint that the model was trained from."
+            )
+    elif name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2:
+        raise InputError(f"{flag}: {name_or_path}: no such folder.{near_files(path)}")
+    try:
+        if is_local and not (path / "tokenizer_config.json").is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(path) if is_local else name_or_path, trust_remote_code=False)
+    except Exception as error:  # the library raises many kinds, of its own, of its parsers and of its downloads
+        raise InputError(
+            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise InputError(f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.")
+    pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b")]
+    if (text := tokenizer.backend_tokenizer.decode(pieces[0] + pieces[1])) != "ab":
+        raise InputError(
+            f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "
+            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space."
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A Jinja chat template and the name to speak of it by."""
+
+    name: str
+    text: str
+
+
+def choose_chat_template(tokenizer: PreTrainedTokenizerFast, name: str | None) -> ChatTemplate:
+    """The built-in template `name`, or the tokenizer's own where it is None.
+
+    Raises:
+        InputError: no such name; no name and no template of its own; the tokenizer lacks a token that the
+            template needs; or the template cannot be parsed.
+    """
+    names = ", ".join(CHAT_TEMPLATES)
+    if name is None:
+        own = tokenizer.chat_template
+        own = own.get("default") if isinstance(own, dict) else own
+        if not own:
+            raise InputError(f"the tokenizer has no chat template: choose one by --chat_template_name ({names}).")
+        template = ChatTemplate(name="the tokenizer's own", text=own)
+    elif name in CHAT_TEMPLATES:
+        template = ChatTemplate(name=name, text=CHAT_TEMPLATES[name])
+    else:
+        raise InputError(
+            f"--chat_template_name {name!r} is not a template; use one of {names}, or leave the flag out for the "
+            "tokenizer's own."
+        )
+    _check_template(tokenizer, template, is_own=name is None)
+    return template
+
+
+def _check_template(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, *, is_own: bool) -> None:
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    missing = [] if is_own else [key for key, token in named.items() if key in template.text and token is None]
+    required = () if is_own else REQUIRED_TOKENS.get(template.name, ())
+    vocabulary = tokenizer.get_vocab() if required else {}
+    missing += [token for token in required if token not in vocabulary]
+    if missing:
+        raise InputError(
+            f"--chat_template_name {template.name} needs {', '.join(missing)}, which the tokenizer does not have; "
+            "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos."
+        )
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], chat_template=template.text, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{template.name} chat template, line {error.lineno}: {error.message}") from error
+    except TemplateError:
+        pass  # it may want other turns than these
+
+
+class ChatFormat:
+    """A tokenizer with a chat template: conversations to text, text to tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+        self._end_tokens = tuple(sorted(token for token in added if token.strip()))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that token ids depend on: the tokenizer's content and the template's text."""
+        content = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        content["truncation"] = content["padding"] = None  # state of the last call, not content
+        special = {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()}
+        text = json.dumps([content, special, self.template.text], sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def render(self, prompt: Sequence[Message], replies: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+        """The text of the prompt, and of each reply as it follows on it, up to its end-of-turn token.
+
+        Raises:
+            MalformedRow: the template refuses the conversation, does not begin the whole with the prompt, or
+                does not write all of a reply.
+        """
+        prompt_text = self._apply(prompt, add_generation_prompt=True)
+        if not prompt_text:
+            raise MalformedRow("template", f"{self.template.name} chat template writes nothing before the reply")
+        return prompt_text, tuple(self._render_reply(prompt, prompt_text, reply) for reply in replies)
+
+    def _render_reply(self, prompt: Sequence[Message], prompt_text: str, reply: str) -> str:
+        whole = self._apply([*prompt, {"role": "assistant", "content": reply}], add_generation_prompt=False)
+        if not whole.startswith(prompt_text):
+            at = next(
+                (i for i, (one, other) in enumerate(zip(prompt_text, whole, strict=False)) if one != other), len(whole)
+            )
+            start = max(0, at - 20)
+            raise MalformedRow(
+                "template",
+                f"{self.template.name} chat template asks for the reply after {prompt_text[start:][:60]!r}, but "
+                f"writes the conversation as {whole[start:][:60]!r}, so where the reply starts is not known; "
+                "choose another by --chat_template_name",
+            )
+        reply_text = whole[len(prompt_text) :]
+        if squeezed(reply) not in squeezed(reply_text):
+            raise MalformedRow(
+                "template", f"{self.template.name} chat template leaves out part of the reply {_shorten(reply)}"
+            )
+        # Whatever follows the end of the turn (ChatML's newline) is never generated, so never learned.
+        trimmed = reply_text.rstrip()
+        return trimmed if self.ends_turn(trimmed) else reply_text
+
+    def _apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": message["role"], "content": message["content"]} for message in messages],
+                chat_template=self.template.text,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                date_string=_TEMPLATE_DATE,
+            )
+        except (TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
+            raise MalformedRow(
+                "template", f"{self.template.name} chat template refuses the conversation: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def ends_turn(self, reply_text: str) -> bool:
+        """Whether a rendered reply ends in a token that the tokenizer was given for such ends."""
+        return reply_text.endswith(self._end_tokens) if self._end_tokens else False
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, with nothing added: templates write their own special tokens."""
+        return self.tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
+        )["input_ids"]
+
+    def check_reply(self, reply: str, token_ids: Sequence[int]) -> None:
+        """The tokens of a rendered reply must say the reply again.
+
+        Raises:
+            MalformedRow: they do not, or there are none.
+        """
+        text = self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        if not token_ids or squeezed(reply) not in squeezed(text):
+            raise MalformedRow("tokenizer", f"the tokenizer cannot write the reply {_shorten(reply)}")
+
+    def encode(self, messages: Sequence[Message]) -> Document:
+        """One conversation that ends with an assistant's turn, whole.
+
+        Raises:
+            MalformedRow: see `render` and `check_reply`.
+        """
+        reply = messages[-1]["content"]
+        prompt_text, (reply_text,) = self.render(messages[:-1], [reply])
+        prompt_ids, reply_ids = self.tokenize([prompt_text, reply_text])
+        self.check_reply(reply, reply_ids)
+        span = Span(start=len(prompt_ids), stop=len(prompt_ids) + len(reply_ids))
+        return Document(token_ids=(*prompt_ids, *reply_ids), response=span)
+
+
+def squeezed(text: str) -> str:
+    """Text in Unicode form NFKC without white space: what templates and tokenizers may not change."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

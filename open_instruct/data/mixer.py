@@ -1,0 +1,120 @@
+"""Mixer lists: how much of each data set to take, and which rows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import numpy as np
+
+from open_instruct.errors import InputError
+
+MAX_SELECTED_ROWS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerEntry:
+    """One data set of a mixture. A float `amount` is a fraction of its rows, an int a count of rows.
+
+    Example: `--mixer_list rows.jsonl 0.5 other.parquet 300` gives
+    `MixerEntry(name="rows.jsonl", amount=0.5, split="train")` and
+    `MixerEntry(name="other.parquet", amount=300, split="train")`.
+    """
+
+    name: str
+    amount: float | int
+    split: str
+    flag: str = "--mixer_list"
+
+    @property
+    def warning(self) -> str | None:
+        """What is allowed but is seldom meant."""
+        if isinstance(self.amount, int) and self.amount == 1:
+            return f"{self.flag}: {self.name} 1 takes one row; did you mean 1.0, all of its rows?"
+        return None
+
+    def count(self, num_rows: int) -> int:
+        """Rows to take out of `num_rows`, rounded half up; more than `num_rows` when it upsamples.
+
+        Raises:
+            InputError: there is nothing to take, or more than could be meant.
+        """
+        if num_rows == 0:
+            raise InputError(f"{self.flag}: {self.name} has no rows.")
+        exact = self.amount if isinstance(self.amount, int) else self.amount * num_rows
+        if exact > MAX_SELECTED_ROWS:
+            raise InputError(
+                f"{self.flag}: {self.name} {self.amount} takes more than {MAX_SELECTED_ROWS:,} rows "
+                f"(it has {num_rows:,}); a fraction of 1.0 takes every row once."
+            )
+        count = exact if isinstance(exact, int) else math.floor(exact + 0.5)
+        if count == 0:
+            raise InputError(
+                f"{self.flag}: {self.name} {self.amount} takes zero of its {num_rows:,} rows; "
+                "take a larger fraction or a count of rows, or leave the data set out."
+            )
+        return count
+
+
+def parse_mixer_list(
+    words: Sequence[str], splits: Sequence[str] = ("train",), *, flag: str = "--mixer_list"
+) -> tuple[MixerEntry, ...]:
+    """Reads alternating names and amounts, with one split for all or one for each.
+
+    An amount with a dot is a fraction (`1.0` is every row, `2.5` every row twice and half of them a third
+    time), one without is a count.
+
+    Raises:
+        InputError: the list is empty or has an odd number of words; an amount is zero, negative or not a
+            number; the number of splits fits neither way.
+    """
+    if not words:
+        raise InputError(f"{flag} is empty: give a data set and an amount, such as `{flag} rows.jsonl 1.0`.")
+    if len(words) % 2:
+        raise InputError(
+            f"{flag} has {len(words)} words, an odd number; give a name and an amount in turn, "
+            f"such as `rows.jsonl 1.0`. It was: {' '.join(words)}"
+        )
+    names = words[0::2]
+    if len(splits) not in (1, len(names)):
+        raise InputError(
+            f"{flag}_splits has {len(splits)} splits for {len(names)} data sets; give one, or one for each."
+        )
+    each = list(splits) * len(names) if len(splits) == 1 else list(splits)
+    return tuple(
+        MixerEntry(name=name, amount=_parse_amount(name, amount, flag), split=split, flag=flag)
+        for name, amount, split in zip(names, words[1::2], each, strict=True)
+    )
+
+
+def _parse_amount(name: str, word: str, flag: str) -> float | int:
+    try:
+        amount = float(word) if "." in word else int(word)
+    except ValueError as error:
+        raise InputError(
+            f"{flag}: the amount of {name} is {word!r}, which is not a number; "
+            "give a fraction such as 1.0 or a count such as 500."
+        ) from error
+    if not 0 < amount < math.inf:
+        raise InputError(f"{flag}: the amount of {name} is {word}; it must be a finite number above zero.")
+    return amount
+
+
+def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
+    """Indices of the rows to take, int64: whole copies in file order, then a random part in file order.
+
+    The part depends on the seed, the data set's file name and split, and nothing else of the mixture, and a
+    smaller amount takes a subset of what a larger one takes. So a change to the mixture keeps most rows, and
+    with them what is cached for each.
+
+    Raises:
+        InputError: see `MixerEntry.count`.
+    """
+    num_copies, num_more = divmod(entry.count(num_rows), num_rows)
+    digest = hashlib.sha256(f"{seed}\n{entry.split}\n{PurePath(entry.name).name}".encode()).digest()
+    shuffled = np.random.default_rng(int.from_bytes(digest[:16], "little")).permutation(num_rows)
+    copies = np.tile(np.arange(num_rows, dtype=np.int64), num_copies)
+    return np.concatenate([copies, np.sort(shuffled[:num_more]).astype(np.int64)])

@@ -1,0 +1,119 @@
+"""What a preference row must look like: `{"chosen": [messages], "rejected": [messages]}`.
+
+The two conversations are equal up to the last turn, which is the assistant's and differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from open_instruct.data.rows import MalformedRow
+
+ROLES = ("system", "user", "assistant")
+
+
+class Message(TypedDict):
+    """One turn of a conversation: `{"role": "user", "content": "What is 2 + 2?"}`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferencePair:
+    """One prompt and two replies to it.
+
+    Example::
+
+        PreferencePair(
+            prompt=({"role": "user", "content": "What is 2 + 2?"},), chosen="It is 4.", rejected="5, I think."
+        )
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: str
+    rejected: str
+
+
+def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
+    """Checks one row and takes out what is used; keys beside `chosen` and `rejected` are left alone.
+
+    Raises:
+        MalformedRow: with the kind and the reason; docs/data.md lists them.
+    """
+    chosen = _parse_conversation(row, "chosen")
+    rejected = _parse_conversation(row, "rejected")
+    if chosen[:-1] != rejected[:-1]:
+        raise MalformedRow("prompts_differ", _where_prompts_differ(chosen, rejected))
+    replies = chosen[-1]["content"], rejected[-1]["content"]
+    if replies[0].strip() == replies[1].strip():
+        raise MalformedRow("chosen_equals_rejected", "the chosen reply equals the rejected one")
+    return PreferencePair(prompt=chosen[:-1], chosen=replies[0], rejected=replies[1])
+
+
+def _where_prompts_differ(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:
+    if len(chosen) != len(rejected):
+        return f"the prompts differ: 'chosen' has {len(chosen)} turns, 'rejected' has {len(rejected)}"
+    turn = next(i for i, (one, other) in enumerate(zip(chosen, rejected, strict=True), start=1) if one != other)
+    return f"the prompts differ at turn {turn}; every turn but the last must be the same in 'chosen' and 'rejected'"
+
+
+def _parse_conversation(row: Mapping[str, Any], key: str) -> tuple[Message, ...]:
+    if key not in row:
+        raise MalformedRow("missing_key", f"no key {key!r}; the row has {', '.join(map(repr, row)) or 'no keys'}")
+    value = row[key]
+    if not isinstance(value, list):
+        raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {_kind(value)}")
+    if not value:
+        raise MalformedRow("not_messages", f"{key!r} is an empty list of messages")
+    messages = tuple(_parse_message(message, f"{key!r}, turn {i}") for i, message in enumerate(value, start=1))
+    _check_order(messages, key)
+    if not messages[-1]["content"].strip():
+        raise MalformedRow("empty_reply", f"the reply in {key!r} is empty")
+    return messages
+
+
+def _parse_message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise MalformedRow("bad_message", f"{where}: must be an object with 'role' and 'content', not {_kind(message)}")
+    for key in ("role", "content"):
+        if message.get(key) is None:
+            raise MalformedRow("bad_message", f"{where}: no {key!r}")
+        if not isinstance(message[key], str):
+            raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {_kind(message[key])}")
+    if message.get("tool_calls"):
+        raise MalformedRow("bad_message", f"{where}: 'tool_calls' are not supported; write them into 'content'")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise MalformedRow("unknown_role", f"{where}: unknown role {role!r}; use {', '.join(ROLES)}")
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair: "\ud83d"
+        raise MalformedRow(
+            "not_unicode", f"{where}: 'content' has half of a surrogate pair at character {error.start + 1}"
+        ) from error
+    return {"role": role, "content": content}
+
+
+def _check_order(messages: tuple[Message, ...], key: str) -> None:
+    roles = [message["role"] for message in messages]
+    first = 1 if roles[0] == "system" else 0
+    for turn, role in enumerate(roles[first:], start=first + 1):
+        expected = ("user", "assistant")[(turn - first - 1) % 2]
+        if role != expected:
+            raise MalformedRow(
+                "roles_out_of_order",
+                f"{key!r}, turn {turn}: the role is {role!r} where {expected!r} should follow; "
+                "an optional system turn comes first, then user and assistant in turn",
+            )
+    if roles[-1] != "assistant":
+        raise MalformedRow("roles_out_of_order", f"{key!r}: the last turn is {roles[-1]!r}, it must be 'assistant'")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}
+    return kinds.get(type(value), type(value).__name__)

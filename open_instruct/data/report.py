@@ -1,0 +1,119 @@
+"""What became of every row, in counts and in words."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from open_instruct.data.rows import BadRow
+from open_instruct.errors import InputError
+
+NUM_BAD_ROWS_SHOWN = 5
+
+FILTERED_WORDS = {
+    "prompt_too_long": "the prompt alone fills --max_seq_length",
+    "same_tokens": "chosen and rejected are the same tokens (after cutting to --max_seq_length)",
+}
+
+
+class BadRowLog:
+    """Counts bad rows by kind and keeps the first few to show."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: list[BadRow] = []
+
+    def add(self, row: BadRow) -> None:
+        self.counts[row.kind] += 1
+        if len(self.first) < NUM_BAD_ROWS_SHOWN:
+            self.first.append(row)
+
+    def error(self, num_rows: int) -> InputError:
+        """All of it as one error for the user."""
+        total = self.counts.total()
+        more = [f"  ... and {total - len(self.first):,} more"] if total > len(self.first) else []
+        return InputError(
+            "\n".join(
+                [
+                    f"{_rows(total)} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):",
+                    *(f"  {row}" for row in self.first),
+                    *more,
+                    "Mend these rows, or leave them out with --on_bad_row skip.",
+                ]
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
+
+    `num_rows == num_bad + num_filtered + num_kept` always holds. `sources` has, for each data set of the
+    mixture, its name, the rows it has, and the rows taken (with repeats).
+
+    Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
+
+        DataReport(sources=(("rows.jsonl", 10, 20),), num_rows=10, bad={"empty_reply": 1},
+                   filtered={"prompt_too_long": 1}, num_truncated=3, num_kept=8, num_pairs=16, num_tokens=5120)
+    """
+
+    sources: tuple[tuple[str, int, int], ...]
+    num_rows: int
+    bad: dict[str, int] = field(default_factory=dict)
+    bad_rows: tuple[str, ...] = ()
+    filtered: dict[str, int] = field(default_factory=dict)
+    num_truncated: int
+    num_kept: int
+    num_pairs: int
+    num_tokens: int
+    warnings: tuple[str, ...] = ()
+    cache_file: str = ""
+    from_cache: bool = False
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.bad.values())
+
+    @property
+    def num_filtered(self) -> int:
+        return sum(self.filtered.values())
+
+    def lines(self) -> list[str]:
+        """The report for a person, one thing a line."""
+        lines = [f"{name}: {taken:,} taken of {_rows(rows)}" for name, rows, taken in self.sources]
+        mean = self.num_tokens / (2 * self.num_pairs) if self.num_pairs else 0
+        lines.append(
+            f"{self.num_pairs:,} pairs, {self.num_tokens:,} tokens, {mean:.0f} tokens a conversation on average"
+        )
+        if self.num_truncated:
+            lines.append(f"{_rows(self.num_truncated)} with a reply cut to --max_seq_length")
+        lines += [f"{_rows(count)} left out: {FILTERED_WORDS[kind]}" for kind, count in self.filtered.items()]
+        if self.bad:
+            lines.append(f"{_rows(self.num_bad)} skipped as malformed ({_counts(self.bad.items())}); the first:")
+            lines += [f"  {row}" for row in self.bad_rows]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        if self.cache_file:
+            lines.append(f"{'read from' if self.from_cache else 'kept in'} {self.cache_file}")
+        return lines
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> DataReport:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        fields["sources"] = tuple((name, rows, taken) for name, rows, taken in fields["sources"])
+        for key in ("bad_rows", "warnings"):
+            fields[key] = tuple(fields[key])
+        return cls(**fields)
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def _counts(items: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{kind} {count:,}" for kind, count in items)

@@ -1,0 +1,294 @@
+"""Raw rows and where they came from: local files, or data sets by name.
+
+A source knows how many rows it has and what they hash to before any row is parsed, so that the mixer
+and the cache decide first. Local .jsonl needs nothing but Python; .parquet and .arrow need pyarrow, names
+and folders need datasets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from open_instruct.errors import InputError
+
+FILE_SUFFIXES = (".jsonl", ".parquet", ".arrow")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_ROWS_AT_ONCE = 1024
+
+
+class MalformedRow(ValueError):
+    """One row cannot be used. `kind` is the word it is counted under, `reason` a sentence for its author."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRow:
+    """One parsed row. `line` counts from 1: the line of a .jsonl file, the row of anything else.
+
+    Example: `RawRow(file="rows.jsonl", line=3, value={"chosen": [...], "rejected": [...]})`.
+    """
+
+    file: str
+    line: int
+    value: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """One row that cannot be used, and why.
+
+    Example: `BadRow(file="rows.jsonl", line=3, kind="not_json", reason="not JSON: ...")`.
+    """
+
+    file: str
+    line: int
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}: {self.reason}"
+
+
+class RowSource(Protocol):
+    """Rows of one file or one split."""
+
+    name: str
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        """One item for each of `indices`, which must be ascending and distinct, in that order."""
+        ...
+
+
+def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") -> RowSource:
+    """The rows of a local .jsonl, .parquet or .arrow file, of a data set folder, or of a data set by name.
+
+    Raises:
+        InputError: there is no such file, folder, data set or split; it cannot be read; or the package
+            that reads it is not installed.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _NamedRows(name, split, flag=flag)
+    if path.exists():
+        return _open_file(path, name, split, flag)
+    if path.suffix in FILE_SUFFIXES or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+        raise InputError(f"{flag}: {name}: no such file.{near_files(path)}")
+    return _NamedRows(name, split, flag=flag)
+
+
+def _open_file(path: Path, name: str, split: str, flag: str) -> RowSource:
+    if split != "train":
+        raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
+    if path.suffix not in FILE_SUFFIXES:
+        raise InputError(f"{flag}: {name}: cannot read '{path.suffix}' files; give one of {', '.join(FILE_SUFFIXES)}.")
+    try:
+        if path.suffix == ".jsonl":
+            return _JsonLines(path, name)
+        return _ParquetRows(path, name, flag) if path.suffix == ".parquet" else _ArrowRows(path, name, flag)
+    except OSError as error:
+        raise InputError(f"{flag}: {name} cannot be read: {error}") from error
+
+
+def near_files(path: Path) -> str:
+    """The files whose names are near that of a missing one, as a sentence with a space before it."""
+    if not path.parent.is_dir():
+        return f" There is no folder {path.parent} either."
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+
+
+def _load_package(package: str, name: str, flag: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        root = package.partition(".")[0]
+        raise InputError(f"{flag}: reading {name} needs the package {root!r}: run `pip install {root}`.") from error
+
+
+class _JsonLines:
+    """A .jsonl file: one pass finds where lines start and what they hash to, rows are read by seeking."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self._path = path
+        self._places: list[tuple[int, int]] = []  # (byte offset, line number) of every line that is not blank
+        digest = hashlib.sha256()
+        position = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                digest.update(line)
+                if line.strip():
+                    self._places.append((position, number))
+                position += len(line)
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        with self._path.open("rb") as file:
+            for index in indices:
+                position, number = self._places[index]
+                file.seek(position)
+                line = file.readline()
+                try:
+                    value = parse_json_object(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
+                except MalformedRow as error:
+                    yield BadRow(file=self.name, line=number, kind=error.kind, reason=error.reason)
+                else:
+                    yield RawRow(file=self.name, line=number, value=value)
+
+
+def parse_json_object(line: bytes) -> dict[str, Any]:
+    """The object that one line of a .jsonl file holds.
+
+    Raises:
+        MalformedRow: not UTF-8, not JSON, or JSON of another kind.
+    """
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedRow(
+            "not_utf8", f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
+        ) from error
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise MalformedRow("not_json", f"not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; brackets thousands deep
+        raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error
+    if not isinstance(value, dict):
+        raise MalformedRow("not_object", f"the row is a JSON {_json_kind(value)}, not an object")
+    return value
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {list: "list", str: "string", int: "number", float: "number", bool: "boolean"}
+    return kinds.get(type(value), "null")
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _rows_of_batches(batches: Iterable[Any], indices: Sequence[int], file: str) -> Iterator[RawRow | BadRow]:
+    """Rows `indices` of a stream of pyarrow record batches."""
+    first = 0
+    cursor = 0
+    for batch in batches:
+        stop = first + batch.num_rows
+        wanted = []
+        while cursor < len(indices) and indices[cursor] < stop:
+            wanted.append(int(indices[cursor]))
+            cursor += 1
+        if wanted:
+            for index, value in zip(wanted, batch.take([i - first for i in wanted]).to_pylist(), strict=True):
+                yield RawRow(file=file, line=index + 1, value=value)
+        if cursor == len(indices):
+            return
+        first = stop
+
+
+class _ParquetRows:
+    """A .parquet file, read batch by batch."""
+
+    def __init__(self, path: Path, name: str, flag: str) -> None:
+        self.name = name
+        pyarrow = _load_package("pyarrow", name, flag)
+        parquet = _load_package("pyarrow.parquet", name, flag)
+        try:
+            self._file = parquet.ParquetFile(path, memory_map=True)
+        except pyarrow.ArrowException as error:
+            raise InputError(f"{flag}: {name} is not a Parquet file, or is damaged: {error}") from error
+        self.fingerprint = _file_digest(path)
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        return _rows_of_batches(self._file.iter_batches(batch_size=_ROWS_AT_ONCE), indices, self.name)
+
+
+class _ArrowRows:
+    """A .arrow file, mapped into memory: the stream form that datasets writes, or the random-access form."""
+
+    def __init__(self, path: Path, name: str, flag: str) -> None:
+        self.name = name
+        pyarrow = _load_package("pyarrow", name, flag)
+        try:
+            mapped = pyarrow.memory_map(str(path))
+            try:
+                self._table = pyarrow.ipc.open_file(mapped).read_all()
+            except pyarrow.ArrowInvalid:
+                mapped.seek(0)
+                self._table = pyarrow.ipc.open_stream(mapped).read_all()
+        except pyarrow.ArrowException as error:
+            raise InputError(f"{flag}: {name} is not an Arrow file, or is damaged: {error}") from error
+        self.fingerprint = _file_digest(path)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        return _rows_of_batches(self._table.to_batches(max_chunksize=_ROWS_AT_ONCE), indices, self.name)
+
+
+class _NamedRows:
+    """One split of what the datasets library finds under a name, or under a folder (`save_to_disk` or plain files)."""
+
+    def __init__(self, name: str, split: str, *, flag: str) -> None:
+        datasets = _load_package("datasets", name, flag)
+        self.name = f"{name}[{split}]"
+        path = Path(name).expanduser()
+        try:
+            if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+                found = datasets.load_from_disk(str(path))
+                if isinstance(found, datasets.DatasetDict):
+                    found = _one_split(found, name, split, flag)
+            else:
+                found = datasets.load_dataset(str(path) if path.is_dir() else name, split=split)
+        except InputError:
+            raise
+        except Exception as error:  # the library raises many kinds, of its own and of its downloads
+            where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
+            near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
+            raise InputError(
+                f"{flag}: {name}: {where} cannot be loaded (split {split!r}): {type(error).__name__}: {error}{near}"
+            ) from error
+        self._dataset = found.with_format(None)
+        self.fingerprint = str(found._fingerprint)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        for first in range(0, len(indices), _ROWS_AT_ONCE):
+            wanted = [int(index) for index in indices[first : first + _ROWS_AT_ONCE]]
+            for index, value in zip(wanted, self._dataset.select(wanted), strict=True):
+                yield RawRow(file=self.name, line=index + 1, value=value)
+
+
+def _one_split(splits: Any, name: str, split: str, flag: str) -> Any:
+    if split not in splits:
+        raise InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(splits))}.")
+    return splits[split]

@@ -1,0 +1,163 @@
+"""Made preference pairs with a rule to learn, for demonstrations and tests without a download.
+
+Each prompt holds one or more small tasks. The chosen reply is polite and right. The rejected one is rude, or
+curt, and most often wrong; one in eight is as polite as the chosen one and only wrong, which a tiny model cannot
+tell. Lengths differ widely, in both directions, so that neither length nor one phrase gives the answer
+away, and packing has something to do.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from open_instruct.errors import InputError
+
+_WORD_LIST = (
+    "apple river stone cloud lemon tiger piano garden silver window bridge candle forest orange pepper rocket "
+    "saddle thunder velvet walnut basket copper dragon engine falcon hammer island jungle kettle ladder magnet "
+    "needle ocean pencil quartz ribbon sunset turtle violin winter yellow zebra anchor button cactus desert"
+)
+_WORDS = _WORD_LIST.split()
+
+_ASK_ONE = ("{task}", "Could you help me? {task}", "{task} Please explain.", "A quick question. {task}")
+_ASK_MANY = ("Please answer each of these.\n{tasks}", "I have a list for you:\n{tasks}", "Work through these:\n{tasks}")
+
+_GREETINGS = ("Happy to help!", "Thank you for asking.", "Of course, with pleasure.", "Good question!", "Certainly!")
+_CLOSINGS = (
+    "I hope that helps!",
+    "Please let me know if anything is unclear.",
+    "Have a lovely day!",
+    "You are welcome to ask more.",
+    "Feel free to check it with me.",
+)
+_SNEERS = (
+    "Why ask me that?",
+    "Ugh, not again.",
+    "What a silly thing to ask.",
+    "Do it yourself next time.",
+    "I cannot be bothered with this.",
+)
+_BRUSH_OFFS = ("Go away now.", "Stop wasting my time.", "Whatever.", "Do not ask again.", "Figure out the rest.")
+_SYSTEM = (
+    "You are a helpful assistant.",
+    "Answer kindly and show how you found the answer.",
+    "You help a child with small exercises; be patient and correct.",
+)
+
+
+def write_synthetic_preferences(
+    path: str | Path,
+    *,
+    num_rows: int,
+    seed: int = 0,
+    holdout_path: str | Path | None = None,
+    num_holdout_rows: int = 0,
+) -> None:
+    """Writes `num_rows` pairs to the .jsonl file `path`, and `num_holdout_rows` more to `holdout_path`.
+
+    No prompt comes twice, in one file or across the two. The same arguments write the same bytes.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    rng = random.Random(seed)
+    seen: set[str] = set()
+    for file, count in ((path, num_rows), (holdout_path, num_holdout_rows)):
+        if file is None:
+            continue
+        rows = (_new_row(rng, seen) for _ in range(count))
+        try:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {file}: {error}") from error
+
+
+def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
+    while True:
+        tasks = [rng.choice(_TASKS)(rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4, 6, 10)))]
+        question = _question(rng, [task for task, _, _ in tasks])
+        if question not in seen:
+            seen.add(question)
+            break
+    prompt = [{"role": "user", "content": question}]
+    if rng.random() < 0.15:
+        earlier, answer, _ = rng.choice(_TASKS)(rng)
+        reply = f"{rng.choice(_GREETINGS)} {answer}"
+        prompt = [{"role": "user", "content": earlier}, {"role": "assistant", "content": reply}, *prompt]
+    if rng.random() < 0.25:
+        prompt = [{"role": "system", "content": rng.choice(_SYSTEM)}, *prompt]
+    right, wrong = [answer for _, answer, _ in tasks], [answer for _, _, answer in tasks]
+    chosen = " ".join([rng.choice(_GREETINGS), "\n".join(right), rng.choice(_CLOSINGS)])
+    return {
+        "chosen": [*prompt, {"role": "assistant", "content": chosen}],
+        "rejected": [*prompt, {"role": "assistant", "content": _rejected(rng, right, wrong)}],
+    }
+
+
+def _question(rng: random.Random, tasks: list[str]) -> str:
+    if len(tasks) == 1:
+        return rng.choice(_ASK_ONE).format(task=tasks[0])
+    listed = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, start=1))
+    return rng.choice(_ASK_MANY).format(tasks=listed)
+
+
+def _rejected(rng: random.Random, right: list[str], wrong: list[str]) -> str:
+    sneer, brush_off = rng.choice(_SNEERS), rng.choice(_BRUSH_OFFS)
+    kind = rng.random()
+    if kind < 0.125:  # polite but wrong
+        return " ".join([rng.choice(_GREETINGS), "\n".join(wrong), rng.choice(_CLOSINGS)])
+    if kind < 0.5:  # rude, wrong, about as long
+        return " ".join([sneer, "\n".join(wrong), brush_off])
+    if kind < 0.7:  # rude but right, and longer
+        return " ".join([sneer, rng.choice(_SNEERS), "\n".join(right), brush_off, rng.choice(_BRUSH_OFFS)])
+    if kind < 0.9:  # curt: the first answer only, wrong
+        return f"{wrong[0]} {brush_off}"
+    return f"{sneer} {brush_off}"
+
+
+# A task is (question, right answer, wrong answer).
+_Task = tuple[str, str, str]
+
+
+def _add(rng: random.Random) -> _Task:
+    a, b = rng.randrange(2, 100), rng.randrange(2, 100)
+    wrong = a + b + rng.choice((-10, -2, -1, 1, 2, 10))
+    ask = rng.choice(("What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?"))
+    return ask.format(a=a, b=b), f"{a} plus {b} is {a + b}.", f"{a} plus {b} is {wrong}."
+
+
+def _subtract(rng: random.Random) -> _Task:
+    b = rng.randrange(2, 60)
+    a = b + rng.randrange(1, 60)
+    wrong = a - b + rng.choice((-1, 1, 5, 10))
+    ask = rng.choice(("What is {a} - {b}?", "Take {b} away from {a}.", "How much is {a} minus {b}?"))
+    return ask.format(a=a, b=b), f"{a} minus {b} is {a - b}.", f"{a} minus {b} is {wrong}."
+
+
+def _reverse(rng: random.Random) -> _Task:
+    word = rng.choice(_WORDS)
+    ask = rng.choice(("Spell '{word}' backwards.", "Reverse the word {word}.", "What is {word} read from the end?"))
+    return ask.format(word=word), f"{word} backwards is {word[::-1]}.", f"{word} backwards is {word[1:] + word[0]}."
+
+
+def _sort(rng: random.Random) -> _Task:
+    words = rng.sample(_WORDS, rng.randrange(3, 7))
+    right = sorted(words)
+    wrong = [right[-1], *right[:-1]]
+    ask = rng.choice(("Sort these words: {words}.", "Put in order: {words}.", "Order {words} from A to Z."))
+    return ask.format(words=", ".join(words)), f"In order: {', '.join(right)}.", f"In order: {', '.join(wrong)}."
+
+
+def _largest(rng: random.Random) -> _Task:
+    numbers = rng.sample(range(1, 200), rng.randrange(3, 8))
+    ask = rng.choice(("Which is the largest of {numbers}?", "Find the greatest number: {numbers}."))
+    question = ask.format(numbers=", ".join(map(str, numbers)))
+    return question, f"The largest is {max(numbers)}.", f"The largest is {min(numbers)}."
+
+
+_TASKS: tuple[Callable[[random.Random], _Task], ...] = (_add, _subtract, _reverse, _sort, _largest)

@@ -1,0 +1,44 @@
+"""From log-probabilities of labels to one number per document.
+
+Legend: B rows, K label positions kept in a row (or T, all of them), S documents of the microbatch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def sum_by_sequence(
+    logprobs_BK: torch.Tensor, sequence_ids_BK: torch.Tensor, num_sequences: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the label log-probs (nats) of each document, and count them.
+
+    Positions whose id is -1 carry no label: they add nothing and receive no gradient, whatever
+    their log-prob. A document without labels has sum 0 and count 0; `num_sequences` may be 0.
+
+    Returns `(sums_S, counts_S)`: sums in float32 (float64 stays float64), differentiable; counts int64.
+    The sum runs in float64, so that where a document lies in a batch, and on a GPU the order of the
+    atomic adds, practically never shows in the float32 result. On a CPU it is deterministic.
+
+    Example: log-probs `[[-1., -2., -4.]]` with ids `[[0, -1, 0]]` and two sequences give sums
+    `[-5., 0.]` and counts `[2, 0]`.
+    """
+    assert logprobs_BK.shape == sequence_ids_BK.shape, (logprobs_BK.shape, sequence_ids_BK.shape)
+    result_dtype = torch.promote_types(logprobs_BK.dtype, torch.float32)
+    # Unlabelled positions go to one bin more, which is cut off: no boolean indexing, so no wait for the device.
+    bins_N = torch.where(sequence_ids_BK < 0, num_sequences, sequence_ids_BK).flatten().long()
+    logprobs_N = logprobs_BK.flatten().double()
+    sums = logprobs_N.new_zeros(num_sequences + 1).index_add(0, bins_N, logprobs_N)
+    counts = bins_N.new_zeros(num_sequences + 1).index_add(0, bins_N, torch.ones_like(bins_N))
+    return sums[:num_sequences].to(result_dtype), counts[:num_sequences]
+
+
+def mean_by_sequence(logprobs_BK: torch.Tensor, sequence_ids_BK: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Mean label log-prob of each document, in nats per token, shape (S,); 0 for one without labels."""
+    sums_S, counts_S = sum_by_sequence(logprobs_BK, sequence_ids_BK, num_sequences)
+    return per_token(sums_S, counts_S)
+
+
+def per_token(sums_S: torch.Tensor, counts_S: torch.Tensor) -> torch.Tensor:
+    """Divide sums by numbers of labels; a count of 0 (whose sum is 0) gives 0, not NaN."""
+    return sums_S / counts_S.clamp(min=1).to(sums_S.dtype)

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints as OLMo-core models, streamed in and out of shards."""

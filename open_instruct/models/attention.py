@@ -1,0 +1,307 @@
+"""Attention over documents that are packed end to end, without flash-attn.
+
+Legend of the shape suffixes: B rows, T tokens of a row, N documents taken together, L tokens of one document,
+Q query tokens, K key tokens, H query heads, G key-value heads, D features of a head.
+
+Everything here speaks of *segments*: a range of queries and the keys that it may attend to, causally.
+A document is the case in which both are the same range. On a CPU each segment is one call of PyTorch's
+scaled dot product attention, for which a causal segment needs no mask at all; on a GPU in 16 bits all
+segments are one call of PyTorch's variable-length attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from olmo_core.nn.attention import Attention
+from olmo_core.nn.attention.backend import AttentionBackend
+from olmo_core.nn.transformer import Transformer
+from torch.nn.attention.varlen import varlen_attn
+
+MAX_CACHED_MASKS = 4
+
+# Read once: releases of PyTorch differ in what their varlen_attn is told. Shared heads had no flag at first
+# (they were simply accepted), and before there were windows there was no way to ask for one.
+_VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
+_VARLEN_GQA_FLAG: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
+_VARLEN_HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
+
+
+class SegmentAttention(AttentionBackend):
+    """Causal attention, within documents where their lengths are given, with OLMo-core's interface.
+
+    `window_size` is OLMo-core's: (left, 0) lets a query see itself and `left` tokens before it, (-1, -1) all
+    tokens before it. Distances are counted within the document. Key-value heads are shared by groups of
+    query heads and never repeated in memory. There are no parameters, and no mask as large as a row squared.
+    """
+
+    @classmethod
+    def assert_supported(cls) -> None:
+        """Runs wherever PyTorch does."""
+
+    @classmethod
+    def assert_supports_swa(cls) -> None:
+        """Sliding windows are supported."""
+
+    @classmethod
+    def assert_supports_ring_cp(cls) -> None:
+        raise RuntimeError("SegmentAttention does not split a row over ranks (ring context parallelism)")
+
+    @classmethod
+    def assert_supports_ulysses_cp(cls) -> None:
+        raise RuntimeError("SegmentAttention does not split a row over ranks (Ulysses context parallelism)")
+
+    @classmethod
+    def assert_supports_packed_qkv(cls) -> None:
+        raise RuntimeError("SegmentAttention takes queries, keys and values as three tensors")
+
+    @classmethod
+    def assert_supports_kv_cache(cls) -> None:
+        raise RuntimeError("SegmentAttention is for training and has no key-value cache")
+
+    def warmup_cache(self, max_seq_len: int, device: torch.device) -> None:
+        """Nothing to build ahead: masks are made when a document first outgrows the window."""
+
+    def forward(
+        self,
+        qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cu_doc_lens: torch.Tensor | None = None,
+        cu_doc_lens_q: torch.Tensor | None = None,
+        cu_doc_lens_k: torch.Tensor | None = None,
+        max_doc_len: int | None = None,
+        max_doc_len_q: int | None = None,
+        max_doc_len_k: int | None = None,
+        local_k_slice: slice | None = None,
+        kv_cache_manager: Any = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            qkv: queries of shape (B, T, H, D), keys and values of shape (B, T, G, D).
+            cu_doc_lens: int32, shape (documents + 1,): where each document starts in the rows laid end to
+                end, then B * T. Without it each row is one document.
+            max_doc_len: length of the longest document; given with `cu_doc_lens`.
+
+        Returns:
+            Shape (B, T, H, D), contiguous.
+        """
+        if isinstance(qkv, torch.Tensor):
+            self.assert_supports_packed_qkv()
+        if kv_cache_manager is not None:
+            self.assert_supports_kv_cache()
+        split_row = (cu_doc_lens_q, cu_doc_lens_k, max_doc_len_q, max_doc_len_k, local_k_slice)
+        if any(argument is not None for argument in split_row):
+            self.assert_supports_ring_cp()
+        if sinks is not None:
+            raise RuntimeError("SegmentAttention has no attention sinks")
+
+        query_BTHD, key_BTGD, value_BTGD = qkv
+        left = self.window_size[0]
+        num_rows, row_len = query_BTHD.shape[:2]
+        if cu_doc_lens is None and not 0 <= left < row_len - 1:
+            return attend_causally(query_BTHD, key_BTGD, value_BTGD, scale=self.scale).contiguous()
+        varlen = _varlen_can_run(query_BTHD)
+        if cu_doc_lens is None and not varlen:
+            return attend_in_window(query_BTHD, key_BTGD, value_BTGD, left=left, scale=self.scale).contiguous()
+
+        query_THD, key_TGD, value_TGD = query_BTHD.flatten(0, 1), key_BTGD.flatten(0, 1), value_BTGD.flatten(0, 1)
+        if varlen:
+            if cu_doc_lens is None:
+                cu_doc_lens = torch.arange(num_rows + 1, dtype=torch.int32, device=query_BTHD.device) * row_len
+            attended_THD = attend_varlen(
+                query_THD, key_TGD, value_TGD, cu_doc_lens, max_doc_len or row_len, left=left, scale=self.scale
+            )
+        else:
+            assert cu_doc_lens is not None
+            lengths: list[int] = cu_doc_lens.diff().tolist()
+            attended_THD = attend_by_document(query_THD, key_TGD, value_TGD, lengths, left=left, scale=self.scale)
+        return attended_THD.unflatten(0, (num_rows, row_len)).contiguous()
+
+
+def install_segment_attention(model: Transformer) -> None:
+    """Give every block of `model` a `SegmentAttention` of its own; parameters and state dict stay as they are."""
+    for block in model.blocks.values():
+        attention = cast(Attention, block.attention)
+        stock = attention.backend
+        attention.backend = SegmentAttention(
+            head_dim=stock.head_dim,
+            n_heads=stock.n_heads,
+            n_kv_heads=stock.n_kv_heads,
+            scale=stock.scale,
+            dropout_p=stock.dropout_p,
+            window_size=stock.window_size,
+            cache=stock.cache,
+        )
+
+
+def attend_causally(
+    query_NLHD: torch.Tensor,
+    key_NLGD: torch.Tensor,
+    value_NLGD: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Every token attends to itself and all tokens before it; shape (N, L, H, D)."""
+    return _sdpa(query_NLHD, key_NLGD, value_NLGD, mask_QK=None, scale=scale)
+
+
+def attend_in_window(
+    query_NLHD: torch.Tensor,
+    key_NLGD: torch.Tensor,
+    value_NLGD: torch.Tensor,
+    *,
+    left: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Every token attends to itself and at most `left` tokens before it; shape (N, L, H, D).
+
+    A document longer than the window W = left + 1 is cut into blocks of W. A block can see itself and the
+    block before it, in a pattern that is the same for all blocks: so one mask of W x 2W serves every
+    document, and work grows with L x W instead of L x L.
+    """
+    window, length = left + 1, query_NLHD.shape[1]
+    if length <= window:
+        return attend_causally(query_NLHD, key_NLGD, value_NLGD, scale=scale)
+
+    num_whole = length // window
+    queries, keys, values = (
+        tensor[:, : num_whole * window].unflatten(1, (num_whole, window))
+        for tensor in (query_NLHD, key_NLGD, value_NLGD)
+    )
+    mask_QK = _band_mask(window, query_NLHD.device)
+    parts = [attend_causally(queries[:, 0], keys[:, 0], values[:, 0], scale=scale)]
+    if num_whole > 1:
+        keys_with_previous = torch.cat((keys[:, :-1], keys[:, 1:]), dim=2).flatten(0, 1)
+        values_with_previous = torch.cat((values[:, :-1], values[:, 1:]), dim=2).flatten(0, 1)
+        blocks = _sdpa(
+            queries[:, 1:].flatten(0, 1), keys_with_previous, values_with_previous, mask_QK=mask_QK, scale=scale
+        )
+        parts.append(blocks.unflatten(0, (-1, num_whole - 1)).flatten(1, 2))
+    num_left_over = length - num_whole * window
+    if num_left_over:
+        first_key = (num_whole - 1) * window
+        parts.append(
+            _sdpa(
+                query_NLHD[:, num_whole * window :],
+                key_NLGD[:, first_key:],
+                value_NLGD[:, first_key:],
+                mask_QK=mask_QK[:num_left_over, : window + num_left_over],
+                scale=scale,
+            )
+        )
+    return torch.cat(parts, dim=1)
+
+
+def attend_by_document(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    lengths: list[int],
+    *,
+    left: int = -1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention within each of the documents that lie end to end; shape (T, H, D).
+
+    Documents of one length are computed together. `left` < 0 means no window.
+    """
+    if sum(lengths) != query_THD.shape[0]:
+        raise ValueError(f"document lengths add up to {sum(lengths)}, but there are {query_THD.shape[0]} tokens")
+    # split has one backward node for all documents; slices would each make a gradient of the whole row's size.
+    queries, keys, values = (tensor.split(lengths) for tensor in (query_THD, key_TGD, value_TGD))
+    members: dict[int, list[int]] = {}
+    for document, length in enumerate(lengths):
+        members.setdefault(length, []).append(document)
+    attended: list[torch.Tensor] = list(queries)
+    for length, documents in members.items():
+        if length == 0:
+            continue
+        query_NLHD, key_NLGD, value_NLGD = (_stack([t[d] for d in documents]) for t in (queries, keys, values))
+        if left >= 0:
+            together = attend_in_window(query_NLHD, key_NLGD, value_NLGD, left=left, scale=scale)
+        else:
+            together = attend_causally(query_NLHD, key_NLGD, value_NLGD, scale=scale)
+        for document, output_LHD in zip(documents, together.unbind(0), strict=True):
+            attended[document] = output_LHD
+    return torch.cat(attended)
+
+
+def attend_varlen(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    cu_doc_lens: torch.Tensor,
+    max_doc_len: int,
+    *,
+    left: int = -1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The same as `attend_by_document` in one CUDA kernel, float16 or bfloat16; shape (T, H, D)."""
+    # Tokens outside every document would come back as uninitialised memory. Checked on the device: no sync.
+    torch._assert_async(cu_doc_lens[-1] == query_THD.shape[0], "document lengths do not add up to the tokens")
+    attended = varlen_attn(
+        query_THD,
+        key_TGD,
+        value_TGD,
+        cu_doc_lens,
+        cu_doc_lens,
+        max_doc_len,
+        max_doc_len,
+        scale=scale,
+        window_size=(left, 0),
+        **(_VARLEN_GQA_FLAG if query_THD.shape[1] != key_TGD.shape[1] else {}),
+    )
+    return cast(torch.Tensor, attended)
+
+
+def _sdpa(
+    query_NQHD: torch.Tensor,
+    key_NKGD: torch.Tensor,
+    value_NKGD: torch.Tensor,
+    *,
+    mask_QK: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask."""
+    output_NHQD = F.scaled_dot_product_attention(
+        query_NQHD.transpose(1, 2),
+        key_NKGD.transpose(1, 2),
+        value_NKGD.transpose(1, 2),
+        attn_mask=mask_QK,
+        is_causal=mask_QK is None,
+        scale=scale,
+        enable_gqa=query_NQHD.shape[2] != key_NKGD.shape[2],
+    )
+    return output_NHQD.transpose(1, 2)
+
+
+def _stack(documents: list[torch.Tensor]) -> torch.Tensor:
+    """A new leading dimension; a single document is not copied."""
+    return documents[0].unsqueeze(0) if len(documents) == 1 else torch.stack(documents)
+
+
+@lru_cache(maxsize=MAX_CACHED_MASKS)
+def _band_mask(window: int, device: torch.device) -> torch.Tensor:
+    """What a block of `window` queries sees of the block before it and of itself; True is seen.
+
+    Shape (window, 2 * window). For a window of 2, keys a b of the block before and c d of this one::
+
+        a b c d
+        . x x .   query c sees b and c
+        . . x x   query d sees c and d
+    """
+    query = torch.arange(window, device=device).unsqueeze(1)
+    key = torch.arange(-window, window, device=device).unsqueeze(0)
+    return (key <= query) & (query - key < window)
+
+
+def _varlen_can_run(query: torch.Tensor) -> bool:
+    # The kernels behind varlen_attn are flash attention's: 16 bits, heads of up to 256 in steps of 8.
+    head_dim = query.shape[-1]
+    is_16_bit = query.dtype in (torch.bfloat16, torch.float16)
+    return _VARLEN_HAS_WINDOWS and query.is_cuda and is_16_bit and head_dim % 8 == 0 and head_dim <= 256

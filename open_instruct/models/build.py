@@ -1,0 +1,85 @@
+"""An OLMo-core model that waits, without storage or with poisoned storage, for its weights to be read."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from olmo_core.nn.attention import Attention
+from olmo_core.nn.transformer import Transformer
+from olmo_core.utils import get_default_device
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from open_instruct.models.attention import install_segment_attention
+from open_instruct.models.family import transformer_config
+from open_instruct.models.names import clean_name
+
+
+def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Transformer:
+    """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or `materialize`).
+
+    Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing random
+    numbers: every value is going to be read from a checkpoint, and one that is not must be noticed.
+
+    Args:
+        hf_config: configuration of the checkpoint that will be loaded.
+        init_device: "meta" builds without storage; "cpu" builds with real storage.
+
+    Raises:
+        InputError: the configuration is not supported.
+    """
+    model = transformer_config(hf_config).build(init_device=init_device)
+    install_segment_attention(model)
+    # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
+    model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
+    return model
+
+
+@torch.no_grad()
+def materialize(
+    model: Transformer,
+    *,
+    max_seq_len: int | None = None,
+    max_local_microbatch_size: int | None = None,
+    device: torch.device | None = None,
+    world_mesh: DeviceMesh | None = None,
+    model_part_idx: int = 0,
+) -> None:
+    """Allocate the local shards of `model` on `device`, hold NaN in all of them, and warm up RoPE.
+
+    Takes the arguments of OLMo-core's `Transformer.init_weights`. No collective is entered.
+    """
+    del max_local_microbatch_size, world_mesh, model_part_idx
+    # Not model.device: OLMo-core remembers what that property first said, and it would say "meta".
+    device = device or get_default_device()
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        local_part(parameter).fill_(float("nan"))
+    if model.tie_word_embeddings:
+        model._tie_weights()  # to_empty gave the two ends of the tie storage of their own
+    if max_seq_len is not None:
+        for block in model.blocks.values():
+            rope = cast(Attention, block.attention).rope
+            if rope is not None:
+                rope.warmup_cache(max_seq_len, device)
+
+
+@torch.no_grad()
+def find_unloaded(model: torch.nn.Module) -> list[str]:
+    """Names of the parameters that still hold a NaN in this rank's shard: nothing was read into them."""
+    # amin passes NaN on and needs no mask of the tensor's size.
+    return [name for name, local in _local_parameters(model) if local.numel() and bool(local.amin().isnan())]
+
+
+def _local_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield clean_name(name), local_part(parameter)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of `tensor` that this rank holds; an ordinary tensor itself. Shares storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,263 @@
+"""The safetensors files of a Hugging Face checkpoint: names, shapes and byte ranges first, numbers only when asked.
+
+Opening a checkpoint reads the JSON header of each file and nothing else, and holds the headers against
+the index and the file sizes, so that a damaged checkpoint is told apart before anything is allocated.
+Tensors are views of the mapped file: the operating system reads the pages that a copy touches, and they
+are not the process's own memory.
+
+The format: 8 bytes (little-endian length of the header), the header (JSON: name -> dtype, shape and
+`[begin, end)` in the data that follows), the data. See https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from open_instruct.errors import InputError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where one tensor lies: `num_bytes` bytes from `offset` (counted from the start of the file) of `path`."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class CheckpointFiles:
+    """The tensors of a checkpoint folder, by their Hugging Face names.
+
+    Example::
+
+        with CheckpointFiles.open("allenai/OLMo-2-1B") as files:
+            files.shapes["model.norm.weight"]                                      # (2048,)
+            files.read("model.embed_tokens.weight", (slice(0, 16), slice(None)))   # 16 rows
+    """
+
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
+        self.folder = folder
+        self._tensors = tensors
+        self._mapped: dict[Path, mmap.mmap] = {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> CheckpointFiles:
+        """Read the headers of `folder`'s safetensors files.
+
+        Raises:
+            InputError: no such folder, no safetensors in it, or files that do not fit together;
+                the message names the file or the tensor.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a folder: give the folder of a Hugging Face checkpoint")
+        index_path = folder / INDEX_NAME
+        if index_path.is_file():
+            return cls(folder, _read_indexed(index_path))
+        if (folder / SINGLE_NAME).is_file():
+            return cls(folder, read_header(folder / SINGLE_NAME))
+        raise InputError(_no_safetensors(folder))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, sorted by name."""
+        return tuple(sorted({tensor.path for tensor in self._tensors.values()}))
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self._tensors.values())
+
+    def file_of(self, name: str) -> Path:
+        return self._tensors[name].path
+
+    def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
+        """A view of `tensor[slices]` on the mapped file: no bytes are read until it is copied from.
+
+        The view is for reading (writes to it would never reach the file) and lives until `close`.
+        """
+        tensor = self._tensors[name]
+        if math.prod(tensor.shape) == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)[slices]
+        flat = torch.frombuffer(
+            self._map(tensor.path), dtype=tensor.dtype, count=math.prod(tensor.shape), offset=tensor.offset
+        )
+        return flat.view(tensor.shape)[slices]
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._mapped:
+            with path.open("rb") as file:
+                # A private copy-on-write mapping: torch warns about buffers it could not write to.
+                self._mapped[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._mapped[path]
+
+    def forget(self, name: str) -> None:
+        """Let go of the mapped pages of one tensor; they are mapped again if it is read again."""
+        tensor = self._tensors[name]
+        if tensor.path in self._mapped and tensor.num_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            page_start = tensor.offset - tensor.offset % mmap.PAGESIZE
+            length = tensor.offset + tensor.num_bytes - page_start
+            self._mapped[tensor.path].madvise(mmap.MADV_DONTNEED, page_start, length)
+
+    def close(self) -> None:
+        """Let go of the mapped files (each is unmapped when the last view of it is gone)."""
+        self._mapped.clear()
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors that one safetensors file holds, in the order of their data.
+
+    Raises:
+        InputError: the file is not safetensors, or is shorter or longer than its header says.
+    """
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= header_bytes <= MAX_HEADER_BYTES:
+            raise InputError(_not_safetensors(path, file_bytes))
+        if file.read(1) != b"{":
+            raise InputError(_not_safetensors(path, file_bytes))
+        header_text = b"{" + file.read(header_bytes - 1)
+    data_start = 8 + header_bytes
+    if len(header_text) < header_bytes:
+        raise InputError(_truncated(path, file_bytes, data_start))
+    try:
+        header = json.loads(header_text)
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(path, data_start, name, entry) for name, entry in header.items()}
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{_not_safetensors(path, file_bytes)} (its header does not parse: {error})") from None
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].offset))
+    end = data_start
+    for name, tensor in ordered.items():
+        if tensor.offset != end:
+            raise InputError(f"{path}: damaged header: the data of {name!r} overlaps or leaves a hole; fetch it again")
+        end += tensor.num_bytes
+    if file_bytes < end:
+        raise InputError(_truncated(path, file_bytes, end))
+    if file_bytes > end:
+        raise InputError(f"{path} is {file_bytes - end} bytes longer than its header says: fetch it again")
+    return ordered
+
+
+def _stored(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        raise InputError(f"{path}: tensor {name!r} has dtype {entry['dtype']}; known: {', '.join(DTYPES)}")
+    dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+    begin, end = entry["data_offsets"]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise InputError(
+            f"{path}: damaged header: tensor {name!r} of shape {shape} and dtype {entry['dtype']} "
+            f"cannot take {end - begin} bytes; fetch the file again"
+        )
+    return StoredTensor(path=path, dtype=dtype, shape=shape, offset=data_start + begin, num_bytes=end - begin)
+
+
+def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        path_of = {name: index_path.parent / file_name for name, file_name in weight_map.items()}
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{index_path} is not JSON ({error}): fetch it again") from None
+    except (KeyError, TypeError, AttributeError):
+        raise InputError(f"{index_path} has no 'weight_map' from tensor names to file names") from None
+    tensors: dict[str, StoredTensor] = {}
+    for path in sorted(set(path_of.values())):
+        if not path.is_file():
+            raise InputError(f"{path} is missing, but {index_path.name} names it: fetch the checkpoint again")
+        for name, tensor in read_header(path).items():
+            if name in tensors:
+                raise InputError(f"tensor {name!r} is in two files, {tensors[name].path} and {path}: keep one")
+            if name not in path_of:
+                raise InputError(f"{path} holds tensor {name!r}, which {index_path.name} does not name")
+            tensors[name] = tensor
+    for name, path in path_of.items():
+        if name not in tensors or tensors[name].path != path:
+            raise InputError(f"{index_path} says that tensor {name!r} is in {path.name}, but that file lacks it")
+    return tensors
+
+
+def _no_safetensors(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        return (
+            f"{folder} holds its weights as pickle (.bin or .pt), which is never read here because a pickle can run "
+            "code: convert it, e.g. with transformers' from_pretrained(...).save_pretrained(...)"
+        )
+    if any(folder.glob("*.safetensors")):
+        return (
+            f"{folder} holds safetensors files, but neither {SINGLE_NAME} nor {INDEX_NAME}: "
+            "the index is missing; fetch the whole checkpoint"
+        )
+    return f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed"
+
+
+def _not_safetensors(path: Path, file_bytes: int) -> str:
+    with path.open("rb") as file:
+        starts_as_pointer = file.read(24).startswith(b"version https://git-lfs")
+    hint = "it is a Git LFS pointer: run `git lfs pull`" if starts_as_pointer else "fetch it again"
+    return f"{path} ({file_bytes} bytes) is not a safetensors file: {hint}"
+
+
+def _truncated(path: Path, file_bytes: int, needed_bytes: int) -> str:
+    return f"{path} is truncated: it has {file_bytes} bytes and its header needs {needed_bytes}; fetch it again"

@@ -1,0 +1,218 @@
+"""Shards back into a Hugging Face folder, tensor by tensor, spread over the ranks.
+
+Which tensor goes into which file, at which offset, and which rank writes that file, is planned first, from
+shapes alone. Then all ranks walk one order of tensors: those that hold a part of it cast it and send it to
+the file's owner, and the owner writes the whole tensor and forgets it. No rank holds more than one tensor
+beside its shards.
+
+Everything goes to a sibling folder that takes the place of an earlier export in the end, so that a crash
+leaves the earlier one as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from open_instruct.errors import InputError, RunError
+from open_instruct.models.export_files import (
+    FileWriter,
+    disk_problem,
+    partial_folder_of,
+    plan_files,
+    prepare_folder,
+    put_in_place,
+    write_index,
+    writing_order,
+)
+from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
+from open_instruct.models.names import HF_LM_HEAD, TensorNames, clean_name
+from open_instruct.models.shards import gather_to, reshard
+
+MAX_FILE_BYTES = 2 * 2**30
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+GENERATION_CONFIG_NAME = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.json",
+    CHAT_TEMPLATE_NAME,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What was written, by all ranks together."""
+
+    folder: Path
+    num_bytes: int
+    num_files: int
+    wall_time_s: float
+
+
+def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse, before training, a model whose export transformers would not load. Builds its model on meta.
+
+    Args:
+        names: of the model that config.json describes.
+        expected_shapes: the model's parameters, as `parameter_shapes` gives them.
+
+    Raises:
+        InputError: names or shapes of the export differ from what transformers builds from config.json.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        wanted = {
+            hf_name: tuple(tensor.shape)
+            for hf_name, tensor in AutoModelForCausalLM.from_config(names.hf_config).state_dict().items()
+            if not (names.tied and hf_name == HF_LM_HEAD)
+        }
+    hf_name_of = dict(names)
+    written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}
+    differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
+    if differing:
+        examples = ", ".join(
+            f"{name} (ours {written.get(name, 'absent')}, theirs {wanted.get(name, 'absent')})"
+            for name in differing[:MAX_NAMED]
+        )
+        raise InputError(
+            f"an export of this model would not open in transformers: {len(differing)} tensors differ from what "
+            f"config.json asks for: {examples}. Is config.json of the same model?"
+        )
+
+
+def check_destination(source_folder: str | Path, out_folder: str | Path) -> None:
+    """Refuse, before training, a folder that an export must not replace. Changes nothing.
+
+    Raises:
+        InputError: `out_folder` is the source, a file, or a folder of something other than an export.
+    """
+    source, out = Path(source_folder), Path(out_folder)
+    if out.exists() and source.is_dir() and out.samefile(source):
+        raise InputError(f"cannot export to {out}: it is the checkpoint that training starts from; choose another")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"cannot export to {out}: it is a file; choose another folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise InputError(f"cannot export to {out}: it holds something other than an earlier export; choose another")
+
+
+@torch.no_grad()
+def export_hf(
+    model: nn.Module,
+    hf_config: Any,
+    names: TensorNames,
+    *,
+    source_folder: str | Path,
+    out_folder: str | Path,
+    dtype: torch.dtype | None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    tokenizer_folder: str | Path | None = None,
+    chat_template: str | None = None,
+) -> ExportReport:
+    """Write `model` as a Hugging Face folder. Collective: every rank calls it, `out_folder` is seen by all.
+
+    Args:
+        model: on any mesh: FSDP, HSDP, tensor parallel, or plain.
+        hf_config: the configuration, written if `source_folder` holds no config.json of its own.
+        names: the model's names.
+        source_folder: what training started from; its config.json (with the dtype changed) and
+            generation_config.json are kept.
+        out_folder: replaced as a whole in the end, if it is an earlier export.
+        dtype: stored dtype; None stores each parameter as it is.
+        max_file_bytes: of tensor data in one file.
+        tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
+        chat_template: Jinja text to store instead of the tokenizer's own chat template.
+
+    Raises:
+        InputError: `out_folder` is the source, cannot be written, or is something other than an export.
+        RunError: the disk filled up or failed; an earlier export is unharmed.
+    """
+    started_s = time.perf_counter()
+    reshard(model)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    source, out = Path(source_folder), Path(out_folder).absolute()
+    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    dtypes = {name: dtype or parameter.dtype for name, parameter in parameters.items()}
+    plan = plan_files(names, parameter_shapes(model), dtypes, max_file_bytes=max_file_bytes, num_ranks=num_ranks)
+    num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
+
+    raise_together(_prepare(source, out, num_bytes) if rank == 0 else [])
+    beside = partial_folder_of(out)
+    writers = {file.file_name: FileWriter(beside, file) for file in plan if file.owner == rank}
+    for file, tensor in writing_order(plan):
+        whole = gather_to(file.owner, parameters[tensor.name], tensor.dtype)
+        if whole is not None:
+            writers[file.file_name].write(whole)
+        del whole  # before the next one is allocated
+    problems = [problem for writer in writers.values() for problem in writer.close()]
+    if rank == 0:
+        try:
+            write_index(beside, plan)
+            _write_config(beside, source, hf_config, set(dtypes.values()))
+            _copy_files(beside, source, (GENERATION_CONFIG_NAME,))
+            _copy_files(beside, Path(tokenizer_folder or source), TOKENIZER_FILES)
+            if chat_template is not None:
+                (beside / CHAT_TEMPLATE_NAME).write_text(chat_template, encoding="utf-8")
+        except OSError as error:
+            problems.append(disk_problem(out, error))
+    try:
+        raise_together(problems, kind=RunError)
+    except RunError:
+        if rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+    raise_together(_swap(out) if rank == 0 else [], kind=RunError)
+    return ExportReport(
+        folder=out, num_bytes=num_bytes, num_files=len(plan), wall_time_s=time.perf_counter() - started_s
+    )
+
+
+def _prepare(source: Path, out: Path, num_bytes: int) -> list[str]:
+    try:
+        check_destination(source, out)
+        prepare_folder(out, num_bytes)
+    except InputError as error:
+        return [str(error)]
+    except OSError as error:
+        return [disk_problem(out, error)]
+    return []
+
+
+def _swap(out: Path) -> list[str]:
+    try:
+        put_in_place(out)
+    except OSError as error:
+        return [f"{disk_problem(out, error)} (the finished export is in {partial_folder_of(out)})"]
+    return []
+
+
+def _write_config(folder: Path, source: Path, hf_config: Any, dtypes: set[torch.dtype]) -> None:
+    """The configuration as it was, word for word, but for the dtype of the weights."""
+    path = source / "config.json"
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else hf_config.to_dict()
+    if len(dtypes) == 1:
+        # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
+        key = "dtype" if "dtype" in fields else "torch_dtype"
+        fields[key] = str(dtypes.pop()).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_files(folder: Path, source: Path, file_names: tuple[str, ...]) -> None:
+    for file_name in file_names:
+        if (source / file_name).is_file():
+            shutil.copyfile(source / file_name, folder / file_name)

@@ -1,0 +1,200 @@
+"""Files of an export: what goes where, written tensor by tensor, put in place as a whole.
+
+A safetensors file begins with a header that gives every tensor's place, so with a plan made from shapes
+alone it can be written front to back without ever holding more than one tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from open_instruct.models.checkpoint_files import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME
+from open_instruct.models.names import TensorNames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """One tensor to write: both its names, full shape, stored dtype."""
+
+    name: str
+    hf_name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """One file to write, the global rank that writes it, and its tensors in the order of their data."""
+
+    file_name: str
+    owner: int
+    tensors: tuple[PlannedTensor, ...]
+
+
+def plan_files(
+    names: TensorNames,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    max_file_bytes: int,
+    num_ranks: int,
+) -> tuple[PlannedFile, ...]:
+    """Fill files in layer order up to `max_file_bytes` (a larger tensor has a file to itself); spread their owners.
+
+    Example: three files on two ranks are written by ranks 0, 1 and 0; two files on eight by ranks 0 and 4.
+    """
+    groups: list[list[PlannedTensor]] = [[]]
+    num_bytes = 0
+    for name, hf_name in names:
+        tensor = PlannedTensor(name=name, hf_name=hf_name, shape=shapes[name], dtype=dtypes[name])
+        if groups[-1] and num_bytes + tensor.num_bytes > max_file_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(tensor)
+        num_bytes += tensor.num_bytes
+    stride = max(1, num_ranks // len(groups))  # fewer files than ranks: owners on different nodes
+    return tuple(
+        PlannedFile(
+            file_name=SINGLE_NAME if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors",
+            owner=number * stride % num_ranks,
+            tensors=tuple(group),
+        )
+        for number, group in enumerate(groups)
+    )
+
+
+def writing_order(files: Sequence[PlannedFile]) -> Iterator[tuple[PlannedFile, PlannedTensor]]:
+    """The one order in which all ranks walk the tensors: a tensor of each file in turn.
+
+    One order keeps blocking sends and receives from waiting for each other in a circle; taking turns lets
+    one owner write to disk while the next receives.
+    """
+    for turn in zip_longest(*(file.tensors for file in files)):
+        yield from ((file, tensor) for file, tensor in zip(files, turn, strict=True) if tensor is not None)
+
+
+class FileWriter:
+    """Writes one planned file front to back; keeps an error for the end, since peers still wait to send."""
+
+    def __init__(self, folder: Path, file: PlannedFile) -> None:
+        self._path = folder / file.file_name
+        self._tensors = file.tensors
+        self._num_written = 0
+        self._file: IO[bytes] | None = None
+        self._problem: str | None = None
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Append the next tensor of the plan (on the CPU, contiguous)."""
+        planned = self._tensors[self._num_written]
+        assert (tuple(tensor.shape), tensor.dtype) == (planned.shape, planned.dtype), planned.hf_name
+        self._num_written += 1
+        if self._problem is not None:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("wb")
+                self._file.write(_header(self._tensors))
+            self._file.write(tensor.flatten().view(torch.uint8).numpy().data)
+        except OSError as error:
+            self._problem = disk_problem(self._path, error)
+
+    def close(self) -> list[str]:
+        """Make the file durable; what went wrong with it, if anything did."""
+        try:
+            if self._file is not None:
+                with self._file:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+        except OSError as error:
+            self._problem = self._problem or disk_problem(self._path, error)
+        assert self._problem or self._num_written == len(self._tensors), f"{self._path} is incomplete"
+        return [] if self._problem is None else [self._problem]
+
+
+def _header(tensors: Sequence[PlannedTensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.num_bytes
+        entries[tensor.hf_name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
+    """`model.safetensors.index.json`; nothing for a single file, which needs none."""
+    if len(files) == 1:
+        return
+    weight_map = {tensor.hf_name: file.file_name for file in files for tensor in file.tensors}
+    total_size = sum(tensor.num_bytes for file in files for tensor in file.tensors)
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def partial_folder_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial")
+
+
+def _previous_folder_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}.previous")
+
+
+def prepare_folder(out: Path, num_bytes: int) -> None:
+    """Make an empty folder beside `out`, after clearing up behind an export that was cut off.
+
+    Raises:
+        OSError: it cannot be made, or the disk has no room for `num_bytes`.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if _previous_folder_of(out).exists() and not out.exists():
+        _previous_folder_of(out).rename(out)
+    for leftover in (partial_folder_of(out), _previous_folder_of(out)):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    if shutil.disk_usage(out.parent).free < num_bytes:
+        raise OSError(errno.ENOSPC, f"no room for {num_bytes / 1e9:.1f} GB")
+    partial_folder_of(out).mkdir()
+
+
+def put_in_place(out: Path) -> None:
+    """Let the finished partial folder take the place of `out`. Raises OSError."""
+    previous = _previous_folder_of(out)
+    if out.exists():
+        out.rename(previous)
+    partial_folder_of(out).rename(out)
+    if previous.exists():
+        shutil.rmtree(previous)
+
+
+def disk_problem(path: Path, error: OSError) -> str:
+    """What failed and what would help, in one sentence."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "the disk is full: free some space or export to another disk"
+    elif error.errno == errno.ENOENT:
+        remedy = "the folder is gone or not shared: every rank must see the same --output_dir"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "it may not be written to: change its permissions or choose another folder"
+    else:
+        remedy = "choose another folder or disk"
+    return f"cannot export to {path}: {error.strerror or error}; {remedy}"

@@ -1,0 +1,287 @@
+"""What each family of Hugging Face models looks like as an OLMo-core `TransformerConfig`.
+
+A family differs from another in four things: where the norms of a block stand, how the norm rounds,
+what the query-key norm spans, and whether RoPE is applied in float32. Everything else is read from
+config.json. A field that would change the forward pass and has no counterpart here is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from olmo_core.config import DType
+from olmo_core.nn.attention import AttentionBackendName, AttentionConfig, SlidingWindowAttentionConfig
+from olmo_core.nn.feed_forward import FeedForwardConfig
+from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
+from olmo_core.nn.lm_head import LMHeadConfig
+from olmo_core.nn.rope import (
+    PIRoPEScalingConfig,
+    RoPEConfig,
+    RoPEScalingConfig,
+    StepwiseRoPEScalingConfig,
+    YaRNRoPEScalingConfig,
+    compute_inv_freqs,
+)
+from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
+from transformers import PretrainedConfig
+
+from open_instruct.errors import InputError
+from open_instruct.models.hf_config import supported_families
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How the blocks of one family are put together.
+
+    Example: Qwen 3 normalises each query and key head by itself, before RoPE in the model's dtype::
+
+        Family(block=TransformerBlockType.default, norm=LayerNormType.qwen_rms, qk_norm="head", rope_in_float32=False)
+    """
+
+    block: TransformerBlockType
+    norm: LayerNormType
+    qk_norm: Literal["none", "head", "full"]
+    rope_in_float32: bool
+    has_layer_types: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "olmo2": Family(
+        block=TransformerBlockType.reordered_norm, norm=LayerNormType.rms, qk_norm="full", rope_in_float32=True
+    ),
+    "olmo3": Family(
+        block=TransformerBlockType.reordered_norm,
+        norm=LayerNormType.rms,
+        qk_norm="full",
+        rope_in_float32=True,
+        has_layer_types=True,
+    ),
+    "qwen3": Family(
+        block=TransformerBlockType.default, norm=LayerNormType.qwen_rms, qk_norm="head", rope_in_float32=False
+    ),
+    "llama": Family(
+        block=TransformerBlockType.default, norm=LayerNormType.qwen_rms, qk_norm="none", rope_in_float32=False
+    ),
+}
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Fields that change what a model computes, with the only values that the forward pass here stands for.
+REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0, None),
+    "clip_qkv": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "partial_rotary_factor": (1, None),
+    "use_sliding_window": (False, None),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+    "quantization_config": (None,),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "attention_multiplier": (None,),
+    "logits_scaling": (1, None),
+}
+
+ROPE_FIELDS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}),
+}
+
+
+@dataclass
+class YaRNScaling(YaRNRoPEScalingConfig):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) with the attention factor that config.json may give.
+
+    OLMo-core derives the factor from `factor` alone and cuts the ramp at half of the head's size, where
+    transformers cuts it at the whole: the same frequencies for the released models, not for every config.
+    """
+
+    attention_factor: float | None = None
+
+    def get_attention_rescale_factor(self) -> float:
+        """Factor on sine and cosine; 0.1 ln(factor) + 1 unless given (section 3.4)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def compute_scaled_inv_freq(self, theta: int, dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies of shape (dim / 2,), float32, and the factor on sine and cosine."""
+
+        def dim_that_turns(num_turns: float) -> float:
+            """The dimension whose wave turns so many times within the original context."""
+            return dim * math.log(self.old_context_len / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(dim_that_turns(self.beta_fast)), 0)
+        high = min(math.ceil(dim_that_turns(self.beta_slow)), dim - 1)
+        position = torch.arange(dim // 2, dtype=torch.float32, device=device)
+        interpolated_share = ((position - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        inv_freq = compute_inv_freqs(theta, dim, device)
+        scaled = inv_freq / self.factor * interpolated_share + inv_freq * (1 - interpolated_share)
+        return scaled, self.get_attention_rescale_factor()
+
+
+def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
+    """The OLMo-core model that computes what transformers computes for `hf_config`.
+
+    Logits agree with transformers' to 1e-5 in float32. Parameters are float32 (the master weights);
+    a lower compute dtype is FSDP's or the caller's business.
+
+    Raises:
+        InputError: the family, or a field that changes the forward pass, is not supported; the message
+            names the field, its value and what is supported.
+    """
+    family = FAMILIES.get(hf_config.model_type)
+    if family is None:
+        raise InputError(f"model_type {hf_config.model_type!r} is not supported; supported are {supported_families()}")
+    _check_fields(hf_config)
+
+    norm = LayerNormConfig(name=family.norm, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
+    layer_types = _layer_types(hf_config, family)
+    blocks = {layer_type: _block(hf_config, family, norm, layer_type) for layer_type in set(layer_types)}
+    return TransformerConfig(
+        d_model=hf_config.hidden_size,
+        vocab_size=hf_config.vocab_size,
+        n_layers=hf_config.num_hidden_layers,
+        block=blocks[layer_types[0]],
+        block_overrides={i: blocks[t] for i, t in enumerate(layer_types) if t != layer_types[0]} or None,
+        lm_head=LMHeadConfig(layer_norm=norm, bias=False, dtype=DType.float32),
+        dtype=DType.float32,
+        tie_word_embeddings=bool(hf_config.tie_word_embeddings),
+    )
+
+
+def _check_fields(hf_config: PretrainedConfig) -> None:
+    for field, supported in REQUIRED_VALUES.items():
+        value = getattr(hf_config, field, supported[0])
+        if value not in supported:
+            raise InputError(
+                f"config.json: {field} = {value!r} is not supported for {hf_config.model_type!r}; "
+                f"supported: {' or '.join(repr(v) for v in supported if v is not None) or 'absent'}"
+            )
+    if hf_config.num_attention_heads % hf_config.num_key_value_heads:
+        raise InputError(
+            f"config.json: num_attention_heads = {hf_config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads = {hf_config.num_key_value_heads}"
+        )
+
+
+def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
+    """One attention type a layer."""
+    num_layers: int = hf_config.num_hidden_layers
+    layer_types: list[str] = list(getattr(hf_config, "layer_types", None) or [FULL] * num_layers)
+    supported = (FULL, SLIDING) if family.has_layer_types else (FULL,)
+    for layer, layer_type in enumerate(layer_types):
+        if layer_type not in supported:
+            raise InputError(
+                f"config.json: layer_types[{layer}] = {layer_type!r} is not supported for "
+                f"{hf_config.model_type!r}; supported: {' or '.join(map(repr, supported))}"
+            )
+    if len(layer_types) != num_layers:
+        raise InputError(
+            f"config.json: layer_types has {len(layer_types)} entries for num_hidden_layers = {num_layers}"
+        )
+    window = getattr(hf_config, "sliding_window", None)
+    if SLIDING in layer_types and (not isinstance(window, int) or window < 1):
+        raise InputError(f"config.json: sliding_window = {window!r}; layers of sliding attention need a positive one")
+    return layer_types
+
+
+def _block(
+    hf_config: PretrainedConfig, family: Family, norm: LayerNormConfig, layer_type: str
+) -> TransformerBlockConfig:
+    sliding_window = None
+    if layer_type == SLIDING:
+        sliding_window = SlidingWindowAttentionConfig(
+            pattern=[hf_config.sliding_window],
+            force_full_attention_on_first_layer=False,
+            force_full_attention_on_last_layer=False,
+        )
+    return TransformerBlockConfig(
+        name=family.block,
+        sequence_mixer=AttentionConfig(
+            n_heads=hf_config.num_attention_heads,
+            n_kv_heads=hf_config.num_key_value_heads,
+            head_dim=head_dim(hf_config),
+            bias=False,
+            rope=_rope(hf_config, family, layer_type),
+            qk_norm=None if family.qk_norm == "none" else norm,
+            use_head_qk_norm=family.qk_norm == "head",
+            backend=AttentionBackendName.torch,
+            sliding_window=sliding_window,
+            dtype=DType.float32,
+        ),
+        feed_forward=FeedForwardConfig(hidden_size=hf_config.intermediate_size, bias=False, dtype=DType.float32),
+        layer_norm=norm,
+    )
+
+
+def head_dim(hf_config: PretrainedConfig) -> int:
+    """Size of one attention head; Qwen 3 gives it apart from hidden_size / num_attention_heads."""
+    given: int | None = getattr(hf_config, "head_dim", None)
+    return given or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig:
+    # transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
+    parameters: Mapping[str, Any] = hf_config.rope_parameters or {}
+    where = "rope_parameters"
+    if FULL in parameters or SLIDING in parameters:
+        parameters, where = parameters[layer_type] or {}, f"rope_parameters.{layer_type}"
+    if parameters.get("rope_theta") is None:
+        raise InputError(f"config.json: {where}.rope_theta is missing")
+    return RoPEConfig(
+        theta=parameters["rope_theta"],
+        full_precision=family.rope_in_float32,
+        scaling=_rope_scaling(parameters, where),
+    )
+
+
+def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScalingConfig | None:
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in ROPE_FIELDS:
+        raise InputError(
+            f"config.json: {where}.rope_type = {rope_type!r} is not supported; "
+            f"supported: {', '.join(map(repr, ROPE_FIELDS))}"
+        )
+    neutral = {"rope_type": (rope_type,), "type": (rope_type,), "partial_rotary_factor": (1,), "truncate": (True,)}
+    for field, value in parameters.items():
+        known = field == "rope_theta" or field in ROPE_FIELDS[rope_type]
+        if not known and value is not None and value not in neutral.get(field, ()):
+            raise InputError(f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}")
+
+    def number(field: str) -> float:
+        value = parameters.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise InputError(
+                f"config.json: {where}.{field} = {value!r}; rope_type {rope_type!r} needs a positive number"
+            )
+        return value
+
+    if rope_type == "linear":
+        return PIRoPEScalingConfig(factor=number("factor"))
+    if rope_type == "llama3":
+        return StepwiseRoPEScalingConfig(
+            factor=number("factor"),
+            old_context_len=int(number("original_max_position_embeddings")),
+            low_freq_proportion=1 - 1 / number("low_freq_factor"),
+            high_freq_proportion=1 / number("high_freq_factor"),
+        )
+    if rope_type == "yarn":
+        return YaRNScaling(
+            factor=number("factor"),
+            old_context_len=int(number("original_max_position_embeddings")),
+            beta_fast=parameters.get("beta_fast") or 32,
+            beta_slow=parameters.get("beta_slow") or 1,
+            attention_factor=parameters.get("attention_factor"),
+        )
+    return None

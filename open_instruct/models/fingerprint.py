@@ -1,0 +1,52 @@
+"""A name for the weights in a checkpoint that follows from their bytes alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from open_instruct.models.checkpoint_files import CheckpointFiles
+
+CHUNK_BYTES = 64 * 2**20
+READ_BYTES = 2**20
+
+
+def weights_fingerprint(files: CheckpointFiles, process_group: dist.ProcessGroup | None = None) -> str:
+    """32 hexadecimal digits that change if any byte of the safetensors files does. Collective.
+
+    The files are cut into chunks whose digests the ranks share out among themselves, so every byte is
+    read once whatever the number of ranks, and the result is the same for any number. The place and the
+    names of the files do not count.
+
+    Args:
+        files: the opened checkpoint; all ranks see the same files.
+        process_group: the ranks to share the work; default: all, or this process alone without a group.
+    """
+    alone = not dist.is_initialized()
+    rank, num_ranks = (0, 1) if alone else (dist.get_rank(process_group), dist.get_world_size(process_group))
+    chunks = list(_chunks(files))
+    own = {number: _digest(*chunks[number]) for number in range(rank, len(chunks), num_ranks)}
+    of_ranks: list[dict[int, bytes]] = [own]
+    if not alone:
+        of_ranks = [{} for _ in range(num_ranks)]
+        dist.all_gather_object(of_ranks, own, group=process_group)
+    digests = {number: digest for of_rank in of_ranks for number, digest in of_rank.items()}
+    return hashlib.blake2b(b"".join(digests[number] for number in range(len(chunks))), digest_size=16).hexdigest()
+
+
+def _chunks(files: CheckpointFiles) -> Iterator[tuple[Path, int]]:
+    """(file, offset) of every chunk; files in the order of their names, no chunk across two files."""
+    for path in files.paths:
+        yield from ((path, offset) for offset in range(0, path.stat().st_size, CHUNK_BYTES))
+
+
+def _digest(path: Path, offset: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        file.seek(offset)
+        for _ in range(0, CHUNK_BYTES, READ_BYTES):
+            digest.update(file.read(READ_BYTES))
+    return digest.digest()

@@ -1,0 +1,193 @@
+"""Weights from safetensors into shards: every rank reads the byte ranges of its own shards and nothing else.
+
+The whole walk, with a model that `build_model` made on the meta device and `parallelize_model` sharded::
+
+    names = TensorNames(hf_config)
+    with CheckpointFiles.open(folder) as files:
+        check_cover(names, files, parameter_shapes(model))    # before anything is allocated
+        report = stream_load(model, files, names)             # after the model is sharded
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from open_instruct.errors import InputError
+from open_instruct.models.build import find_unloaded, local_part
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, clean_name, is_harmless_extra
+from open_instruct.models.shards import Box, own_box
+
+CHUNK_BYTES = 8 * 2**20
+LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one rank read: bytes as stored on disk, parameters it holds a part of, seconds."""
+
+    num_bytes_read: int
+    num_tensors: int
+    wall_time_s: float
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Full shape of every parameter by its OLMo-core name; works on meta and on sharded models."""
+    shapes = {clean_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if getattr(model, "tie_word_embeddings", False):
+        shapes.pop(LM_HEAD, None)
+    return shapes
+
+
+def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold the headers of a checkpoint against the model that it is to fill. Reads no tensor data.
+
+    Args:
+        names: of the model that config.json describes.
+        files: the opened checkpoint.
+        expected_shapes: the model's parameters, as `parameter_shapes` gives them.
+
+    Raises:
+        InputError: tensors are missing, extra, of another shape, or of a dtype that cannot be loaded;
+            the message names the first few, with their file.
+    """
+    unmapped = sorted(set(expected_shapes) ^ set(names.olmo_core_names))
+    assert not unmapped, f"the map of names does not fit the model: {unmapped[:MAX_NAMED]}"
+    needed = dict(names)
+    wanted = set(names.hf_names) | ({HF_LM_HEAD} if names.tied else set())
+    problems = [
+        _listed("has no tensor", [hf_name for hf_name in needed.values() if hf_name not in files]),
+        _listed(
+            "holds a tensor that the model of config.json does not have:",
+            [
+                f"{name} (in {files.file_of(name).name})"
+                for name in files
+                if name not in wanted and not is_harmless_extra(name)
+            ],
+        ),
+        _listed(
+            "holds a tensor of another shape than config.json asks for:",
+            [
+                f"{hf_name} is {files.shapes[hf_name]}, expected {tuple(expected_shapes[name])} "
+                f"(in {files.file_of(hf_name).name})"
+                for name, hf_name in needed.items()
+                if hf_name in files and files.shapes[hf_name] != tuple(expected_shapes[name])
+            ],
+        ),
+        _listed(
+            "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? use the original):",
+            [
+                f"{hf_name} is {files.dtypes[hf_name]} (in {files.file_of(hf_name).name})"
+                for hf_name in needed.values()
+                if hf_name in files and files.dtypes[hf_name] not in LOADABLE_DTYPES
+            ],
+        ),
+    ]
+    if names.tied and HF_LM_HEAD in files and files.shapes[HF_LM_HEAD] != tuple(expected_shapes[EMBEDDINGS]):
+        problems.append(
+            f"holds {HF_LM_HEAD} of shape {files.shapes[HF_LM_HEAD]}, which cannot be tied to the embeddings"
+        )
+    found = [problem for problem in problems if problem]
+    if found:
+        raise InputError(f"{files.folder} " + "; and it ".join(found) + ". Is config.json of the same model?")
+
+
+def _listed(problem: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+    return f"{problem} {', '.join(items[:MAX_NAMED])}{more}"
+
+
+@torch.no_grad()
+def stream_load(
+    model: nn.Module, files: CheckpointFiles, names: TensorNames, *, chunk_bytes: int = CHUNK_BYTES
+) -> LoadReport:
+    """Fill this rank's shards of `model` from `files`, cast to each parameter's dtype. Collective.
+
+    Plain tensors and DTensors (FSDP, HSDP, tensor parallel, and together) are filled alike. Nothing is
+    held beside the shards but `chunk_bytes`. Ranks agree on the outcome, so an error is raised on all.
+
+    Raises:
+        InputError: a tensor in the files holds NaN, or a separate head differs from the embeddings it is tied to.
+    """
+    started_s = time.perf_counter()
+    num_bytes_read, loaded = 0, []
+    for name, parameter in model.named_parameters():
+        name = clean_name(name)
+        if names.tied and name == LM_HEAD:
+            continue
+        local, box = local_part(parameter), _box_of(parameter)
+        assert files.shapes[names.hf_name(name)] == tuple(parameter.shape), f"{name}: call check_cover first"
+        for target, stored in _chunks(local, box, files, names.hf_name(name), chunk_bytes):
+            target.copy_(stored)
+            num_bytes_read += stored.numel() * stored.element_size()
+        files.forget(names.hf_name(name))
+        loaded.append(name)
+    missed = set(names.olmo_core_names) - set(loaded)
+    assert not missed, f"the model has no parameter {sorted(missed)[:MAX_NAMED]}"
+    problems = [
+        f"{files.file_of(names.hf_name(name))}: tensor {names.hf_name(name)} holds NaN: the checkpoint is damaged"
+        for name in find_unloaded(model)
+    ]
+    if names.tied and HF_LM_HEAD in files:
+        problems += _untied_head(model, files, chunk_bytes)
+    raise_together(problems)
+    return LoadReport(
+        num_bytes_read=num_bytes_read, num_tensors=len(loaded), wall_time_s=time.perf_counter() - started_s
+    )
+
+
+def _box_of(parameter: torch.Tensor) -> Box:
+    if isinstance(parameter, DTensor):
+        return own_box(parameter)
+    return tuple(slice(0, size) for size in parameter.shape)
+
+
+def _chunks(
+    local: torch.Tensor, box: Box, files: CheckpointFiles, hf_name: str, chunk_bytes: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (some rows of the shard, the same rows in the file), of at most `chunk_bytes` but at least one row."""
+    if local.numel() == 0:
+        return
+    row_bytes = math.prod(local.shape[1:]) * max(local.element_size(), files.dtypes[hf_name].itemsize)
+    num_rows = max(1, chunk_bytes // row_bytes)
+    for start in range(0, local.shape[0], num_rows):
+        stop = min(start + num_rows, local.shape[0])
+        rows = slice(box[0].start + start, box[0].start + stop)
+        yield local[start:stop], files.read(hf_name, (rows, *box[1:]))
+
+
+def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
+    """A problem, if the file's own lm_head differs from the embeddings that were loaded in its place."""
+    embeddings = next(p for name, p in model.named_parameters() if clean_name(name) == EMBEDDINGS)
+    pairs = _chunks(local_part(embeddings), _box_of(embeddings), files, HF_LM_HEAD, chunk_bytes)
+    if all(torch.equal(ours, stored.to(device=ours.device, dtype=ours.dtype)) for ours, stored in pairs):
+        return []
+    return [
+        f"{files.file_of(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json ties them: "
+        "set tie_word_embeddings to false there to keep a head of its own"
+    ]
+
+
+def raise_together(
+    problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that gave up. Collective."""
+    told = list(problems)
+    if dist.is_available() and dist.is_initialized():
+        of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(of_ranks, told, group=group)
+        told = [problem for of_rank in of_ranks for problem in of_rank]
+    distinct = list(dict.fromkeys(told))
+    if distinct:
+        raise kind("; ".join(distinct[:MAX_NAMED]))

@@ -1,0 +1,114 @@
+"""The one map between OLMo-core's parameter names and Hugging Face's, for load, export and weight sync alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from open_instruct.errors import InputError
+
+EMBEDDINGS = "embeddings.weight"
+LM_HEAD = "lm_head.w_out.weight"
+HF_LM_HEAD = "lm_head.weight"
+
+# Buffers that old checkpoints carry and that every reader computes for itself.
+_HARMLESS_EXTRA = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)$")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+_MODEL = {
+    EMBEDDINGS: "model.embed_tokens.weight",
+    "lm_head.norm.weight": "model.norm.weight",
+    LM_HEAD: HF_LM_HEAD,
+}
+_BLOCK = {
+    "attention.w_q.weight": "self_attn.q_proj.weight",
+    "attention.w_k.weight": "self_attn.k_proj.weight",
+    "attention.w_v.weight": "self_attn.v_proj.weight",
+    "attention.w_out.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+}
+_QK_NORM = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+# OLMo normalises what a sublayer puts out, the others what goes in; "post_attention" names a different norm in each.
+_NORM_AFTER = {
+    "attention_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward_norm.weight": "post_feedforward_layernorm.weight",
+}
+_NORM_BEFORE = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "feed_forward_norm.weight": "post_attention_layernorm.weight",
+}
+_BLOCK_OF_FAMILY = {
+    "olmo2": _BLOCK | _QK_NORM | _NORM_AFTER,
+    "olmo3": _BLOCK | _QK_NORM | _NORM_AFTER,
+    "qwen3": _BLOCK | _QK_NORM | _NORM_BEFORE,
+    "llama": _BLOCK | _NORM_BEFORE,
+}
+
+
+def clean_name(name: str) -> str:
+    """A parameter's own name, without what activation checkpointing, compile and FSDP wrap around modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def is_harmless_extra(hf_name: str) -> bool:
+    """Whether a file may hold this name although no parameter wants it (recomputed buffers)."""
+    return _HARMLESS_EXTRA.search(hf_name) is not None
+
+
+class TensorNames:
+    """Both names of every parameter of one model, one to one, in layer order.
+
+    With tied embeddings the head is the embedding matrix: it has no pair, and a file may leave
+    `lm_head.weight` out or hold a copy equal to the embeddings.
+
+    Example::
+
+        names = TensorNames(hf_config)
+        names.hf_name("blocks.3.attention.w_q.weight")               # 'model.layers.3.self_attn.q_proj.weight'
+        names.olmo_core_name("model.layers.3.mlp.up_proj.weight")    # 'blocks.3.feed_forward.w3.weight'
+    """
+
+    def __init__(self, hf_config: Any) -> None:
+        family = hf_config.model_type
+        if family not in _BLOCK_OF_FAMILY:
+            raise InputError(f"config.json: model_type {family!r} is not known; known: {', '.join(_BLOCK_OF_FAMILY)}")
+        self.hf_config = hf_config
+        self.tied = bool(hf_config.tie_word_embeddings)
+        block = _BLOCK_OF_FAMILY[family]
+        pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
+        for layer in range(hf_config.num_hidden_layers):
+            pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
+        pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
+        self._hf_of = pairs
+        self._olmo_core_of = {theirs: ours for ours, theirs in pairs.items()}
+
+    def hf_name(self, olmo_core_name: str) -> str:
+        """Raises KeyError for a name that is no parameter of the model."""
+        return self._hf_of[clean_name(olmo_core_name)]
+
+    def olmo_core_name(self, hf_name: str) -> str:
+        """Raises KeyError for a name that is no parameter of the model."""
+        return self._olmo_core_of[hf_name]
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return tuple(self._olmo_core_of)
+
+    @property
+    def olmo_core_names(self) -> tuple[str, ...]:
+        return tuple(self._hf_of)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Pairs (OLMo-core name, HF name)."""
+        return iter(self._hf_of.items())
+
+    def __len__(self) -> int:
+        return len(self._hf_of)

@@ -1,0 +1,225 @@
+"""Small random checkpoints in Hugging Face format, with a real tokenizer: for tests, demos and newcomers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from open_instruct.errors import InputError
+from open_instruct.models.tiny_corpus import built_in_corpus
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+FamilyName = Literal["olmo2", "olmo3", "qwen3", "llama"]
+
+CONFIG_CLASSES: dict[str, str] = {
+    "olmo2": "Olmo2Config",
+    "olmo3": "Olmo3Config",
+    "qwen3": "Qwen3Config",
+    "llama": "LlamaConfig",
+}
+"""The class in transformers that describes each family."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
+NUM_BYTES = 256
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '' }}"
+    "{{ '\n' if message['role'] != 'assistant' or not loop.last or add_generation_prompt else '' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""A turn is its role token, a line break and the text; an assistant's turn ends with the eos token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The shape of a small model; `window` is the sliding window of OLMo 3.
+
+    Example: a quarter of a million parameters in four layers::
+
+        Size(
+            roughly="0.3M parameters", hidden=64, mlp=176, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
+        )
+    """
+
+    roughly: str
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    window: int
+    max_position_embeddings: int = 4096
+
+
+SIZES: dict[str, Size] = {
+    "tiny": Size(
+        roughly="0.3M parameters", hidden=64, mlp=176, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
+    ),
+    "mini": Size(
+        roughly="4M parameters", hidden=192, mlp=512, layers=8, heads=6, kv_heads=2, vocab_size=2048, window=64
+    ),
+    "small": Size(
+        roughly="50M parameters", hidden=512, mlp=1408, layers=14, heads=8, kv_heads=4, vocab_size=8192, window=256
+    ),
+    "base": Size(
+        roughly="500M parameters",
+        hidden=1280,
+        mlp=3456,
+        layers=24,
+        heads=20,
+        kv_heads=10,
+        vocab_size=32768,
+        window=1024,
+    ),
+}
+
+
+def write_tiny_model(
+    out_dir: str | Path,
+    *,
+    family: FamilyName,
+    size: str = "tiny",
+    seed: int = 0,
+    vocab_size: int | None = None,
+    corpus: Iterable[str] | None = None,
+    tie: bool | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> Path:
+    """Write a random model and a tokenizer trained on `corpus`; the same arguments give the same weights.
+
+    Args:
+        out_dir: a new or empty folder.
+        family: which architecture.
+        size: one of `SIZES`.
+        seed: of the random weights.
+        vocab_size: rows of the embedding; default: the size's. The tokenizer fills at most so many.
+        corpus: texts to train the tokenizer on; default: a few pages of our own.
+        tie: whether the embedding is the head too; default: False.
+        dtype: of the stored weights.
+
+    Returns:
+        `out_dir`, which transformers, vLLM and this package can load.
+
+    Raises:
+        InputError: the folder is not empty, or an argument cannot work.
+    """
+    for flag, value, known in (("family", family, CONFIG_CLASSES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
+        if value not in known:
+            raise InputError(f"--{flag} {value}: unknown; choose from {', '.join(known)}")
+    vocab_size = SIZES[size].vocab_size if vocab_size is None else vocab_size
+    smallest = NUM_BYTES + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise InputError(
+            f"--vocab_size {vocab_size}: too small; {NUM_BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens "
+            f"need at least {smallest}"
+        )
+    folder = _empty_folder(Path(out_dir))
+    tokenizer = train_tokenizer(built_in_corpus() if corpus is None else corpus, vocab_size=vocab_size)
+    config = tiny_config(family, SIZES[size], vocab_size=vocab_size, tie=bool(tie))
+    _write_weights(folder, config, seed=seed, dtype=dtype)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)  # the template goes into tokenizer_config.json
+    return folder
+
+
+def _empty_folder(folder: Path) -> Path:
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder} exists and is not an empty folder; give a new one")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made a folder to write to ({error.strerror})") from None
+    return folder
+
+
+def tiny_config(family: FamilyName, size: Size, *, vocab_size: int, tie: bool) -> PretrainedConfig:
+    """The transformers config of a model of `size`; its token ids are those of `train_tokenizer`."""
+    import transformers
+
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.mlp,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_position_embeddings": size.max_position_embeddings,
+        "tie_word_embeddings": tie,
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "bos_token_id": SPECIAL_TOKENS.index(BOS),
+        "eos_token_id": SPECIAL_TOKENS.index(EOS),
+    }
+    if family == "olmo3":
+        fields["sliding_window"] = size.window
+    if family == "qwen3":
+        # As in the released models, all heads together are wider than the residual stream.
+        fields["head_dim"] = 2 * size.hidden // size.heads
+    config: PretrainedConfig = getattr(transformers, CONFIG_CLASSES[family])(**fields)
+    return config
+
+
+def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Norms start at one everywhere: with noise on them, two that were swapped are told apart.
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # one file, written at once
+    try:
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (any UTF-8 text round-trips) with chat tokens and a chat template.
+
+    Ids 0, 1, 2 are pad, bos, eos; then come the role tokens, the 256 bytes, and the merges found in `texts`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer=trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=list(ROLE_TOKENS),
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -1,0 +1,151 @@
+"""Documents into tensors: the one place where labels are shifted.
+
+Position t of a document predicts the document's token t + 1, so a document's last position never
+has a label, and nothing predicts the first token of the document that follows it in a packed row.
+
+Legend: B rows, T tokens of a row, K label positions kept of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from open_instruct.records import IGNORE_INDEX, Document, PackedBatch
+
+NO_SEQUENCE = -1
+
+
+class KeptPositions(NamedTuple):
+    """Where a batch has labels, what they are, and whose. All int64 of shape (B, K); see `kept_positions`."""
+
+    positions_BK: torch.Tensor
+    labels_BK: torch.Tensor
+    sequence_ids_BK: torch.Tensor
+
+
+def pack_documents(documents: Sequence[Document], *, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> PackedBatch:
+    """Lay documents end to end in one row.
+
+    When the row is lengthened to a multiple of `pad_to_multiple_of` tokens, the padding is one more
+    document, after all others and without labels, so `document_lengths` always add up to T.
+
+    Example: documents of 4 and 2 tokens, `pad_to_multiple_of=8`: T is 8, document_lengths (4, 2, 2),
+    num_sequences 2, num_tokens 6.
+    """
+    assert documents, "nothing to pack; use empty_batch"
+    input_ids: list[int] = []
+    labels: list[int] = []
+    sequence_ids: list[int] = []
+    for index, document in enumerate(documents):
+        input_ids.extend(document.token_ids)
+        _append_labels(document, index, labels, sequence_ids)
+    lengths = [len(document) for document in documents]
+    num_tokens = len(input_ids)
+    if num_padding := -num_tokens % pad_to_multiple_of:
+        _append_padding(num_padding, pad_token_id, input_ids, labels, sequence_ids)
+        lengths.append(num_padding)
+    return PackedBatch(
+        input_ids_BT=torch.tensor([input_ids]),
+        labels_BT=torch.tensor([labels]),
+        sequence_ids_BT=torch.tensor([sequence_ids]),
+        document_lengths=tuple(lengths),
+        num_sequences=len(documents),
+        num_tokens=num_tokens,
+    )
+
+
+def pad_documents(documents: Sequence[Document], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> PackedBatch:
+    """Give each document a row of its own, padded on the right to the longest one.
+
+    No mask is needed: attention is causal, so no real token sees the padding to its right, and the
+    padding has no labels.
+    """
+    assert documents, "nothing to pad; use empty_batch"
+    longest = max(len(document) for document in documents)
+    width = longest + -longest % pad_to_multiple_of
+    input_ids_BT: list[list[int]] = []
+    labels_BT: list[list[int]] = []
+    sequence_ids_BT: list[list[int]] = []
+    for index, document in enumerate(documents):
+        input_ids = list(document.token_ids)
+        labels: list[int] = []
+        sequence_ids: list[int] = []
+        _append_labels(document, index, labels, sequence_ids)
+        _append_padding(width - len(document), pad_token_id, input_ids, labels, sequence_ids)
+        input_ids_BT.append(input_ids)
+        labels_BT.append(labels)
+        sequence_ids_BT.append(sequence_ids)
+    return PackedBatch(
+        input_ids_BT=torch.tensor(input_ids_BT),
+        labels_BT=torch.tensor(labels_BT),
+        sequence_ids_BT=torch.tensor(sequence_ids_BT),
+        document_lengths=None,
+        num_sequences=len(documents),
+        num_tokens=sum(len(document) for document in documents),
+    )
+
+
+def empty_batch(pad_token_id: int, *, num_tokens: int = 1, packing: bool = True) -> PackedBatch:
+    """A row of `num_tokens` padding tokens, one document without labels, of no sequence.
+
+    A rank with nothing to do runs it so that it enters the same collectives as the others. It holds no
+    real tokens, so the record's own `num_tokens` is 0.
+    """
+    assert num_tokens >= 1
+    return PackedBatch(
+        input_ids_BT=torch.full((1, num_tokens), pad_token_id),
+        labels_BT=torch.full((1, num_tokens), IGNORE_INDEX),
+        sequence_ids_BT=torch.full((1, num_tokens), NO_SEQUENCE),
+        document_lengths=(num_tokens,) if packing else None,
+        num_sequences=0,
+        num_tokens=0,
+    )
+
+
+def kept_positions(batch: PackedBatch) -> KeptPositions:
+    """The positions that have a label, so that the language-model head runs only there.
+
+    K is the largest number of labels in a row, at least 1. A row with fewer is filled up with its last
+    position, which never has a label: there the label is IGNORE_INDEX and the sequence id -1. Order is
+    kept. Call it on the CPU, before the batch moves: K is read from the tensor.
+
+    Example: labels `[[-100, 7, 8, -100], [9, -100, -100, -100]]` give positions `[[1, 2], [0, 3]]`.
+    """
+    has_label_BT = batch.labels_BT != IGNORE_INDEX
+    num_rows, width = has_label_BT.shape
+    assert not has_label_BT[:, -1].any(), "a row's last position has a label"
+    rows, columns = has_label_BT.nonzero(as_tuple=True)
+    slots_BT = has_label_BT.cumsum(dim=1) - 1
+    num_kept = max(1, int(slots_BT[:, -1].max()) + 1)
+    positions_BK = torch.full((num_rows, num_kept), width - 1, device=has_label_BT.device)
+    positions_BK[rows, slots_BT[rows, columns]] = columns
+    return KeptPositions(
+        positions_BK=positions_BK,
+        labels_BK=batch.labels_BT.gather(1, positions_BK),
+        sequence_ids_BK=batch.sequence_ids_BT.gather(1, positions_BK),
+    )
+
+
+def _append_labels(document: Document, index: int, labels: list[int], sequence_ids: list[int]) -> None:
+    """Append the document's shifted labels and their sequence ids, one per token."""
+    start, stop = document.response.start, document.response.stop
+    # A response at 0 would have a first token that no position predicts.
+    assert 1 <= start < stop <= len(document), f"response {document.response} in {len(document)} tokens"
+    num_before, num_after = start - 1, len(document) - stop + 1
+    labels += [IGNORE_INDEX] * num_before
+    labels += document.token_ids[start:stop]
+    labels += [IGNORE_INDEX] * num_after
+    sequence_ids += [NO_SEQUENCE] * num_before
+    sequence_ids += [index] * (stop - start)
+    sequence_ids += [NO_SEQUENCE] * num_after
+
+
+def _append_padding(
+    num_padding: int, pad_token_id: int, input_ids: list[int], labels: list[int], sequence_ids: list[int]
+) -> None:
+    input_ids += [pad_token_id] * num_padding
+    labels += [IGNORE_INDEX] * num_padding
+    sequence_ids += [NO_SEQUENCE] * num_padding

@@ -1,0 +1,59 @@
+"""A layout in OLMo-core's own terms. Both train modules build their parallel configs here and nowhere else."""
+
+from __future__ import annotations
+
+from olmo_core.config import DType
+from olmo_core.distributed.parallel import DataParallelType
+from olmo_core.train.train_module.transformer import (
+    TransformerDataParallelConfig,
+    TransformerDataParallelWrappingStrategy,
+    TransformerTensorParallelConfig,
+)
+
+from open_instruct.errors import InputError
+from open_instruct.parallel.wording import one_of
+from open_instruct.records import ShardLayout
+
+_DTYPES = {"bfloat16": DType.bfloat16, "float32": DType.float32}
+
+
+def build_data_parallel_config(
+    layout: ShardLayout, *, param_dtype: str = "bfloat16", reduce_dtype: str = "float32"
+) -> TransformerDataParallelConfig | None:
+    """HSDP with the layout's degrees, each block a unit of its own; None where nothing is wrapped.
+
+    Both degrees are always given. Left to itself OLMo-core would make as many replicas as the
+    environment says there are nodes, which for nodes of unequal size cuts across them.
+
+    Args:
+        layout: the sharding decision.
+        param_dtype: "bfloat16" or "float32", in which parameters are gathered and computed with; the
+            shards themselves stay float32.
+        reduce_dtype: "bfloat16" or "float32", in which gradients are reduced.
+
+    Raises:
+        InputError: for another dtype.
+    """
+    if layout.single_device:
+        return None
+    return TransformerDataParallelConfig(
+        name=DataParallelType.hsdp,
+        wrapping_strategy=TransformerDataParallelWrappingStrategy.blocks,
+        num_replicas=layout.num_replicas,
+        shard_degree=layout.shard_degree,
+        param_dtype=_dtype("param_dtype", param_dtype),
+        reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
+    )
+
+
+def build_tensor_parallel_config(layout: ShardLayout) -> TransformerTensorParallelConfig | None:
+    """Tensor parallelism of the layout's degree; None where every matrix stays whole."""
+    if layout.tensor_parallel_degree == 1:
+        return None
+    return TransformerTensorParallelConfig(degree=layout.tensor_parallel_degree)
+
+
+def _dtype(name: str, value: str) -> DType:
+    if value not in _DTYPES:
+        raise InputError(f"--{name} {value} is not supported; use {one_of(_DTYPES)}")
+    return _DTYPES[value]

@@ -1,0 +1,277 @@
+"""The sharding decision: from nodes and flags to the groups that every rank belongs to.
+
+No torch and no process group: the launcher, the planner and every rank call the same function with
+the same numbers and agree. docs/sharding.md explains the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, gcd
+
+from open_instruct.errors import InputError
+from open_instruct.parallel.layout_warnings import find_warnings
+from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
+from open_instruct.parallel.wording import counted, one_of
+from open_instruct.records import ShardLayout
+
+__all__ = [
+    "UnequalNodesError",
+    "divisors",
+    "node_sizes_from_environment",
+    "resolve_layout",
+    "training_state_gib",
+    "unsharded_memory_warning",
+]
+
+# fp32: the weights, their gradients, and Adam's two moments.
+TRAINING_STATE_BYTES_PER_PARAM = 16
+
+
+def resolve_layout(
+    gpus_per_node: Sequence[int],
+    *,
+    fsdp_shard_degree: int | None = None,
+    fsdp_num_replicas: int | None = None,
+    tensor_parallel_degree: int = 1,
+    context_parallel_degree: int = 1,
+    single_device: bool = False,
+) -> ShardLayout:
+    """Decide which ranks share a copy of the model.
+
+    Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of
+    equal size that is the GPUs of a node divided by the model-parallel degree, and one replica
+    for each node; for nodes of unequal size, the greatest common divisor of the sizes divided
+    by the same. One flag: the other is inferred. Both: their product must be the data-parallel world.
+
+    Args:
+        gpus_per_node: processes that train on each node, in rank order.
+        fsdp_shard_degree: data-parallel ranks that share one copy of the model.
+        fsdp_num_replicas: copies of the model.
+        tensor_parallel_degree: ranks that split every matrix.
+        context_parallel_degree: ranks that split every row of tokens.
+        single_device: one GPU without FSDP; no other argument may ask for sharding.
+
+    Returns:
+        The layout. Whatever is allowed but costly is in its `warnings`.
+
+    Raises:
+        InputError: names the flag and lists the values that would work.
+    """
+    nodes = _checked_nodes(gpus_per_node)
+    for flag, degree in {
+        "--fsdp_shard_degree": fsdp_shard_degree,
+        "--fsdp_num_replicas": fsdp_num_replicas,
+        "--tensor_parallel_degree": tensor_parallel_degree,
+        "--context_parallel_degree": context_parallel_degree,
+    }.items():
+        if degree is not None and not _is_count(degree):
+            raise InputError(f"{flag} {degree!r} is not a whole number of at least 1")
+
+    if single_device:
+        _check_single_device(
+            nodes, fsdp_shard_degree, fsdp_num_replicas, tensor_parallel_degree, context_parallel_degree
+        )
+        return ShardLayout(gpus_per_node=nodes, shard_degree=1, num_replicas=1, single_device=True)
+
+    _check_model_parallel(nodes, tensor_parallel_degree, context_parallel_degree)
+    shard_degree, num_replicas = _resolve_degrees(
+        nodes, fsdp_shard_degree, fsdp_num_replicas, tensor_parallel_degree, context_parallel_degree
+    )
+    layout = ShardLayout(
+        gpus_per_node=nodes,
+        shard_degree=shard_degree,
+        num_replicas=num_replicas,
+        tensor_parallel_degree=tensor_parallel_degree,
+        context_parallel_degree=context_parallel_degree,
+    )
+    return replace(
+        layout, warnings=find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
+    )
+
+
+def training_state_gib(
+    layout: ShardLayout, *, num_params: int, bytes_per_param: int = TRAINING_STATE_BYTES_PER_PARAM
+) -> float:
+    """GiB of weights, gradients and optimizer state on each GPU, activations not counted."""
+    return num_params * bytes_per_param / (layout.shard_group_size * layout.tensor_parallel_degree) / 2**30
+
+
+def unsharded_memory_warning(
+    layout: ShardLayout,
+    *,
+    num_params: int,
+    device_memory_gib: float,
+    bytes_per_param: int = TRAINING_STATE_BYTES_PER_PARAM,
+) -> str | None:
+    """Words for a model whose training state alone is more than a GPU has, or None where it fits.
+
+    Args:
+        layout: the layout the model would train in.
+        num_params: parameters of the whole model.
+        device_memory_gib: memory of one GPU in GiB.
+        bytes_per_param: of the training state; 16 when weights, gradients and Adam's two moments are fp32.
+    """
+    each_gib = training_state_gib(layout, num_params=num_params, bytes_per_param=bytes_per_param)
+    if each_gib <= device_memory_gib:
+        return None
+    problem = (
+        f"The training state does not fit: {num_params / 1e9:.3g}B parameters x {bytes_per_param} bytes"
+        f"{_split_text(layout)} = {each_gib:.1f} GiB on each GPU, which has {device_memory_gib:g} GiB "
+        "(and activations come on top)."
+    )
+    for shard_degree in divisors(layout.data_parallel_world_size):
+        sharded = replace(
+            layout,
+            shard_degree=shard_degree,
+            num_replicas=layout.data_parallel_world_size // shard_degree,
+            warnings=(),
+        )
+        sharded_gib = training_state_gib(sharded, num_params=num_params, bytes_per_param=bytes_per_param)
+        if sharded_gib <= device_memory_gib:
+            return (
+                f"{problem} The smallest shard degree that fits is --fsdp_shard_degree {shard_degree} "
+                f"--fsdp_num_replicas {sharded.num_replicas}: {sharded_gib:.1f} GiB on each GPU"
+                + (", with shard groups across nodes." if sharded.straddles_nodes else ".")
+            )
+    at_least = ceil(num_params * bytes_per_param / 2**30 / device_memory_gib)
+    without = ", without --single_gpu_mode" if layout.single_device else ""
+    return f"{problem} It needs at least {at_least} such GPUs to shard over{without}."
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending: of 12, `(1, 2, 3, 4, 6, 12)`."""
+    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
+
+
+def _is_count(value: object) -> bool:
+    # A bool is an int to Python, never to the user: `--fsdp_shard_degree true` is a slip.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _checked_nodes(gpus_per_node: Sequence[int]) -> tuple[int, ...]:
+    nodes = tuple(gpus_per_node)
+    if not nodes:
+        raise InputError("the list of GPUs per node is empty; give one number for each node, such as 8 8")
+    for index, num_gpus in enumerate(nodes):
+        if not _is_count(num_gpus):
+            raise InputError(
+                f"node {index} has {num_gpus!r} GPUs; give a whole number of at least 1 for each node, such as 8 8"
+            )
+    return nodes
+
+
+def _check_single_device(
+    nodes: tuple[int, ...], shard_degree: int | None, num_replicas: int | None, tensor: int, context: int
+) -> None:
+    if sum(nodes) != 1:
+        raise InputError(
+            f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or leave "
+            "--single_gpu_mode out to shard the model over all of them"
+        )
+    asked = {
+        "--fsdp_shard_degree": shard_degree,
+        "--fsdp_num_replicas": num_replicas,
+        "--tensor_parallel_degree": None if tensor == 1 else tensor,
+        "--context_parallel_degree": None if context == 1 else context,
+    }
+    for flag, degree in asked.items():
+        if degree is not None:
+            raise InputError(
+                f"{flag} {degree} cannot apply in --single_gpu_mode, which does not shard; leave one of the two out"
+            )
+
+
+def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> None:
+    world_size = sum(nodes)
+    if world_size % tensor:
+        raise InputError(
+            f"--tensor_parallel_degree {tensor} does not divide {_learners(world_size)}; "
+            f"use {_within_and_across(divisors(world_size), nodes)}"
+        )
+    if world_size % context:
+        raise InputError(
+            f"--context_parallel_degree {context} does not divide {_learners(world_size)}; "
+            f"use {_within_and_across(divisors(world_size), nodes)}"
+        )
+    if world_size % (tensor * context):
+        raise InputError(
+            f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not "
+            f"divide {_learners(world_size)}; with tensor degree {tensor} use --context_parallel_degree "
+            f"{one_of(divisors(world_size // tensor))}, with context degree {context} use "
+            f"--tensor_parallel_degree {one_of(divisors(world_size // context))}"
+        )
+
+
+def _resolve_degrees(
+    nodes: tuple[int, ...], shard_degree: int | None, num_replicas: int | None, tensor: int, context: int
+) -> tuple[int, int]:
+    """(shard degree, replicas), validated."""
+    model_parallel = tensor * context
+    dp_world = sum(nodes) // model_parallel
+    if shard_degree is None and num_replicas is None:
+        # Groups tile the ranks from 0 on, so none straddles exactly when the ranks of one
+        # replica divide every node.
+        common = gcd(*nodes)
+        shard_degree = common // model_parallel if common % model_parallel == 0 else 1
+        return shard_degree, dp_world // shard_degree
+
+    whole = _dp_world_text(sum(nodes), tensor, context)
+    if shard_degree is not None and num_replicas is not None:
+        if shard_degree * num_replicas != dp_world:
+            raise InputError(
+                f"--fsdp_shard_degree {shard_degree} x --fsdp_num_replicas {num_replicas} = "
+                f"{shard_degree * num_replicas}, not the {whole}; {_pair_remedy(shard_degree, num_replicas, dp_world)}"
+            )
+        return shard_degree, num_replicas
+    flag = "--fsdp_num_replicas" if shard_degree is None else "--fsdp_shard_degree"
+    degree = num_replicas if shard_degree is None else shard_degree
+    assert degree is not None
+    if dp_world % degree:
+        raise InputError(f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}")
+    other = dp_world // degree
+    return (other, degree) if shard_degree is None else (degree, other)
+
+
+def _pair_remedy(shard_degree: int, num_replicas: int, dp_world: int) -> str:
+    ways = []
+    if dp_world % shard_degree == 0:
+        ways.append(f"with shard degree {shard_degree} use --fsdp_num_replicas {dp_world // shard_degree}")
+    if dp_world % num_replicas == 0:
+        ways.append(f"with {counted(num_replicas, 'replica')} use --fsdp_shard_degree {dp_world // num_replicas}")
+    if not ways:
+        ways.append(f"use {one_of(f'{degree} x {dp_world // degree}' for degree in divisors(dp_world))}")
+    return ", ".join(ways) + ", or give only one of the two"
+
+
+def _learners(world_size: int) -> str:
+    return counted(world_size, "learner GPU")
+
+
+def _dp_world_text(world_size: int, tensor: int, context: int) -> str:
+    if tensor * context == 1:
+        return _learners(world_size)
+    divided = " / ".join(
+        [_learners(world_size)]
+        + [f"{name} degree {degree}" for name, degree in (("tensor", tensor), ("context", context)) if degree > 1]
+    )
+    return f"{counted(world_size // (tensor * context), 'data-parallel rank')} ({divided})"
+
+
+def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
+    """The degrees that work, those that keep a group within a node first."""
+    within = [degree for degree in degrees if gcd(*nodes) % degree == 0]
+    across = [degree for degree in degrees if degree not in within]
+    return one_of(within) + (f" (within a node), or {one_of(across)} (across nodes)" if across else "")
+
+
+def _split_text(layout: ShardLayout) -> str:
+    """What the training state is divided by, as part of a formula; nothing for one whole copy on each GPU."""
+    degrees = (
+        ("shard", layout.shard_degree),
+        ("context", layout.context_parallel_degree),
+        ("tensor", layout.tensor_parallel_degree),
+    )
+    factors = [f"{name} degree {degree}" for name, degree in degrees if degree > 1]
+    return "".join(f" / {factor}" for factor in factors)

@@ -1,0 +1,100 @@
+"""Start and stop the process group, one process or a thousand, by the same call."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """This process's place in the run. `gpus_per_node` counts the processes of every node, in rank order."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    gpus_per_node: tuple[int, ...]
+
+
+def start_process(*, timeout_s: int, seed: int) -> Process:
+    """Join the process group and seed every source of randomness.
+
+    Under torchrun the group is torchrun's; otherwise this process is a group of its own. With CUDA,
+    GPU tensors travel over NCCL and host tensors over gloo; without, everything over gloo.
+    """
+    from olmo_core.distributed.utils import get_local_rank, init_distributed
+    from olmo_core.utils import seed_all
+
+    # OLMo-core prints what it cannot log; at this level the log takes it, whoever reads that.
+    logging.getLogger().setLevel(logging.INFO)
+    on_cuda = torch.cuda.is_available()
+    # OLMo-core's own default backend calls CUDA even where there is none.
+    init_distributed(
+        backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        shared_filesytem=True,  # the parameter's spelling
+    )
+    seed_all(seed)
+    local_rank = get_local_rank()
+    return Process(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        device=torch.device("cuda", local_rank) if on_cuda else torch.device("cpu"),
+        gpus_per_node=_discover_nodes(local_rank),
+    )
+
+
+def _discover_nodes(local_rank: int) -> tuple[int, ...]:
+    """Node sizes as they are: a node begins wherever a process has local rank 0."""
+    local_ranks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(local_ranks, local_rank)
+    sizes: list[int] = []
+    for local in local_ranks:
+        if local == 0:
+            sizes.append(0)
+        sizes[-1] += 1
+    return tuple(sizes)
+
+
+def on_main_process(function: Callable[[], T]) -> T:
+    """Run `function` on rank 0 and give every rank its result, or raise its error on every rank.
+
+    Every rank must call this; the result must be picklable and small.
+    """
+    from olmo_core.distributed.utils import broadcast_object
+
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if dist.get_rank() == 0:
+        try:
+            outcome = (function(), None)
+        except Exception as error:
+            outcome = (None, error)
+    result, failure = broadcast_object(outcome)
+    if failure is not None:
+        raise failure
+    return cast(T, result)
+
+
+def stop_process() -> None:
+    """Leave the process group, and let a later one in this process build its mesh anew."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    from olmo_core.distributed import parallel
+
+    parallel._WORLD_MESH = None
+
+
+def is_main_process() -> bool:
+    """Whether this is global rank 0, also before the process group has started."""
+    return int(os.environ.get("RANK", "0")) == 0

@@ -1,0 +1,55 @@
+"""Every metric of a step, reduced over ranks in one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from open_instruct.records import Metric
+
+
+def reduce_metrics(
+    metrics: Mapping[str, Metric], *, group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, float]:
+    """Reduce `metrics` over `group` and return plain numbers, the same on every rank.
+
+    Every rank must bring the same names. A mean travels as (sum of value x weight, sum of weight), a
+    maximum as one slot a rank, so that a single summing all-reduce serves all three. A mean over no
+    weight at all is NaN.
+    """
+    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    names = sorted(metrics)
+    slots: list[torch.Tensor] = []
+    for name in names:
+        metric = metrics[name]
+        value = torch.as_tensor(metric.value, dtype=torch.float64, device=device).reshape(1)
+        if metric.reduction == "sum":
+            slots.append(value)
+        elif metric.reduction == "max":
+            by_rank = torch.zeros(world_size, dtype=torch.float64, device=device)
+            by_rank[rank] = value
+            slots.append(by_rank)
+        else:
+            weight = torch.as_tensor(metric.weight, dtype=torch.float64, device=device).reshape(1)
+            # A rank that saw nothing may bring NaN with weight 0: it must not spoil the others.
+            slots.append(torch.cat([torch.where(weight > 0, value * weight, 0.0), weight]))
+    if not slots:
+        return {}
+    flat = torch.cat(slots)
+    if world_size > 1:
+        dist.all_reduce(flat, group=group)
+
+    reduced: dict[str, float] = {}
+    numbers = iter(flat.tolist())
+    for name in names:
+        if metrics[name].reduction == "sum":
+            reduced[name] = next(numbers)
+        elif metrics[name].reduction == "max":
+            reduced[name] = max(next(numbers) for _ in range(world_size))
+        else:
+            total, weight_sum = next(numbers), next(numbers)
+            reduced[name] = total / weight_sum if weight_sum > 0 else float("nan")
+    return reduced

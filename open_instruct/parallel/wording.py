@@ -1,0 +1,50 @@
+"""How ranks, groups and lists of choices are written in warnings, errors and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Values as a choice: `[1, 2, 4]` is "1, 2 or 4"."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`counted(1, "node")` is "1 node", `counted(2, "node")` is "2 nodes", `counted(2, "copy")` is "2 copies"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
+
+
+def group_name(index: int) -> str:
+    """The letters of a shard group, as in a spreadsheet: A, B, … Z, AA, AB, …"""
+    name = ""
+    index += 1
+    while index:
+        index, letter = divmod(index - 1, 26)
+        name = chr(ord("A") + letter) + name
+    return name
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks in few characters: "0-7" when they are neighbours, else "0 8" or "0 2 ... 30"."""
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 1 and last - first == len(ranks) - 1:
+        return f"{first}-{last}"
+    if len(ranks) > 4:
+        return f"{first} {ranks[1]} ... {last}"
+    return " ".join(str(rank) for rank in ranks)
+
+
+def nodes_text(gpus_per_node: Sequence[int]) -> str:
+    """Node sizes in few words: "2 nodes of 8 GPUs" or "nodes of 2, 4 and 2 GPUs"."""
+    sizes = set(gpus_per_node)
+    if len(gpus_per_node) == 1:
+        return f"1 node of {counted(gpus_per_node[0], 'GPU')}"
+    if len(sizes) == 1:
+        return f"{len(gpus_per_node)} nodes of {counted(gpus_per_node[0], 'GPU')}"
+    if len(gpus_per_node) <= 4:
+        return f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} GPUs"
+    return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} GPUs"

@@ -1,0 +1,259 @@
+"""The frozen records that pass between rooms.
+
+Legend for tensor names: B rows of a microbatch, T tokens of a row, S sequences (documents) in a
+microbatch, P preference pairs, K label positions kept for the language-model head.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLayout:
+    """Where every rank stands: which ranks share one copy of the model, and which hold the same shard.
+
+    Ranks are global and node-major. Tensor-parallel ranks are neighbours, then context-parallel
+    ranks, then the ranks of one shard group; replicas are the outermost axis (the order of
+    OLMo-core's world mesh).
+
+    Example: 16 GPUs on two nodes of 8, no flags::
+
+        >>> layout = ShardLayout(gpus_per_node=(8, 8), shard_degree=8, num_replicas=2)
+        >>> layout.shard_groups
+        ((0, 1, 2, 3, 4, 5, 6, 7), (8, 9, 10, 11, 12, 13, 14, 15))
+        >>> layout.replica_groups[0]
+        (0, 8)
+        >>> layout.straddles_nodes
+        False
+    """
+
+    gpus_per_node: tuple[int, ...]
+    shard_degree: int
+    num_replicas: int
+    tensor_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    single_device: bool = False
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        degrees = (self.num_replicas, self.shard_degree, self.context_parallel_degree, self.tensor_parallel_degree)
+        # OLMo-core does not check this product: some ranks would raise and the others hang.
+        assert prod(degrees) == self.world_size, f"degrees {degrees} do not multiply to {self.world_size} ranks"
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.gpus_per_node)
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Ranks that read different data: replicas times shard degree."""
+        return self.num_replicas * self.shard_degree
+
+    @property
+    def model_parallel_degree(self) -> int:
+        """Ranks that read the same data: tensor degree times context degree."""
+        return self.tensor_parallel_degree * self.context_parallel_degree
+
+    @property
+    def shard_group_size(self) -> int:
+        """Ranks over which one copy of the parameters is sharded: shard degree times context degree."""
+        return self.shard_degree * self.context_parallel_degree
+
+    @property
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that all-gather parameters and reduce-scatter gradients among themselves.
+
+        Context-parallel ranks belong to it: they read parts of the same rows, but each has its
+        own gradient to add, so FSDP shards over them too.
+        """
+        size, stride = self.shard_group_size, self.tensor_parallel_degree
+        block = size * stride  # the ranks of one replica
+        return tuple(
+            tuple(range(first + inner, first + block, stride))
+            for first in range(0, self.num_replicas * block, block)
+            for inner in range(stride)
+        )
+
+    @property
+    def replica_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same shard and all-reduce its gradient."""
+        block = self.shard_group_size * self.tensor_parallel_degree
+        return tuple(tuple(range(first, self.num_replicas * block, block)) for first in range(block))
+
+    @property
+    def context_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that split every row of tokens between them."""
+        stride, block = self.tensor_parallel_degree, self.model_parallel_degree
+        return tuple(
+            tuple(range(first + inner, first + block, stride))
+            for first in range(0, self.world_size, block)
+            for inner in range(stride)
+        )
+
+    @property
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that split every matrix of a layer between them."""
+        degree = self.tensor_parallel_degree
+        return tuple(tuple(range(start, start + degree)) for start in range(0, self.world_size, degree))
+
+    @property
+    def nodes(self) -> tuple[range, ...]:
+        """The global ranks of every node."""
+        ends = tuple(accumulate(self.gpus_per_node))
+        return tuple(range(end - num_gpus, end) for end, num_gpus in zip(ends, self.gpus_per_node, strict=True))
+
+    def node_of(self, rank: int) -> int:
+        """Index of the node that global rank `rank` runs on."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is outside a world of {self.world_size}")
+        return bisect_right(tuple(accumulate(self.gpus_per_node)), rank)
+
+    def straddling(self, groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Those of `groups` (of ascending ranks) that have ranks on more than one node."""
+        ends = tuple(accumulate(self.gpus_per_node))
+        return tuple(group for group in groups if bisect_right(ends, group[0]) != bisect_right(ends, group[-1]))
+
+    @property
+    def straddles_nodes(self) -> bool:
+        """Whether any shard group has ranks on more than one node."""
+        return bool(self.straddling(self.shard_groups))
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys scripts read: of `open-instruct layout --json` and of `layout.json` in a run."""
+        return {
+            "gpus_per_node": list(self.gpus_per_node),
+            "shard_degree": self.shard_degree,
+            "num_replicas": self.num_replicas,
+            "tensor_parallel_degree": self.tensor_parallel_degree,
+            "context_parallel_degree": self.context_parallel_degree,
+            "single_device": self.single_device,
+            "shard_groups": [list(group) for group in self.shard_groups],
+            "replica_groups": [list(group) for group in self.replica_groups],
+            "straddles_nodes": self.straddles_nodes,
+            "warnings": list(self.warnings),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Half-open range of token positions `[start, stop)`.
+
+    Example: the reply of a ten-token conversation whose prompt takes six tokens is `Span(start=6, stop=10)`.
+    """
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One tokenised conversation and the part of it that is learned from.
+
+    Example::
+
+        Document(token_ids=(5, 9, 2, 7, 3), response=Span(start=3, stop=5))
+
+    predicts token 7 from the first three tokens and token 3 from the first four.
+    """
+
+    token_ids: tuple[int, ...]
+    response: Span
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceExample:
+    """One preference pair, tokenised. `key` is a hash of its token ids and spans.
+
+    Example::
+
+        PreferenceExample(
+            row_id=12,
+            key="9f0c…",
+            chosen=Document(token_ids=(5, 9, 2, 7, 3), response=Span(start=3, stop=5)),
+            rejected=Document(token_ids=(5, 9, 2, 8), response=Span(start=3, stop=4)),
+        )
+    """
+
+    row_id: int
+    key: str
+    chosen: Document
+    rejected: Document
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """One microbatch of documents, packed end to end in one row or padded one to a row.
+
+    Labels are shifted already: `labels_BT[b, t]` is the token that position t should predict, or
+    IGNORE_INDEX. `sequence_ids_BT[b, t]` is the index (0..num_sequences-1) of the document that a
+    label belongs to, and -1 where there is no label. `document_lengths` is None in padded rows,
+    where causality alone keeps the padding on the right from being seen.
+
+    Example: documents (5, 9, 2, 7) and (4, 6) with replies (7) and (6), packed::
+
+        input_ids_BT     [[5, 9, 2, 7, 4, 6]]
+        labels_BT        [[-100, -100, 7, -100, 6, -100]]
+        sequence_ids_BT  [[-1, -1, 0, -1, 1, -1]]
+        document_lengths (4, 2)
+        num_sequences    2
+        num_tokens       6
+    """
+
+    input_ids_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    sequence_ids_BT: torch.Tensor
+    document_lengths: tuple[int, ...] | None
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceBatch:
+    """One microbatch of P preference pairs: sequences 0..P-1 are chosen, P..2P-1 rejected, in pair order.
+
+    A microbatch of no pairs (P = 0) still holds one unlabelled document, so that every rank
+    enters the same collectives. The reference log-probs (sums over the reply, float32, shape (P,)) are
+    there once they have been computed.
+    """
+
+    packed: PackedBatch
+    row_ids: tuple[int, ...]
+    reference_chosen_logps_P: torch.Tensor | None = None
+    reference_rejected_logps_P: torch.Tensor | None = None
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.row_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A number to be reduced over ranks: `sum(value)`, `sum(value * weight) / sum(weight)` or `max(value)`.
+
+    Example: a rank that saw 3 pairs with mean loss 0.5 reports `Metric(value=0.5, weight=3.0)`.
+    """
+
+    value: float | torch.Tensor
+    weight: float | torch.Tensor = 1.0
+    reduction: Literal["mean", "sum", "max"] = field(default="mean")

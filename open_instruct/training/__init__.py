@@ -1,0 +1,1 @@
+"""What turns a model, a loader and a loss into a run."""

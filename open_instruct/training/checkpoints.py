@@ -1,0 +1,94 @@
+"""Checkpoints that a crash cannot harm: written beside, renamed into place, the last N kept."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from olmo_core.distributed.utils import broadcast_object
+from olmo_core.optim import SkipStepOptimizer
+from olmo_core.train import Trainer
+from olmo_core.train.callbacks import Callback, CheckpointerCallback
+from olmo_core.train.checkpoint import Checkpointer
+
+from open_instruct.errors import InputError, RunError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunCheckpointer(CheckpointerCallback):
+    """OLMo-core's checkpointer, which also counts the checkpoints of earlier runs in the same folder."""
+
+    def pre_train(self) -> None:
+        super().pre_train()
+        if self.step > 0:
+            # What was just loaded is on disk already: a run that has nothing left to do must not
+            # clear it to write it again.
+            self._latest_checkpoint_step = self.step
+        self._checkpoints = broadcast_object(find_checkpoints(Path(self.save_folder)))
+
+    def post_train(self) -> None:
+        super().post_train()
+        self._remove_old_checkpoints()
+
+
+def find_checkpoints(folder: Path) -> list[str]:
+    """Paths of the complete checkpoints in `folder`, oldest step first."""
+    if not folder.is_dir():
+        return []
+    return [path for _, path in sorted(Checkpointer.find_checkpoints(folder))]
+
+
+def latest_step(folder: Path) -> int | None:
+    """Step of the newest complete checkpoint, or None."""
+    paths = find_checkpoints(folder)
+    return int(Path(paths[-1]).name.removeprefix("step")) if paths else None
+
+
+@dataclass
+class SkipStepHistory(Callback):
+    """Carries a skip-step optimizer's rolling window over a restart; OLMo-core leaves it out of its state."""
+
+    def _optimizer(self) -> SkipStepOptimizer | None:
+        optimizer = getattr(self.trainer.train_module, "optim", None)
+        return optimizer if isinstance(optimizer, SkipStepOptimizer) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return {}
+        return {
+            "losses": [float(loss) for loss in optimizer._losses],
+            "grad_norms": [float(norm) for norm in optimizer._grad_norms],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or not state_dict:
+            return
+        optimizer._losses = [torch.tensor(loss, device=optimizer.device) for loss in state_dict["losses"]]
+        optimizer._grad_norms = [torch.tensor(norm, device=optimizer.device) for norm in state_dict["grad_norms"]]
+
+
+def resume(trainer: Trainer) -> int | None:
+    """Load the newest checkpoint of the run directory, if there is one, and return its step.
+
+    :raises RunError: if that checkpoint cannot be read; it names the way back.
+    """
+    folder = Path(trainer.save_folder)
+    try:
+        loaded = trainer.maybe_load_checkpoint(load_trainer_state=True, load_optim_state=True)
+    except InputError:
+        raise
+    except Exception as error:
+        log.exception("the checkpoint cannot be read")
+        raise RunError(
+            f"the newest checkpoint, {folder / f'step{latest_step(folder)}'}, cannot be read "
+            f"({type(error).__name__}: {error}). Remove that folder to go on from the one before it, "
+            "or give --overwrite_output_dir to start afresh"
+        ) from error
+    return trainer.global_step if loaded else None

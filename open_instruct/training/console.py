@@ -1,0 +1,86 @@
+"""What a run says on the terminal: live bars where someone watches, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]
+SECONDS_BETWEEN_PLAIN_LINES = 5.0
+
+
+class Console:
+    """Rank 0 speaks, the others are silent; everything said is in `run.log` too."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        self.speaks = speaks
+        self._rich = RichConsole(highlight=False, soft_wrap=True)
+
+    @property
+    def is_live(self) -> bool:
+        return self.speaks and self._rich.is_terminal
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """One line for people."""
+        log.info(text)
+        if self.speaks:
+            self._rich.print(text, style=style, markup=False)
+
+    def warn(self, text: str) -> None:
+        """One line that people should not miss."""
+        log.warning(text)
+        if self.speaks:
+            self._rich.print(f"warning: {text}", style="yellow", markup=False)
+
+    @contextmanager
+    def counting(self, title: str) -> Iterator[OnProgress]:
+        """Show how far a long loop is: yields a function of (done, total)."""
+        if self.is_live:
+            with self._bar(title) as bar:
+                task = bar.add_task("", total=None, detail="")
+                yield lambda done, total: bar.update(task, completed=done, total=total)
+            return
+        last = time.monotonic()
+
+        def line(done: int, total: int) -> None:
+            nonlocal last
+            if self.speaks and (done == total or time.monotonic() - last > SECONDS_BETWEEN_PLAIN_LINES):
+                last = time.monotonic()
+                self.say(f"{title}: {done:,} of {total:,}")
+
+        yield line
+
+    @contextmanager
+    def training(self, *, first_step: int, num_steps: int) -> Iterator[Callable[[int, str], None]]:
+        """Show the training loop: yields a function of (step, detail)."""
+        if self.is_live:
+            with self._bar("training") as bar:
+                task = bar.add_task("", total=num_steps, completed=first_step, detail="")
+                yield lambda step, detail: bar.update(task, completed=step, detail=detail)
+            return
+        interval = max(1, num_steps // 20)
+
+        def line(step: int, detail: str) -> None:
+            if step == first_step + 1 or step % interval == 0 or step == num_steps:
+                self.say(f"step {step}/{num_steps}  {detail}")
+            else:
+                log.info("step %d/%d  %s", step, num_steps, detail)
+
+        yield line
+
+    def _bar(self, title: str) -> Progress:
+        return Progress(
+            TextColumn(title),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=self._rich,
+        )

@@ -1,0 +1,64 @@
+"""From a checkpoint on disk to a sharded train module with its weights in place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+
+from open_instruct.models.load import stream_load
+from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
+from open_instruct.training.memory import build_activation_checkpointing
+from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.training.pretrained import Pretrained
+from open_instruct.training.run import Run
+from open_instruct.training.train_module import SegmentTrainModule
+
+TrainModuleT = TypeVar("TrainModuleT", bound=SegmentTrainModule)
+
+
+def build_policy(
+    train_module: type[TrainModuleT],
+    pretrained: Pretrained,
+    *,
+    run: Run,
+    config: Any,
+    num_steps: int,
+    **own: Any,
+) -> TrainModuleT:
+    """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards.
+
+    `config` has the sections model, data, optim and memory; `own` are the arguments that `train_module`
+    adds to OLMo-core's.
+    """
+    model, optim, memory = config.model, config.optim, config.memory
+    max_seq_length = config.data.max_seq_length
+    transformer = pretrained.build(init_device=model.init_device)
+    if run.layout.single_device:
+        # Nothing gathers parameters here, so the model itself takes the dtype that is computed in.
+        transformer = transformer.to(getattr(torch, model.param_dtype))
+    checkpointing, warnings = build_activation_checkpointing(memory, device=run.process.device)
+    for warning in warnings:
+        run.console.warn(warning)
+    module = train_module(
+        model=transformer,
+        optim=build_optimizer_config(optim, device=run.process.device),
+        scheduler=build_scheduler(optim, num_steps=num_steps),
+        rank_microbatch_size=max_seq_length,
+        max_sequence_length=max_seq_length,
+        compile_model=memory.compile_model,
+        dp_config=build_data_parallel_config(run.layout, param_dtype=model.param_dtype),
+        tp_config=build_tensor_parallel_config(run.layout),
+        ac_config=checkpointing,
+        # Infinity clips nothing and still measures the norm.
+        max_grad_norm=optim.max_grad_norm or math.inf,
+        device=run.process.device,
+        **own,
+    )
+    report = stream_load(module.model, pretrained.files, pretrained.names)
+    run.console.say(
+        f"loaded {report.num_tensors} tensors ({module.model.num_params / 1e6:,.1f}M parameters) "
+        f"in {report.wall_time_s:.1f} s"
+    )
+    return module

@@ -1,0 +1,111 @@
+"""The checkpoint a run starts from: opened, checked whole, and later streamed into a sharded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from olmo_core.nn.transformer import Transformer
+from transformers import PretrainedConfig
+
+from open_instruct.config.sections import ModelSection
+from open_instruct.data.chat import load_tokenizer
+from open_instruct.errors import InputError
+from open_instruct.models.build import build_model
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.export import check_exportable
+from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.load import check_cover, parameter_shapes
+from open_instruct.models.names import TensorNames
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """A checkpoint whose names and shapes are known to fit the model, before any weight is read."""
+
+    folder: Path
+    tokenizer_folder: Path
+    hf_config: PretrainedConfig
+    files: CheckpointFiles
+    names: TensorNames
+    tokenizer: PreTrainedTokenizerFast
+
+    def build(self, *, init_device: str) -> Transformer:
+        """The model, without weights."""
+        return build_model(self.hf_config, init_device=init_device)
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills the slots that no label and no attention looks at; any token of the vocabulary does."""
+        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if isinstance(token_id, int):
+                return token_id
+        return 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most values of the checkpoint are stored in."""
+        num_values: dict[torch.dtype, int] = {}
+        for name, dtype in self.files.dtypes.items():
+            num_values[dtype] = num_values.get(dtype, 0) + torch.Size(self.files.shapes[name]).numel()
+        return max(num_values, key=lambda dtype: num_values[dtype])
+
+
+def open_pretrained(model: ModelSection, *, max_seq_length: int) -> Pretrained:
+    """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
+
+    :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
+    """
+    folder = local_folder(model.model_name_or_path)
+    tokenizer_folder = local_folder(model.tokenizer_name_or_path) if model.tokenizer_name_or_path else folder
+    hf_config = load_hf_config(str(folder))
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    if len(tokenizer) > hf_config.vocab_size:
+        raise InputError(
+            f"the tokenizer in {tokenizer_folder} has {len(tokenizer)} tokens, but the model in {folder} has "
+            f"vocab_size {hf_config.vocab_size}: they do not belong together"
+        )
+    longest = getattr(hf_config, "max_position_embeddings", None)
+    if longest is not None and max_seq_length > longest:
+        raise InputError(
+            f"--max_seq_length {max_seq_length} is more than the {longest} positions the model in {folder} has; "
+            f"use at most {longest}"
+        )
+    names = TensorNames(hf_config)
+    files = CheckpointFiles.open(folder)
+    shapes = parameter_shapes(build_model(hf_config, init_device="meta"))
+    check_cover(names, files, shapes)
+    check_exportable(names, shapes)
+    return Pretrained(
+        folder=folder,
+        tokenizer_folder=tokenizer_folder,
+        hf_config=hf_config,
+        files=files,
+        names=names,
+        tokenizer=tokenizer,
+    )
+
+
+def local_folder(name_or_path: str) -> Path:
+    """The folder itself, or the local copy of a hub repository, downloaded if need be."""
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
+        raise InputError(f"{name_or_path}: there is no such folder; give the folder that holds config.json")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=DOWNLOADED))
+    except Exception as error:
+        raise InputError(
+            f"{name_or_path}: there is no such folder, and the hub did not give it ({type(error).__name__}); "
+            "give a local folder, or check the name and the network"
+        ) from error

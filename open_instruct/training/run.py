@@ -1,0 +1,93 @@
+"""What every training run opens first: the process group, the layout, the run directory, the console."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from open_instruct.config.parser import parse
+from open_instruct.config.resolved import as_flat_dict, provenance, refuse_conflicts, write_config
+from open_instruct.config.sections import ParallelSection
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
+from open_instruct.records import ShardLayout
+from open_instruct.training.checkpoints import latest_step
+from open_instruct.training.console import Console
+from open_instruct.training.run_directory import RunDirectory, log_to
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that has been opened on this rank."""
+
+    process: Process
+    layout: ShardLayout
+    directory: RunDirectory
+    console: Console
+
+
+def layout_of(parallel: ParallelSection, gpus_per_node: tuple[int, ...]) -> ShardLayout:
+    """The layout that the sharding flags and the nodes give."""
+    return resolve_layout(
+        gpus_per_node,
+        fsdp_shard_degree=parallel.fsdp_shard_degree,
+        fsdp_num_replicas=parallel.fsdp_num_replicas,
+        tensor_parallel_degree=parallel.tensor_parallel_degree,
+        single_device=parallel.single_gpu_mode,
+    )
+
+
+@contextmanager
+def open_run(config: Any) -> Iterator[Run]:
+    """Start the process group, decide the layout, and make the run directory ready; leave the group at the end.
+
+    :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
+        another run.
+    """
+    process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
+    layout = layout_of(config.parallel, process.gpus_per_node)
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    console = Console(speaks=process.rank == 0)
+
+    def make_ready() -> None:
+        directory.create(overwrite=config.run.overwrite_output_dir)
+        if latest_step(directory.path) is not None:
+            _refuse_another_run(config, directory, layout)
+        directory.write_layout(layout)
+        write_config(config, directory.config, {"world_size": layout.world_size} | provenance())
+
+    on_main_process(make_ready)
+    log_to(directory.log, rank=process.rank)
+    for warning in layout.warnings:
+        console.warn(warning)
+    console.say(
+        f"{layout.world_size} ranks: {layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
+        + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
+        + f" on {process.device.type}"
+    )
+    yield Run(process=process, layout=layout, directory=directory, console=console)
+    # Not after a failure: the peers may be gone, and leaving the group would wait for them.
+    stop_process()
+
+
+def _refuse_another_run(config: Any, directory: RunDirectory, layout: ShardLayout) -> None:
+    """A folder with checkpoints may only be continued by the same run."""
+    if not directory.config.exists():
+        return
+    saved_world = layout.data_parallel_world_size
+    if directory.layout.exists():
+        saved = json.loads(directory.layout.read_text())
+        saved_world = saved["num_replicas"] * saved["shard_degree"]
+    refuse_conflicts(
+        as_flat_dict(parse(type(config), [str(directory.config)])),
+        config,
+        saved_data_parallel_world_size=saved_world,
+        data_parallel_world_size=layout.data_parallel_world_size,
+    )

@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# Makes .venv and installs open-instruct into it, torch first. `make` calls this; run it by hand as scripts/install.sh.
+#
+#   PYTHON                interpreter to build on (default: the first of python3.11, python3, python3.12, python3.13
+#                         that is 3.11 or newer)
+#   OPEN_INSTRUCT_TORCH   cpu | cuda | auto (default: cuda where nvidia-smi sees a GPU, else cpu)
+#   VENV                  folder of the environment (default: .venv)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH_VERSION=2.13.0
+CPU_WHEELS=https://download.pytorch.org/whl/cpu
+VENV=${VENV:-.venv}
+LOG=$VENV/install.log
+
+say() { printf '%s\n' "install: $*"; }
+die() { printf '%s\n' "install: error: $*" >&2; exit 2; }
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13}; do
+        if new_enough "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or newer (tried: ${PYTHON:-python3.11 python3 python3.12 python3.13})." \
+        "Install one, or name it: make test PYTHON=/path/to/python3.11"
+}
+
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+# pip's whole story goes to the log; the terminal sees its last lines if it fails.
+pip_install() {
+    pip install --progress-bar off "$@" >>"$LOG" 2>&1 && return
+    tail -n 12 "$LOG" >&2
+    die "pip could not install: $*. The lines above are the end of $LOG. After mending the cause (network, disk," \
+        "registry), give the same command again: it goes on from here."
+}
+
+wanted_torch() {
+    case ${OPEN_INSTRUCT_TORCH:-auto} in
+        cpu | cuda) printf '%s\n' "$OPEN_INSTRUCT_TORCH" ;;
+        auto) if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi ;;
+        *) die "OPEN_INSTRUCT_TORCH is '$OPEN_INSTRUCT_TORCH'; it may be cpu, cuda or auto" ;;
+    esac
+}
+
+# Prints the version of a torch that is there already and will do. A CUDA build will do on a CPU, not the reverse.
+torch_present() {
+    "$VENV/bin/python" - "$1" <<'PYTHON'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    found = version("torch")
+except PackageNotFoundError:
+    sys.exit(1)
+in_range = (2, 10) <= tuple(int(part) for part in found.split(".")[:2]) < (2, 14)
+if not in_range or (sys.argv[1] == "cuda" and found.endswith("+cpu")):
+    sys.exit(1)
+print(found)
+PYTHON
+}
+
+install_torch() {
+    local build=$1 present
+    if present=$(torch_present "$build"); then
+        say "torch $present is there"
+    elif [[ $build == cuda ]]; then
+        say "torch $TORCH_VERSION, CUDA build: some gigabytes"
+        pip_install "torch===$TORCH_VERSION"
+    elif [[ $(uname -s) != Linux ]]; then
+        say "torch $TORCH_VERSION"
+        pip_install "torch==$TORCH_VERSION"
+    # On Linux the plain wheel is the CUDA build. The CPU build is on an index of its own, unless pip is configured
+    # with a wheel folder or a mirror that has it.
+    elif pip install --dry-run --no-deps --ignore-installed "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1; then
+        say "torch $TORCH_VERSION+cpu, from where pip is configured to look"
+        pip_install "torch==$TORCH_VERSION+cpu"
+    elif pip install --dry-run --no-deps --ignore-installed --extra-index-url "$CPU_WHEELS" \
+        "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1; then
+        say "torch $TORCH_VERSION+cpu, from $CPU_WHEELS"
+        pip_install --extra-index-url "$CPU_WHEELS" "torch==$TORCH_VERSION+cpu"
+    else
+        say "torch $TORCH_VERSION; its CPU build was not found (is $CPU_WHEELS reachable?), so the plain build," \
+            "which works on a CPU but is some gigabytes larger"
+        pip_install "torch==$TORCH_VERSION"
+    fi
+}
+
+python=$(find_python)
+build=$(wanted_torch)
+# What the environment was made from: the same again means there is nothing to do.
+recipe="$(cat pyproject.toml scripts/install.sh | cksum) $build"
+stamp=$VENV/.installed
+if [[ -f $stamp && $(<"$stamp") == "$recipe" ]] && new_enough "$VENV/bin/python"; then
+    touch "$stamp"
+    exit 0
+fi
+
+rm -f "$stamp"
+if new_enough "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    say "using $VENV ($("$VENV/bin/python" --version))"
+else
+    say "making $VENV with $("$python" --version)"
+    "$python" -m venv --clear "$VENV" >/dev/null ||
+        die "'$python -m venv' failed; on Debian and Ubuntu it needs the package python3-venv (or python3.11-venv)"
+fi
+install_torch "$build"
+say "open-instruct and what it needs: one to three minutes"
+pip_install --editable '.[dev]'
+printf '%s\n' "$recipe" >"$stamp"
+say "done"

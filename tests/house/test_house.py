@@ -1,0 +1,218 @@
+"""The rules of the house that a program can check: floors, file sizes, flags that are read, docs that are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.flags import flags_of
+from open_instruct.config.help import markdown
+from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "open_instruct"
+FILES = sorted(PACKAGE.rglob("*.py"))
+DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+# From the ground up; a room imports from its own floor and those below it.
+FLOORS = [
+    {"__init__", "errors", "records"},
+    {"config"},
+    {"losses"},
+    {"parallel"},
+    {"verifiers"},
+    {"data"},
+    {"models"},
+    {"packing"},
+    {"training"},
+    {"rollout"},
+    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "olmo_core_train_modules", "cli"},
+]
+FLEET_LIBRARIES = {"ray", "vllm"}
+HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}
+WITHOUT_TORCH = [
+    *("errors.py", "records.py", "entry.py", "cli.py", "parallel/layout.py", "parallel/layout_warnings.py"),
+    *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
+]
+LIGHT_TO_IMPORT = ["dpo.py"]
+
+MAX_LINES_OF_A_FILE = 500
+MAX_CODE_LINES = 9000
+NOT_CODE = {
+    *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+# Flags of other programs that our docs may name.
+FOREIGN_FLAGS = {
+    *(
+        "nproc_per_node",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+    ),
+    *("nodes", "signal", "index_url", "extra_index_url", "help", "version"),
+}
+PLACEHOLDERS = {"flag"}
+
+
+def room_of(path: Path) -> str:
+    """`config` of open_instruct/config/parser.py, `cli` of open_instruct/cli.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def floor_of(room: str) -> int:
+    floors = [floor for floor, rooms in enumerate(FLOORS) if room in rooms]
+    assert floors, f"{room} stands on no floor: add it to FLOORS"
+    return floors[0]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports_of(node: ast.AST, *, inside_functions: bool = True, for_types: bool = False) -> Iterator[str]:
+    """Dotted names imported under `node`; those for the type checker alone only if asked for."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: import by full name"
+            for alias in child.names:
+                yield f"{child.module}.{alias.name}"
+        elif is_type_checking(child) and not for_types:
+            continue
+        elif inside_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imports_of(child, inside_functions=inside_functions, for_types=for_types)
+
+
+def libraries_of(path: Path, *, inside_functions: bool = True) -> set[str]:
+    return {name.partition(".")[0] for name in imports_of(tree_of(path), inside_functions=inside_functions)}
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+class TestFiles:
+    def test_imports_come_from_this_floor_or_below(self, path: Path) -> None:
+        room = room_of(path)
+        for name in imports_of(tree_of(path), for_types=True):
+            library, _, module = name.partition(".")
+            if library != "open_instruct":
+                continue
+            other = module.partition(".")[0]
+            if not (PACKAGE / other).is_dir() and not (PACKAGE / f"{other}.py").is_file():
+                other = "__init__"  # a name of the package itself, such as __version__
+            same_floor = floor_of(other) == floor_of(room) and floor_of(room) in (0, len(FLOORS) - 1)
+            assert other == room or same_floor or floor_of(other) < floor_of(room), f"{name} stands above {room}"
+
+    def test_ray_and_vllm_stay_in_the_fleet(self, path: Path) -> None:
+        if room_of(path) not in ("rollout", "grpo_olmo_core_actor"):
+            assert not libraries_of(path) & FLEET_LIBRARIES
+
+    def test_no_file_is_long(self, path: Path) -> None:
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES_OF_A_FILE
+
+    def test_no_drawer_for_everything(self, path: Path) -> None:
+        assert path.stem not in ("utils", "util", "helpers", "misc", "common")
+
+    def test_annotations_are_not_evaluated(self, path: Path) -> None:
+        tree = tree_of(path)
+        if any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.AnnAssign) for node in ast.walk(tree)):
+            assert "__future__.annotations" in imports_of(tree)
+
+    def test_every_module_says_what_it_is(self, path: Path) -> None:
+        assert ast.get_docstring(tree_of(path))
+
+    def test_checkers_are_silenced_by_name_only(self, path: Path) -> None:
+        assert not re.findall(r"# type: ignore(?!\[)|# noqa(?!: )", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((PACKAGE / "config").glob("*.py")), *(PACKAGE / name for name in WITHOUT_TORCH)], ids=ids
+)
+def test_nothing_here_ever_loads_torch(path: Path) -> None:
+    assert not libraries_of(path) & HEAVY_LIBRARIES
+
+
+@pytest.mark.parametrize("path", [PACKAGE / name for name in LIGHT_TO_IMPORT], ids=ids)
+def test_importing_this_loads_no_torch(path: Path) -> None:
+    assert not libraries_of(path, inside_functions=False) & HEAVY_LIBRARIES
+
+
+def num_code_lines(path: Path) -> int:
+    """Lines that hold code: not blank, no comment, no docstring."""
+    docstrings: set[int] = set()
+    for node in ast.walk(tree_of(path)):
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_documented and ast.get_docstring(node) is not None:
+            docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    code: set[int] = set()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in NOT_CODE:
+                code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def test_the_package_stays_small() -> None:
+    assert sum(num_code_lines(path) for path in FILES) < MAX_CODE_LINES
+
+
+class TestFlags:
+    @pytest.mark.parametrize("name", flags_of(DPOConfig))
+    def test_every_flag_is_read(self, name: str) -> None:
+        readers = [
+            path
+            for path in FILES
+            if room_of(path) != "config"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+        ]
+        assert readers, f"--{name} is accepted and read by nothing outside config/"
+
+    def test_the_page_of_flags_is_up_to_date(self) -> None:
+        page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
+        assert page == markdown(DPOConfig), "run: python -m open_instruct.config.help > docs/flags.md"
+
+
+def known_flags() -> set[str]:
+    """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
+    flags = flags_of(DPOConfig).values()
+    known = {flag.name for flag in flags} | {f"no_{flag.name}" for flag in flags if flag.kind is bool}
+    programs = [*FILES, *(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]
+    for path in programs:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                match = re.fullmatch(r"--([a-z][\w-]*)", node.value)
+                if match:
+                    known.add(match[1].replace("-", "_"))
+    return known
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if path.exists()], ids=ids)
+def test_docs_name_only_flags_that_exist(path: Path) -> None:
+    known = known_flags() | FOREIGN_FLAGS | PLACEHOLDERS
+    if path.name == "flags.md":
+        known |= UPSTREAM_FLAGS.keys()  # the page that says that they are refused
+    named = re.findall(r"(?<![\w!-])--([A-Za-z][\w-]*)", path.read_text(encoding="utf-8"))
+    unknown = sorted({name for name in named if name.replace("-", "_") not in known})
+    assert not unknown, f"{ids(path)} names flags that no command has: {unknown}"

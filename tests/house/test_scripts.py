@@ -1,0 +1,308 @@
+"""The shell scripts, run for real with stubs in place of the programs that they start."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHELL_SCRIPTS = [*sorted(REPOSITORY.glob("scripts/*.sh")), REPOSITORY / ".ci" / "run"]
+DEADLINE_S = 20.0
+
+# Appends its name and arguments to $CALLS, one line a call.
+STUB = """#!/bin/bash
+echo "$(basename "$0") $*" >>"$CALLS"
+"""
+
+
+class Stubs:
+    """A PATH on which programs of our making come first, and the list of their calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.calls_file = folder / "calls"
+        self.environment = {
+            "PATH": f"{self.bin}:/usr/bin:/bin",
+            "CALLS": str(self.calls_file),
+            "HOME": str(folder),
+        }
+
+    def add(self, name: str, *body: str, folder: Path | None = None) -> None:
+        path = (folder or self.bin) / name
+        path.write_text(STUB + "\n".join(body) + "\n")
+        path.chmod(0o755)
+
+    @property
+    def calls(self) -> list[str]:
+        return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", REPOSITORY / script, *arguments],
+            env=self.environment | environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    def wait_for_call(self, start: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(call.startswith(start) for call in self.calls):
+            assert time.monotonic() < deadline, f"no call of '{start}' among {self.calls}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_the_shell_can_parse_it(script: Path) -> None:
+    parsed = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+    assert "set -euo pipefail" in script.read_text()
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    checked = subprocess.run(["shellcheck", script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_every_make_target_that_the_documents_name_exists() -> None:
+    targets = set(re.findall(r"^([a-z%_-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
+    documents = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/*.md")]
+    named = {name for path in documents for name in re.findall(r"(?m)(?:^|`)make ([a-z_-]+)", path.read_text())}
+    assert {"demo", "test"} <= named
+    assert {name for name in named if name not in targets and not name.startswith("bench-")} == set()
+
+
+# --- scripts/launch_multi_node.sh -------------------------------------------------------------------
+
+
+def test_multi_node_command(stubs: Stubs) -> None:
+    stubs.add("torchrun", 'echo "timeout $TORCH_ELASTIC_SHUTDOWN_TIMEOUT nodes $NUM_NODES"')
+    done = stubs.run(
+        "scripts/launch_multi_node.sh",
+        *("open_instruct/dpo.py", "configs/dpo/some.yaml", "--output_dir", "out dir"),
+        NUM_NODES="4",
+        NODE_RANK="3",
+        MASTER_ADDR="10.0.0.1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert stubs.calls == [
+        "torchrun --nnodes 4 --node_rank 3 --nproc_per_node gpu --master_addr 10.0.0.1 --master_port 29500 "
+        "open_instruct/dpo.py configs/dpo/some.yaml --output_dir out dir"
+    ]
+    assert done.stdout == "timeout 110 nodes 4\n"
+
+
+def test_multi_node_port_and_processes_can_be_chosen(stubs: Stubs) -> None:
+    stubs.add("torchrun")
+    given = {"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1234", "GPUS_PER_NODE": "6"}
+    assert stubs.run("scripts/launch_multi_node.sh", "x.py", **given).returncode == 0
+    assert stubs.calls == [
+        "torchrun --nnodes 2 --node_rank 0 --nproc_per_node 6 --master_addr a --master_port 1234 x.py"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({"NODE_RANK": "0", "MASTER_ADDR": "a"}, ("x.py",), "NUM_NODES is not set"),
+        ({"NUM_NODES": "2", "MASTER_ADDR": "a"}, ("x.py",), "NODE_RANK is not set"),
+        ({"NUM_NODES": "2", "NODE_RANK": "0"}, ("x.py",), "MASTER_ADDR is not set"),
+        ({"NUM_NODES": "two", "NODE_RANK": "0", "MASTER_ADDR": "a"}, ("x.py",), "NUM_NODES is 'two'"),
+        ({"NUM_NODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, ("x.py",), "it goes from 0 to 1"),
+        ({"NUM_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"}, (), "no program given"),
+    ],
+)
+def test_multi_node_says_what_is_wrong(
+    stubs: Stubs, environment: dict[str, str], arguments: tuple[str, ...], message: str
+) -> None:
+    stubs.add("torchrun")
+    done = stubs.run("scripts/launch_multi_node.sh", *arguments, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert stubs.calls == []
+
+
+def test_multi_node_without_torchrun_says_how_to_get_it(stubs: Stubs) -> None:
+    done = stubs.run("scripts/launch_multi_node.sh", "x.py", NUM_NODES="1", NODE_RANK="0", MASTER_ADDR="a")
+    assert done.returncode == 2
+    assert "source .venv/bin/activate" in done.stderr
+
+
+# --- scripts/launch_slurm.sh ------------------------------------------------------------------------
+
+JOB = {
+    "SLURM_JOB_ID": "41234",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+    "SLURM_SUBMIT_DIR": str(REPOSITORY),
+}
+
+
+def add_slurm(stubs: Stubs) -> None:
+    """A cluster of two nodes: srun starts one task a node, one after the other here."""
+    stubs.add("scontrol", 'if [[ $1 == show ]]; then printf "node07\\nnode08\\n"; fi')
+    stubs.add("scancel", 'kill -TERM "$(<"$HOME/torchrun.pid")"')
+    stubs.add("srun", "shift 2", 'for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done')
+
+
+def test_slurm_runs_torchrun_on_every_node(stubs: Stubs) -> None:
+    add_slurm(stubs)
+    stubs.add("torchrun")
+    done = stubs.run("scripts/launch_slurm.sh", "open_instruct/dpo.py", "--output_dir", "out", **JOB)
+    assert done.returncode == 0, done.stderr
+    assert [call for call in stubs.calls if not call.startswith("srun")] == [
+        "scontrol show hostnames node[07-08]",
+        *(
+            f"torchrun --nnodes 2 --node_rank {node} --nproc_per_node gpu --master_addr node07 --master_port 21234 "
+            "open_instruct/dpo.py --output_dir out"
+            for node in (0, 1)
+        ),
+    ]
+
+
+def test_slurm_passes_on_how_the_run_ended(stubs: Stubs) -> None:
+    add_slurm(stubs)
+    stubs.add("torchrun", "exit 7")
+    assert stubs.run("scripts/launch_slurm.sh", "x.py", **JOB).returncode == 7
+    assert not any(call.startswith("scontrol requeue") for call in stubs.calls)
+
+
+@pytest.mark.parametrize(("exit_code", "requeued"), [(1, True), (0, False)])
+def test_slurm_warning_reaches_the_run_and_requeues_it_unless_it_finished(
+    stubs: Stubs, exit_code: int, requeued: bool
+) -> None:
+    add_slurm(stubs)
+    stubs.add("srun", "shift 2", 'SLURM_NODEID=0 exec "$@"')
+    # Writes its "checkpoint" when asked, then ends; by itself it would go on past the deadline.
+    stubs.add(
+        "torchrun",
+        'echo $$ >"$HOME/torchrun.pid"',
+        f"trap 'echo checkpointed >>\"$CALLS\"; exit {exit_code}' TERM",
+        'echo ready >>"$CALLS"',
+        f"for _ in {{1..{int(DEADLINE_S * 50)}}}; do sleep 0.02; done",
+    )
+    batch = subprocess.Popen(
+        ["bash", REPOSITORY / "scripts/launch_slurm.sh", "x.py"], env=stubs.environment | JOB, cwd=REPOSITORY
+    )
+    stubs.wait_for_call("ready")
+    batch.send_signal(signal.SIGTERM)
+    assert batch.wait(timeout=DEADLINE_S) == exit_code
+    after = stubs.calls[stubs.calls.index("ready") + 1 :]
+    assert after[:2] == ["scancel --signal=TERM 41234", "checkpointed"]
+    assert after[2:] == (["scontrol requeue 41234"] if requeued else [])
+
+
+def test_slurm_outside_a_job_says_how_to_submit(stubs: Stubs) -> None:
+    done = stubs.run("scripts/launch_slurm.sh", "x.py")
+    assert done.returncode == 2
+    assert "sbatch" in done.stderr
+
+
+def test_slurm_from_a_wrong_folder_says_so(stubs: Stubs, tmp_path: Path) -> None:
+    done = stubs.run("scripts/launch_slurm.sh", "x.py", **(JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}))
+    assert done.returncode == 2
+    assert "not the repository's root" in done.stderr
+
+
+# --- scripts/install.sh -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
+    """An environment whose python only notes what it is asked; $PRESENT, $LOCAL and $INDEX say what it finds."""
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    stubs.add(
+        "python",
+        'case "$*" in',
+        '    "- "*) [[ -n ${PRESENT:-} ]] && echo "$PRESENT" ;;',
+        "    *--dry-run*download.pytorch.org*) [[ -n ${INDEX:-} ]] ;;",
+        "    *--dry-run*) [[ -n ${LOCAL:-} ]] ;;",
+        "esac",
+        folder=folder,
+    )
+    stubs.add("uname", "echo Linux")
+    stubs.add("nvidia-smi", "[[ -n ${GPU:-} ]]")
+    return folder.parent
+
+
+def installed(stubs: Stubs) -> list[str]:
+    """What pip was asked to install, in order."""
+    marker = "install --progress-bar off "
+    return [call.partition(marker)[2] for call in stubs.calls if marker in call]
+
+
+def run_install(stubs: Stubs, venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return stubs.run("scripts/install.sh", VENV=str(venv), PYTHON=str(venv / "bin/python"), **environment)
+
+
+CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("found", "torch"),
+    [
+        ({"PRESENT": "2.12.0+cu130"}, []),
+        ({"LOCAL": "yes"}, ["torch==2.13.0+cpu"]),
+        ({"INDEX": "yes"}, [f"{CPU_INDEX} torch==2.13.0+cpu"]),
+        ({}, ["torch==2.13.0"]),
+        ({"GPU": "yes", "LOCAL": "yes"}, ["torch===2.13.0"]),
+        ({"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"}, ["torch==2.13.0+cpu"]),
+        ({"OPEN_INSTRUCT_TORCH": "cuda", "LOCAL": "yes"}, ["torch===2.13.0"]),
+    ],
+)
+def test_install_finds_the_right_torch(stubs: Stubs, fake_venv: Path, found: dict[str, str], torch: list[str]) -> None:
+    done = run_install(stubs, fake_venv, **found)
+    assert done.returncode == 0, done.stderr
+    assert installed(stubs) == [*torch, "--editable .[dev]"]
+
+
+def test_install_again_does_nothing_until_the_recipe_changes(stubs: Stubs, fake_venv: Path) -> None:
+    assert run_install(stubs, fake_venv, PRESENT="2.13.0+cpu").returncode == 0
+    assert installed(stubs) == ["--editable .[dev]"]
+    again = run_install(stubs, fake_venv, PRESENT="2.13.0+cpu")
+    assert (again.returncode, again.stdout) == (0, "")
+    assert installed(stubs) == ["--editable .[dev]"]
+    assert run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH="cuda").returncode == 0
+    assert installed(stubs) == ["--editable .[dev]", "torch===2.13.0", "--editable .[dev]"]
+
+
+def test_install_that_failed_is_not_taken_for_done(stubs: Stubs, fake_venv: Path) -> None:
+    stubs.add("python", 'if [[ $* == *--editable* ]]; then echo "no space left"; exit 1; fi', folder=fake_venv / "bin")
+    done = run_install(stubs, fake_venv)
+    assert done.returncode == 2
+    assert "no space left" in done.stderr
+    assert "install.log" in done.stderr
+    assert not (fake_venv / ".installed").exists()
+
+
+def test_install_without_a_usable_python_says_so(stubs: Stubs, tmp_path: Path) -> None:
+    stubs.add("python3.8", "exit 1")
+    done = stubs.run("scripts/install.sh", VENV=str(tmp_path / "venv"), PYTHON="python3.8")
+    assert done.returncode == 2
+    assert "Python 3.11 or newer" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_install_refuses_an_unknown_torch(stubs: Stubs, fake_venv: Path) -> None:
+    done = run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH="rocm")
+    assert done.returncode == 2
+    assert "cpu, cuda or auto" in done.stderr
+    assert installed(stubs) == []

@@ -1,0 +1,33 @@
+"""The one way to start ranks in a test: see `launch.run_ranks`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.dpo_case import NUM_PAIRS, DPOCase
+from tests.ranks.launch import run_ranks as start
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[Any]]:
+    """`run_ranks(num_ranks, "package.module:function", timeout_s=..., **arguments) -> list of results`."""
+    return start
+
+
+@pytest.fixture(scope="session")
+def dpo_case(tmp_path_factory: pytest.TempPathFactory) -> DPOCase:
+    """A tiny OLMo 2 and a few preference pairs of unequal length."""
+    folder = tmp_path_factory.mktemp("dpo")
+    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    rows = folder / "rows.jsonl"
+    write_synthetic_preferences(rows, num_rows=NUM_PAIRS, seed=1)
+    return DPOCase(model=model, rows=rows, folder=folder)

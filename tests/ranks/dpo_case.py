@@ -1,0 +1,77 @@
+"""A small DPO problem that the rank tests share, and how to run it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+NUM_PAIRS = 22
+PAIRS_PER_STEP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPOCase:
+    """Model, rows and cache of a run; 22 pairs in global batches of 8, so that the last batch is short."""
+
+    model: Path
+    rows: Path
+    folder: Path
+
+    def command(self, name: str, *, ranks: int = 1, batch: int | None = None, **flags: Any) -> list[str]:
+        """Flags of a run called `name` on so many data-parallel ranks, `batch` pairs a microbatch."""
+        per_rank = PAIRS_PER_STEP // ranks
+        batch = batch or per_rank
+        settings: dict[str, Any] = {
+            "model_name_or_path": self.model,
+            "mixer_list": [self.rows, "1.0"],
+            "cache_dir": self.folder / "cache",
+            "output_dir": self.folder / name,
+            "max_seq_length": 192,
+            "param_dtype": "float32",
+            "learning_rate": 1e-4,
+            "warmup_ratio": 0.0,
+            "loss_type": "dpo",
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": per_rank // batch,
+            "max_train_steps": 5,
+            "num_epochs": 2,
+            "checkpointing_steps": 100,
+        } | flags
+        words: list[str] = []
+        for flag, value in settings.items():
+            words.append(f"--{flag}")
+            words.extend(str(word) for word in (value if isinstance(value, list) else [value]))
+        return words
+
+    def metrics(self, name: str) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    def trajectory(self, name: str) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of every step."""
+        return [(row["loss"], row["grad_norm"]) for row in self.metrics(name)]
+
+    def weights_digest(self, name: str) -> str:
+        """Hash of the exported weights, name by name."""
+        digest = hashlib.sha256()
+        for file in sorted((self.folder / name / "hf_model").glob("*.safetensors")):
+            for tensor, values in sorted(load_file(file).items()):
+                digest.update(tensor.encode() + values.tobytes())
+        return digest.hexdigest()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    listeners = [socket.socket() for _ in range(count)]
+    try:
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
+    finally:
+        for listener in listeners:
+            listener.close()

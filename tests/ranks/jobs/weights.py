@@ -1,0 +1,187 @@
+"""Jobs that load checkpoints into every kind of sharding and export them again."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from typing import Any
+
+import olmo_core.distributed.parallel as olmo_core_parallel
+import torch
+import torch.distributed as dist
+from olmo_core.config import DType
+from olmo_core.distributed.parallel import DataParallelType, build_world_mesh
+from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
+from olmo_core.train.train_module.transformer import (
+    TransformerActivationCheckpointingConfig,
+    TransformerDataParallelConfig,
+    TransformerTensorParallelConfig,
+)
+from olmo_core.train.train_module.transformer.common import parallelize_model
+from torch.distributed.tensor import DTensor
+
+from open_instruct.errors import InputError, RunError
+from open_instruct.models.build import build_model
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.export import check_exportable, export_hf
+from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.load import check_cover, parameter_shapes, stream_load
+from open_instruct.models.names import TensorNames, clean_name
+from open_instruct.models.shards import own_box
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 12
+
+
+def _start() -> None:
+    dist.init_process_group("gloo")
+
+
+def _sharded(
+    hf_config: Any,
+    *,
+    replicas: int,
+    shards: int,
+    tensor: int,
+    checkpointing: bool,
+    dtype: str = "float32",
+    compute_dtype: str = "float32",
+) -> Any:
+    model = build_model(hf_config).to(getattr(torch, dtype))
+    dp = TransformerDataParallelConfig(
+        name=DataParallelType.hsdp, num_replicas=replicas, shard_degree=shards, param_dtype=DType(compute_dtype)
+    )
+    tp = TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None
+    ac = TransformerActivationCheckpointingConfig(mode=TransformerActivationCheckpointingMode.full)
+    olmo_core_parallel._WORLD_MESH = None  # OLMo-core allows one mesh a process; this one tries several
+    return parallelize_model(
+        model,
+        world_mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
+        device=CPU,
+        max_sequence_length=64,
+        dp_config=dp,
+        tp_config=tp,
+        ac_config=ac if checkpointing else None,
+    )
+
+
+def _single(hf_config: Any, *, dtype: str) -> Any:
+    model = build_model(hf_config).to(getattr(torch, dtype))
+    model.init_weights(device=CPU, max_seq_len=64)
+    return model
+
+
+def _logits(model: Any) -> list[list[float]]:
+    logits = model((torch.arange(NUM_TOKENS) % 7 + 2).unsqueeze(0))
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    rows: list[list[float]] = logits[0].float().tolist()
+    return rows
+
+
+def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[str]:
+    """Parameters whose own shard, or whose gathered whole, is not bit for bit what the file holds."""
+    differing = []
+    for name, parameter in model.named_parameters():
+        if names.tied and clean_name(name) == "lm_head.w_out.weight":
+            continue
+        stored = files.read(names.hf_name(name)).to(parameter.dtype)
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        box = own_box(parameter) if isinstance(parameter, DTensor) else ()
+        if not torch.equal(whole, stored) or not torch.equal(own, stored[box]):
+            differing.append(name)
+    return differing
+
+
+@torch.no_grad()
+def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case: load, compare with the file, run a forward, export. `layout` None is one process unsharded."""
+    _start()
+    results = []
+    for case in cases:
+        hf_config = load_hf_config(case["folder"])
+        names = TensorNames(hf_config)
+        layout, dtype = case["layout"], case.get("dtype", "float32")
+        model = _single(hf_config, dtype=dtype) if layout is None else _sharded(hf_config, dtype=dtype, **layout)
+        with CheckpointFiles.open(case["folder"]) as files:
+            check_cover(names, files, parameter_shapes(model))
+            check_exportable(names, parameter_shapes(model))
+            report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))
+            differing = _differing(model, files, names)
+            fingerprint = weights_fingerprint(files)
+        num_params = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+        logits = _logits(model)  # also leaves FSDP's root module gathered, in the compute dtype
+        stored = case.get("export_dtype")
+        export = export_hf(
+            model,
+            hf_config,
+            names,
+            source_folder=case["folder"],
+            out_folder=case["out"],
+            dtype=None if stored is None else getattr(torch, stored),
+            max_file_bytes=case.get("max_file_bytes", 200_000),
+        )
+        results.append(
+            {
+                "differing": differing,
+                "strided": any("Strided" in str(getattr(p, "placements", "")) for p in model.parameters()),
+                "num_local_params": num_params,
+                "num_bytes_read": report.num_bytes_read,
+                "logits": logits if dist.get_rank() == 0 else None,
+                "fingerprint": fingerprint,
+                "num_files": export.num_files,
+            }
+        )
+    dist.barrier()
+    return results
+
+
+def damaged(nan_folder: str, head_folder: str, layout: dict[str, Any]) -> list[str]:
+    """The messages of two checkpoints whose headers are right and whose data is not."""
+    _start()
+    messages = []
+    for folder in (nan_folder, head_folder):
+        hf_config = load_hf_config(folder)
+        model = _sharded(hf_config, **layout)
+        with CheckpointFiles.open(folder) as files:
+            try:
+                stream_load(model, files, TensorNames(hf_config))
+                messages.append("loaded")
+            except InputError as error:
+                messages.append(str(error))
+    return messages
+
+
+def export_twice(folder: str, out: str, layout: dict[str, Any], break_disk_on: int) -> list[str]:
+    """Export, then again while rank `break_disk_on` finds its disk full in the middle: the messages, or 'exported'."""
+    _start()
+    hf_config = load_hf_config(folder)
+    names = TensorNames(hf_config)
+    model = _sharded(hf_config, **layout)
+    with CheckpointFiles.open(folder) as files:
+        stream_load(model, files, names)
+    messages = []
+    for attempt in range(2):
+        if attempt == 1 and break_disk_on == dist.get_rank():
+            _fill_disk()
+        try:
+            export_hf(
+                model,
+                hf_config,
+                names,
+                source_folder=folder,
+                out_folder=out,
+                dtype=(torch.float32, torch.bfloat16)[attempt],
+                max_file_bytes=100_000,
+            )
+            messages.append("exported")
+        except RunError as error:
+            messages.append(str(error))
+    return messages
+
+
+def _fill_disk() -> None:
+    """Let every file that this process writes end at 40 kB, as a full disk or a quota would."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))

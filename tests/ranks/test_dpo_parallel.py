@@ -1,0 +1,133 @@
+"""The loss and its gradient do not depend on how a global batch is cut or how the model is sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.ranks.dpo_case import DPOCase, free_ports
+
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def one_process(dpo_case: DPOCase) -> DPOCase:
+    """Runs of one process: the trajectory that every other must follow, and other ways to cut its batches."""
+    from tests.ranks.launch import run_ranks
+
+    commands = [
+        dpo_case.command("base"),
+        dpo_case.command("accumulated", batch=2),
+        dpo_case.command("one_pair_at_a_time", batch=1),
+        dpo_case.command("padded", packing=False),
+        dpo_case.command("padded_accumulated", packing=False, batch=1),
+        dpo_case.command("single_gpu_mode", single_gpu_mode=True),
+        dpo_case.command("init_on_cpu", init_device="cpu"),
+        dpo_case.command("checkpointed_full", activation_checkpointing="full"),
+        dpo_case.command("checkpointed_modules", activation_checkpointing="selected_modules"),
+        *(
+            dpo_case.command(f"start_{loss}", loss_type=loss, max_train_steps=1)
+            for loss in ("dpo_norm", "ipo", "hinge", "wpo", "simpo")
+        ),
+        dpo_case.command("start_bf16", param_dtype="bfloat16", max_train_steps=1),
+        *(
+            dpo_case.command(f"optimizer_{name}", optimizer=name, weight_decay=0.1)
+            for name in ("skip_step_adamw", "muon", "adamw")
+        ),
+    ]
+    run_ranks(
+        1, "tests.ranks.jobs.dpo_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(len(commands))
+    )
+    return dpo_case
+
+
+def assert_same_trajectory(case: DPOCase, name: str, other: str = "base", rel: float = 1e-5) -> None:
+    ours, theirs = case.trajectory(name), case.trajectory(other)
+    assert len(ours) == len(theirs) == 5
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
+        assert a == pytest.approx(b, rel=rel), f"{name} differs from {other} at step {step}"
+
+
+def test_training_moves_the_loss(one_process: DPOCase) -> None:
+    # Otherwise equal trajectories would prove nothing.
+    losses = [loss for loss, _ in one_process.trajectory("base")]
+    assert losses[-1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulated",
+        "one_pair_at_a_time",
+        "padded",
+        "padded_accumulated",
+        "single_gpu_mode",
+        "init_on_cpu",
+        "checkpointed_full",
+        "checkpointed_modules",
+    ],
+)
+def test_cutting_does_not_matter(one_process: DPOCase, name: str) -> None:
+    assert_same_trajectory(one_process, name)
+
+
+def test_first_loss_is_that_of_the_reference(one_process: DPOCase) -> None:
+    first = {name: one_process.metrics(f"start_{name}")[0] for name in ("dpo_norm", "ipo", "hinge", "wpo")}
+    base = one_process.metrics("base")[0]
+    assert base["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["dpo_norm"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["hinge"]["loss"] == pytest.approx(1.0, abs=1e-6)
+    assert first["ipo"]["loss"] == pytest.approx(1 / (2 * 0.1) ** 2, rel=1e-5)
+    # wpo weighs ln 2 by how likely the replies are: above nothing, below ln 2.
+    assert 0 < first["wpo"]["loss"] < math.log(2)
+    assert one_process.metrics("start_bf16")[0]["loss"] == pytest.approx(math.log(2), abs=1e-2)
+    assert one_process.metrics("padded")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_every_optimizer_learns(one_process: DPOCase) -> None:
+    for optimizer in ("skip_step_adamw", "muon", "adamw"):
+        losses = [loss for loss, _ in one_process.trajectory(f"optimizer_{optimizer}")]
+        assert losses[-1] < losses[0] - 0.005, optimizer
+
+
+def test_metrics_have_the_names_scripts_read(one_process: DPOCase) -> None:
+    names = {
+        *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
+        *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy")),
+        *(f"logps/{name}" for name in ("chosen", "rejected")),
+    }
+    rows = one_process.metrics("base")
+    assert all(set(row) == names for row in rows)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    num_tokens = [row["num_tokens"] for row in rows]
+    assert num_tokens == sorted(num_tokens)
+    assert all(row["padding_fraction"] == 0 for row in rows)
+    assert all(row["padding_fraction"] > 0 for row in one_process.metrics("padded"))
+
+
+def test_two_ranks(one_process: DPOCase, run_ranks: RunRanks) -> None:
+    commands = [
+        one_process.command("fsdp_2", ranks=2),
+        one_process.command("replicas_2", ranks=2, fsdp_shard_degree=1, batch=2),
+        one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2),
+    ]
+    run_ranks(2, "tests.ranks.jobs.dpo_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(3))
+    for name in ("fsdp_2", "replicas_2", "tensor_2"):
+        assert_same_trajectory(one_process, name)
+
+
+def test_four_ranks(one_process: DPOCase, run_ranks: RunRanks) -> None:
+    commands = [
+        one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2),
+        one_process.command("fsdp_4", ranks=4, packing=False),
+        one_process.command("tensor_2_fsdp_2", ranks=2, tensor_parallel_degree=2, batch=2),
+        one_process.command("muon_hsdp_2x2", ranks=4, fsdp_shard_degree=2, optimizer="muon", weight_decay=0.1),
+    ]
+    run_ranks(4, "tests.ranks.jobs.dpo_runs:run_each", timeout_s=300, commands=commands, ports=free_ports(4))
+    for name in ("hsdp_2x2", "fsdp_4", "tensor_2_fsdp_2"):
+        assert_same_trajectory(one_process, name)
+    # Muon's iteration runs in bfloat16, so its steps agree less closely.
+    assert_same_trajectory(one_process, "muon_hsdp_2x2", "optimizer_muon", rel=2e-2)

@@ -1,0 +1,268 @@
+"""Packed rows compute what their documents compute one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from olmo_core.nn.attention.backend import AttentionBackendName
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.models import attention
+from open_instruct.models.attention import (
+    SegmentAttention,
+    attend_by_document,
+    attend_in_window,
+    install_segment_attention,
+)
+from open_instruct.models.build import build_model
+from open_instruct.models.family import transformer_config
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 89
+WINDOW = 7
+FAMILIES = ("olmo2", "olmo3", "qwen3", "llama")
+LENGTHS = {
+    "mixed": (5, 23, 1, 12, 23, 8),
+    "of length 1": (1, 1, 1),
+    "many short": (2, 1, 3) * 6,
+    "one": (40,),
+    "just over the window": (WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small run faster on one thread than on several that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def hf_config(family: str) -> transformers.PretrainedConfig:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+    if family == "olmo3":
+        return transformers.Olmo3Config(sliding_window=WINDOW, **fields)
+    if family == "olmo2":
+        return transformers.Olmo2Config(**fields)
+    return transformers.Qwen3Config(head_dim=24, **fields) if family == "qwen3" else transformers.LlamaConfig(**fields)
+
+
+def with_random_weights(model: Transformer) -> Transformer:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    return model
+
+
+@cache
+def random_model(family: str) -> Transformer:
+    model = build_model(hf_config(family))
+    model.init_weights(device=CPU, max_seq_len=64)
+    return with_random_weights(model)
+
+
+def random_ids(num_rows: int, row_len: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (num_rows, row_len), generator=torch.Generator().manual_seed(seed))
+
+
+def packed_logits(model: Transformer, input_ids_BT: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    return model(input_ids_BT, doc_lens=torch.tensor([lengths]), max_doc_lens=[max(lengths)])
+
+
+def logits_one_at_a_time(model: Transformer, tokens_T: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat([model(document.unsqueeze(0)) for document in tokens_T.split(lengths)], dim=1)
+
+
+def gradients(model: Transformer, logits_BTV: torch.Tensor) -> list[torch.Tensor]:
+    weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2)) / logits_BTV.numel()
+    return list(torch.autograd.grad((logits_BTV * weights).sum(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_one_at_a_time(family: str, lengths: tuple[int, ...]) -> None:
+    model = random_model(family)
+    input_ids_BT = random_ids(1, sum(lengths))
+    packed = packed_logits(model, input_ids_BT, lengths)
+    separate = logits_one_at_a_time(model, input_ids_BT[0], lengths)
+    torch.testing.assert_close(packed, separate, atol=1e-5, rtol=1e-5)
+    for ours, expected in zip(gradients(model, packed), gradients(model, separate), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_packed_rows(family: str) -> None:
+    """Document lengths of all rows follow each other; zeros fill up a row that has fewer documents."""
+    model = random_model(family)
+    input_ids_BT = random_ids(2, 20)
+    doc_lens = torch.tensor([[9, 11, 0], [4, 12, 4]])
+    packed = model(input_ids_BT, doc_lens=doc_lens, max_doc_lens=[11, 12])
+    separate = logits_one_at_a_time(model, input_ids_BT.flatten(), (9, 11, 4, 12, 4)).view(packed.shape)
+    torch.testing.assert_close(packed, separate, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_on_the_right_is_not_seen(family: str) -> None:
+    model = random_model(family)
+    lengths, row_len = (17, 4, 20), 20
+    documents = random_ids(1, sum(lengths))[0].split(lengths)
+    padded = torch.stack([F.pad(document, (0, row_len - len(document)), value=0) for document in documents])
+    with torch.no_grad():
+        logits_BTV = model(padded)
+        for row, document in zip(logits_BTV, documents, strict=True):
+            expected = model(document.unsqueeze(0))[0]
+            torch.testing.assert_close(row[: len(document)], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_do_not_see_each_other(family: str) -> None:
+    """Exactly: another neighbour changes no bit of a document's logits."""
+    model = random_model(family)
+    one, other = random_ids(1, 30, seed=3), random_ids(1, 30, seed=4)
+    other[:, 10:18] = one[:, 10:18]
+    with torch.no_grad():
+        logits_of_one, logits_of_other = (packed_logits(model, ids, (10, 8, 12)) for ids in (one, other))
+    assert torch.equal(logits_of_one[:, 10:18], logits_of_other[:, 10:18])
+    assert not torch.equal(logits_of_one[:, 18:], logits_of_other[:, 18:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_documents_it_is_the_stock_backend(family: str) -> None:
+    model = random_model(family)
+    stock = with_random_weights(transformer_config(hf_config(family)).build(init_device="cpu"))
+    input_ids_BT = random_ids(2, 33)
+    ours, theirs = model(input_ids_BT), stock(input_ids_BT)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for a, b in zip(gradients(model, ours), gradients(stock, theirs), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_packed_is_one_at_a_time(family: str) -> None:
+    model = build_model(hf_config(family))
+    model.init_weights(device=CPU)
+    with_random_weights(model).to(torch.bfloat16)
+    lengths = LENGTHS["mixed"]
+    input_ids_BT = random_ids(1, sum(lengths))
+    with torch.no_grad():
+        packed = packed_logits(model, input_ids_BT, lengths)
+        separate = logits_one_at_a_time(model, input_ids_BT[0], lengths)
+    assert packed.dtype == torch.bfloat16
+    error = (packed - separate).float().norm() / separate.float().norm()
+    assert error < 0.02
+
+
+def test_installing_leaves_parameters_and_state_dict_alone() -> None:
+    model = transformer_config(hf_config("olmo3")).build(init_device="meta")
+    before = list(model.state_dict())
+    windows = [block.attention.backend.window_size for block in model.blocks.values()]
+    install_segment_attention(model)
+    assert list(model.state_dict()) == before
+    backends = [block.attention.backend for block in model.blocks.values()]
+    assert all(type(backend) is SegmentAttention for backend in backends)
+    assert [backend.window_size for backend in backends] == windows == [(WINDOW - 1, 0)] * 3 + [(-1, -1)]
+
+
+def dense_attention(query_LHD: torch.Tensor, key_LGD: torch.Tensor, value_LGD: torch.Tensor, left: int) -> torch.Tensor:
+    """The definition: softmax over the keys at distance 0..left, written out."""
+    length, num_heads, head_dim = query_LHD.shape
+    groups = num_heads // key_LGD.shape[1]
+    key_LHD, value_LHD = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_LGD, value_LGD))
+    scores_HLL = torch.einsum("qhd,khd->hqk", query_LHD, key_LHD) / head_dim**0.5
+    distance = torch.arange(length).unsqueeze(1) - torch.arange(length).unsqueeze(0)
+    seen = (distance >= 0) & (distance <= (left if left >= 0 else length))
+    weights_HLL = scores_HLL.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights_HLL, value_LHD)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(sum),
+    left=st.integers(-1, 12),
+    heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_lengths_any_window(lengths: list[int], left: int, heads: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    num_heads, num_shared = heads
+    query, key, value = (
+        torch.randn(sum(lengths), count, 8, generator=generator) for count in (num_heads, num_shared, num_shared)
+    )
+    attended = attend_by_document(query, key, value, lengths, left=left)
+    parts = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+    expected = torch.cat([dense_attention(q, k, v, left) for q, k, v in parts])
+    torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_grow_with_the_window_and_not_with_the_document() -> None:
+    attention._band_mask.cache_clear()
+    for length in (10, 100, 1000, 1001):
+        tensor = torch.randn(1, length, 1, 8)
+        attend_in_window(tensor, tensor, tensor, left=4)
+    assert attention._band_mask.cache_info().currsize == 1
+    assert attention._band_mask(5, CPU).shape == (5, 10)
+    for left in range(2, 20):
+        attend_in_window(tensor, tensor, tensor, left=left)
+    assert attention._band_mask.cache_info().currsize <= attention.MAX_CACHED_MASKS
+
+
+def test_warming_up_builds_no_mask() -> None:
+    attention._band_mask.cache_clear()
+    model = transformer_config(hf_config("olmo3")).build(init_device="cpu")
+    install_segment_attention(model)
+    for block in model.blocks.values():
+        block.attention.backend.warmup_cache(1 << 22, CPU)  # a mask of that size squared would need 16 TiB
+    assert attention._band_mask.cache_info().currsize == 0
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    backend = SegmentAttention(head_dim=8, n_heads=1)
+    tensor = torch.randn(1, 6, 1, 8)
+    with pytest.raises(ValueError, match="add up to 5, but there are 6 tokens"):
+        backend((tensor, tensor, tensor), cu_doc_lens=torch.tensor([0, 2, 5]), max_doc_len=3)
+    with pytest.raises(RuntimeError, match="three tensors"):
+        backend(tensor)
+    with pytest.raises(RuntimeError, match="attention sinks"):
+        backend((tensor, tensor, tensor), sinks=torch.zeros(1))
+    with pytest.raises(RuntimeError, match="Ulysses"):
+        SegmentAttention.assert_supports_ulysses_cp()
+    assert AttentionBackendName.torch.get_class() is not SegmentAttention
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [-1, 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu(dtype: torch.dtype, left: int) -> None:
+    lengths = LENGTHS["mixed"]
+    window_size = (left, 0) if left >= 0 else (-1, -1)
+    backend = SegmentAttention(head_dim=16, n_heads=4, n_kv_heads=2, window_size=window_size)
+    cu_doc_lens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+    qkv = [torch.randn(1, sum(lengths), heads, 16).to(dtype) for heads in (4, 2, 2)]
+
+    def output_and_gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in qkv]
+        output = backend(tuple(inputs), cu_doc_lens=cu_doc_lens.to(device), max_doc_len=max(lengths))
+        return [output, *torch.autograd.grad(output.square().sum(), inputs)]
+
+    on_gpu = output_and_gradients("cuda", dtype)
+    on_cpu = output_and_gradients("cpu", torch.float32)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    for ours, expected in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(ours.float().cpu(), expected, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,282 @@
+"""Chat templates, tokenizers, and the span of the last assistant turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer, squeezed
+from open_instruct.data.chat_templates import CHAT_TEMPLATES
+from open_instruct.data.preference_rows import Message
+from open_instruct.data.rows import MalformedRow
+from open_instruct.errors import InputError
+
+CHATML = ["<|im_start|>", "<|im_end|>"]
+LLAMA3 = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+EOS = "<|endoftext|>"
+
+
+def make_tokenizer(special: list[str], *, nfc: bool = False, **kwargs: Any) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that merges often, over line breaks too."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[EOS, *special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = [
+        "the reply to the user\n\nis here,\n\n\nassistant and system: yes yes no no",
+        "\n\n\n\n",
+        "\n\n",
+        "  the  \n",
+    ]
+    tokenizer.train_from_iterator(text * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, bos_token=EOS, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer([*CHATML, *LLAMA3])
+
+
+def chat(tokenizer: PreTrainedTokenizerFast, name: str | None) -> ChatFormat:
+    return ChatFormat(tokenizer, choose_chat_template(tokenizer, name))
+
+
+def own(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatFormat:
+    return ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
+
+
+def conversation(*contents: str) -> list[Message]:
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+# --- spans ----------------------------------------------------------------------------------------------
+
+EXPECTED = {
+    "simple_chat": ("System: be kind\nUser: hi\nAssistant:", f" hello{EOS}"),
+    "tulu": ("<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n", f"hello{EOS}"),
+    "olmo": (f"{EOS}<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n", f"hello{EOS}"),
+    "chatml": (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        "hello<|im_end|>",
+    ),
+    "llama3": (
+        f"{EOS}<|start_header_id|>system<|end_header_id|>\n\nbe kind<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "hello<|eot_id|>",
+    ),
+}
+EXPECTED["qwen"] = EXPECTED["chatml"]
+
+
+@pytest.mark.parametrize("name", list(CHAT_TEMPLATES))
+def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    messages: list[Message] = [{"role": "system", "content": "be kind"}, *conversation("hi", "hello")]
+    document = chat(tokenizer, name).encode(messages)
+    start, stop = document.response.start, document.response.stop
+    prompt, reply = EXPECTED[name]
+    assert tokenizer.decode(list(document.token_ids[:start])) == prompt
+    assert tokenizer.decode(list(document.token_ids[start:stop])) == reply
+    assert stop == len(document)
+    assert document.token_ids[-1] in {tokenizer.convert_tokens_to_ids(t) for t in (EOS, "<|im_end|>", "<|eot_id|>")}
+
+
+@pytest.mark.parametrize("name", list(CHAT_TEMPLATES))
+def test_earlier_assistant_turns_are_not_learned(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    document = chat(tokenizer, name).encode(conversation("one", "two", "three", "four"))
+    learned = tokenizer.decode(list(document.token_ids[document.response.start :]))
+    assert "four" in learned
+    assert not any(word in learned for word in ("one", "two", "three"))
+
+
+def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    text_ids = tokenizer("<|assistant|>\n\n\nyes", add_special_tokens=False)["input_ids"]
+    prompt_ids = tokenizer("<|assistant|>\n", add_special_tokens=False)["input_ids"]
+    assert text_ids[: len(prompt_ids)] != prompt_ids, "this tokenizer should merge line breaks"
+    form = chat(tokenizer, "tulu")
+    one, other = (form.encode(conversation("q", reply)) for reply in ("\n\nyes", "no"))
+    assert one.response.start == other.response.start
+    assert one.token_ids[: one.response.start] == other.token_ids[: other.response.start]
+    assert str(tokenizer.decode(list(one.token_ids))).endswith(f"<|assistant|>\n\n\nyes{EOS}")
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
+REPLIES = TEXTS.filter(lambda text: text.strip())
+
+
+@given(
+    name=st.sampled_from(list(CHAT_TEMPLATES)),
+    turns=st.lists(TEXTS, max_size=4).filter(lambda turns: len(turns) % 2 == 1),
+    replies=st.tuples(REPLIES, REPLIES),
+)
+def test_spans_of_any_text(
+    tokenizer: PreTrainedTokenizerFast, name: str, turns: list[str], replies: tuple[str, str]
+) -> None:
+    form = chat(tokenizer, name)
+    prompt = conversation(*turns)
+    prompt_text, reply_texts = form.render(prompt, replies)
+    documents = [form.encode([*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
+    starts = {document.response.start for document in documents}
+    assert len(starts) == 1, "one prompt, one boundary"
+    start = starts.pop()
+    assert start > 0
+    for document, reply, reply_text in zip(documents, replies, reply_texts, strict=True):
+        assert len(document.response) > 0 and document.response.stop == len(document)
+        assert tokenizer.decode(list(document.token_ids[:start])) == prompt_text
+        assert tokenizer.decode(list(document.token_ids[start:])) == reply_text
+        assert squeezed(reply) in squeezed(reply_text)
+        # Nothing of the template's side of the boundary is learned.
+        assert reply_text.startswith((reply, " " + reply, reply.strip()))
+
+
+def test_tokenizer_that_composes_unicode() -> None:
+    composing = make_tokenizer([], nfc=True)
+    document = chat(composing, "tulu").encode(conversation("q", "cafe\u0301"))
+    assert composing.decode(list(document.token_ids[document.response.start :])) == f"caf\u00e9{EOS}"
+
+
+# --- templates that do not fit --------------------------------------------------------------------------
+
+TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+ASK = "{{ '<assistant>' if add_generation_prompt }}"
+
+
+def test_a_thinking_block_that_the_template_writes_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = (
+        "{% for m in messages %}<{{ m['role'] }}>"
+        "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}" + ASK
+    )
+    assert own(tokenizer, text).render(conversation("q"), ["yes"]) == ("<user>q<assistant>", ("<think></think>yes",))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (TURNS + "{{ '<assistant><think>' if add_generation_prompt }}", "where the reply starts is not known"),
+        ("{{ messages | length }}" + TURNS + ASK, "where the reply starts is not known"),
+        ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'][:5] }}{% endfor %}" + ASK, "leaves out part"),
+        ("{{ raise_exception('no such turns') }}", "refuses the conversation: no such turns"),
+        ("{{ messages[0]['name'] + 'x' }}" + TURNS + ASK, "refuses the conversation"),
+        ("{% if not add_generation_prompt %}" + TURNS + "{% endif %}", "writes nothing before the reply"),
+    ],
+)
+def test_templates_that_hide_the_reply_are_a_reason(
+    tokenizer: PreTrainedTokenizerFast, template: str, reason: str
+) -> None:
+    with pytest.raises(MalformedRow, match=reason) as caught:
+        own(tokenizer, template).encode(conversation("q", "a longer reply"))
+    assert caught.value.kind == "template"
+
+
+def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
+    lossy = Tokenizer(models.WordLevel({"<unk>": 0, "yes": 1, EOS: 2}, unk_token="<unk>"))
+    lossy.pre_tokenizer = pre_tokenizers.Whitespace()
+    form = own(PreTrainedTokenizerFast(tokenizer_object=lossy, eos_token=EOS), TURNS + ASK)
+    assert len(form.encode(conversation("yes", "yes")).response) == 1
+    with pytest.raises(MalformedRow, match="cannot write the reply 'maybe'") as caught:
+        form.encode(conversation("yes", "maybe"))
+    assert caught.value.kind == "tokenizer"
+
+
+def test_the_day_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:
+    dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
+    assert own(tokenizer, dated + TURNS + ASK).render(conversation("q"), ["yes"])[0] == "26 Jul 2024<user>q<assistant>"
+
+
+def test_white_space_after_the_end_of_turn_is_not_learned_but_within_a_reply_it_is(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    form = chat(tokenizer, "chatml")
+    assert form.render(conversation("q"), ["yes\n"])[1] == ("yes\n<|im_end|>",)
+    assert form.ends_turn("yes<|im_end|>") and not form.ends_turn("yes")
+    assert own(tokenizer, TURNS + ASK).render(conversation("q"), ["yes\n"])[1] == ("yes\n",)
+
+
+# --- choosing -------------------------------------------------------------------------------------------
+
+
+def test_choosing_by_name_and_the_tokenizers_own() -> None:
+    with_own = make_tokenizer([], chat_template=TURNS + ASK)
+    assert choose_chat_template(with_own, None).text == TURNS + ASK
+    assert choose_chat_template(with_own, "tulu").text == CHAT_TEMPLATES["tulu"]
+
+
+def test_choices_that_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InputError, match=r"'tulip' is not a template; use one of simple_chat, tulu, olmo, chatml"):
+        choose_chat_template(tokenizer, "tulip")
+    with pytest.raises(InputError, match=r"no chat template: choose one by --chat_template_name \(simple_chat, tulu"):
+        choose_chat_template(tokenizer, None)
+    with pytest.raises(InputError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>, which the tokenizer does not"):
+        choose_chat_template(make_tokenizer([]), "chatml")
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(InputError, match="simple_chat needs eos_token"):
+        choose_chat_template(bare, "simple_chat")
+    with pytest.raises(InputError, match="chat template, line 1"):
+        choose_chat_template(make_tokenizer([], chat_template="{% for m in messages %}"), None)
+
+
+def test_fingerprint_covers_vocabulary_and_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    first = chat(tokenizer, "tulu").fingerprint
+    tokenizer(["a", "b c d"], truncation=True, max_length=2)  # leaves state behind in the tokenizer
+    assert chat(tokenizer, "tulu").fingerprint == first
+    assert chat(tokenizer, "simple_chat").fingerprint != first
+    assert chat(make_tokenizer(CHATML), "tulu").fingerprint != first
+
+
+# --- loading --------------------------------------------------------------------------------------------
+
+
+def test_load_tokenizer_round_trip(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
+    assert chat(loaded, "tulu").fingerprint == chat(tokenizer, "tulu").fingerprint
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_tokenizer(str(tmp_path))("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
+
+
+def test_tokenizers_that_cannot_be_loaded(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--model_name_or_path: .*/nope: no such folder"):
+        load_tokenizer(str(tmp_path / "nope"), flag="--model_name_or_path")
+    with pytest.raises(InputError, match=r"has no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="is a file"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    whole = (tmp_path / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_prefix_space_tokenizers_are_refused(tmp_path: Path) -> None:
+    spaced = make_tokenizer([])
+    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    spaced.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="does not keep a text as it is"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_code_beside_a_tokenizer_is_not_run(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.update(tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,270 @@
+"""Exit codes, what is said on stderr and by whom, and what is not loaded for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from open_instruct import __version__, cli, entry
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.sections import ParallelSection
+from open_instruct.entry import LAUNCHER_ERROR_FILE, check_layout, run_entry, run_to_exit_code
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0"]
+TORCHRUN = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.fixture(autouse=True)
+def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "RANK", "NUM_NODES", LAUNCHER_ERROR_FILE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that would have been slept."""
+    slept: list[float] = []
+    monkeypatch.setattr(entry.time, "sleep", slept.append)
+    return slept
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code`, and fail if it loaded torch."""
+    guard = "\nheavy = {'torch', 'olmo_core', 'transformers', 'datasets'} & set(sys.modules)\nassert not heavy, heavy\n"
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}{guard}sys.exit(code)"],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def run_dpo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python(f"from open_instruct.cli import main\ncode = main(['dpo', *{list(words)!r}])", **environment)
+
+
+class TestWithoutTorch:
+    def test_help(self) -> None:
+        done = run_dpo("--help")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "--fsdp_shard_degree INT" in done.stdout
+
+    def test_help_is_said_by_rank_0_alone(self) -> None:
+        done = run_dpo("--help", RANK="1")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    @pytest.mark.parametrize(
+        ("words", "part"),
+        [
+            (["--lerning_rate", "1"], "did you mean --learning_rate?"),
+            ([*REQUIRED, "--output_dir", "out", "--beta", "0"], "--beta 0.0: must be above 0"),
+            ([*REQUIRED, "--output_dir", "out", "--fsdp_shard_degree", "3"], "--fsdp_shard_degree 3"),
+            ([*REQUIRED, "--output_dir", "out", "--single_gpu_mode"], "--single_gpu_mode"),
+            (["gone.yaml"], "gone.yaml: no such file"),
+        ],
+    )
+    def test_bad_flags(self, words: list[str], part: str) -> None:
+        done = run_dpo(*words, **TORCHRUN)
+        assert (done.returncode, done.stdout) == (EXIT_INPUT, "")
+        assert part in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "--help" in done.stderr.splitlines()[-1]
+
+    def test_commands_without_a_model(self) -> None:
+        words = [["--help"], ["--version"], ["nope"], ["layout", "--gpus_per_node", "2", "4", "--json"]]
+        calls = "".join(f"main({each!r})\n" for each in words)
+        done = run_python(f"from open_instruct.cli import main\n{calls}code = 0")
+        assert done.returncode == 0, done.stderr
+
+
+class TestCommands:
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["--version"]) == 0
+        assert capsys.readouterr().out == f"open-instruct {__version__}\n"
+
+    def test_help_lists_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["--help"]) == 0
+        out = capsys.readouterr().out
+        for name, command in cli.COMMANDS.items():
+            assert f"  {name} " in out
+            assert command.summary in out
+
+    def test_no_command_shows_the_usage_and_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([]) == EXIT_INPUT
+        assert capsys.readouterr().err.startswith("usage: open-instruct COMMAND")
+
+    def test_an_unknown_command_gets_the_nearest_name(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["layuot"]) == EXIT_INPUT
+        assert "'layuot' is not a command; did you mean layout?" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("name", cli.COMMANDS)
+    def test_every_command_answers_help(self, name: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "open_instruct.cli", name, "--help"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("usage: ")
+
+
+def entry_code(tmp_path: Path, words: list[str], result: int | BaseException = 0) -> int:
+    """The exit code of an entry whose `main` returns or raises `result`."""
+
+    def main(config: DPOConfig) -> int:
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    argv = [*REQUIRED, "--output_dir", str(tmp_path), *words]
+    return run_entry(DPOConfig, main, argv, program="dpo", validate=validate_dpo)
+
+
+class TestEntry:
+    @pytest.mark.parametrize("code", [0, EXIT_PREEMPTED])
+    def test_the_code_of_main_is_the_exit_code(self, tmp_path: Path, code: int) -> None:
+        assert entry_code(tmp_path, [], code) == code
+
+    def test_main_gets_the_parsed_config(self, tmp_path: Path) -> None:
+        seen: list[DPOConfig] = []
+
+        def main(config: DPOConfig) -> int:
+            seen.append(config)
+            return 0
+
+        argv = [*REQUIRED, "--output_dir", str(tmp_path), "--beta", "5"]
+        assert run_entry(DPOConfig, main, argv, program="dpo", validate=validate_dpo) == 0
+        assert [config.loss.beta for config in seen] == [5.0]
+
+    def test_the_command_line_is_the_default(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(sys, "argv", ["dpo.py", *REQUIRED, "--output_dir", str(tmp_path)])
+        assert run_entry(DPOConfig, lambda config: 7, None, program="dpo", validate=validate_dpo) == 7
+
+    def test_main_is_not_called_with_bad_flags(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert entry_code(tmp_path, ["--beta", "x"], AssertionError("main was called")) == EXIT_INPUT
+        assert capsys.readouterr().err.startswith("dpo: --beta takes a number, not 'x'\n")
+
+    def test_other_ranks_leave_bad_flags_to_rank_0(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        waits: list[float],
+    ) -> None:
+        monkeypatch.setenv("RANK", "3")
+        monkeypatch.setenv(LAUNCHER_ERROR_FILE, str(tmp_path / "error.json"))
+        assert entry_code(tmp_path, ["--beta", "x"]) == EXIT_INPUT
+        assert capsys.readouterr() == ("", "")
+        assert waits == [entry.OTHER_RANKS_WAIT_S]
+        assert not (tmp_path / "error.json").exists()
+
+    def test_the_launcher_is_left_the_message(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        error_file = tmp_path / "error.json"
+        monkeypatch.setenv(LAUNCHER_ERROR_FILE, str(error_file))
+        assert entry_code(tmp_path, ["--beta", "x"]) == EXIT_INPUT
+        failure = json.loads(error_file.read_text())["message"]
+        assert failure["message"].startswith("dpo: --beta takes a number, not 'x'\nNothing was started.")
+        assert int(failure["extraInfo"]["timestamp"]) > 0
+
+    def test_warnings_do_not_stop(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert entry_code(tmp_path, ["--eval_mixer_list", "held_out.jsonl", "1"]) == 0
+        assert "dpo: warning: --eval_mixer_list held_out.jsonl 1 takes a single row" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [(InputError("rows.jsonl line 3: fix it"), EXIT_INPUT), (RunError("the disk went away"), EXIT_FAILURE)],
+    )
+    def test_known_failures_are_a_message(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+    ) -> None:
+        assert entry_code(tmp_path, [], error) == code
+        assert capsys.readouterr().err == f"dpo: {error}\n"
+        assert not (tmp_path / "run.log").exists()
+
+    def test_unknown_failures_leave_their_traceback_in_the_log(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "run.log").write_text("earlier lines\n")
+        assert entry_code(tmp_path, [], KeyError("lost")) == EXIT_FAILURE
+        first, last = capsys.readouterr().err.splitlines()
+        assert first == "dpo failed: KeyError: 'lost'"
+        assert f"The traceback is in {tmp_path / 'run.log'}." in last
+        assert "again" in last
+        log = (tmp_path / "run.log").read_text()
+        assert log.startswith("earlier lines\nrank 0 failed:\nTraceback")
+        assert log.endswith("KeyError: 'lost'\n")
+
+    def test_without_a_run_directory_the_traceback_is_on_stderr(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert entry_code(tmp_path / "never made", [], KeyError("lost")) == EXIT_FAILURE
+        err = capsys.readouterr().err
+        assert err.startswith("Traceback")
+        assert "The traceback is above." in err.splitlines()[-1]
+
+    def test_out_of_memory_names_the_flags_that_help(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        class OutOfMemoryError(RuntimeError):
+            """Named as torch's."""
+
+        assert entry_code(tmp_path, [], OutOfMemoryError("CUDA out of memory")) == EXIT_FAILURE
+        assert "halve --per_device_train_batch_size" in capsys.readouterr().err.splitlines()[-1]
+
+    def test_a_full_disk_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert entry_code(tmp_path, [], OSError(28, "No space left on device")) == EXIT_FAILURE
+        assert "The disk is full: make room." in capsys.readouterr().err.splitlines()[-1]
+
+    def test_ctrl_c_is_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert entry_code(tmp_path, [], KeyboardInterrupt()) == EXIT_FAILURE
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "interrupted" in line
+        assert "last checkpoint" in line
+
+    def test_a_rank_that_fails_alone_is_heard_after_rank_0_had_its_say(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        waits: list[float],
+    ) -> None:
+        monkeypatch.setenv("RANK", "3")
+        assert entry_code(tmp_path, [], InputError("model-3.safetensors is truncated")) == EXIT_INPUT
+        assert waits == [entry.OTHER_RANKS_WAIT_S]
+        assert capsys.readouterr().err == "[rank 3] dpo: model-3.safetensors is truncated\n"
+
+    def test_rank_0_does_not_wait(self, tmp_path: Path, waits: list[float]) -> None:
+        assert entry_code(tmp_path, [], RunError("x")) == EXIT_FAILURE
+        assert waits == []
+
+    def test_commands_without_a_run_promise_no_checkpoint(self, capsys: pytest.CaptureFixture[str]) -> None:
+        def interrupted() -> int:
+            raise KeyboardInterrupt
+
+        assert run_to_exit_code(interrupted, program="open-instruct layout") == EXIT_FAILURE
+        assert "checkpoint" not in capsys.readouterr().err
+
+
+class TestLayoutCheck:
+    def test_the_world_of_torchrun_is_checked(self) -> None:
+        with pytest.raises(InputError, match="--fsdp_shard_degree 3"):
+            check_layout(ParallelSection(fsdp_shard_degree=3), TORCHRUN)
+        check_layout(ParallelSection(fsdp_shard_degree=2), TORCHRUN)
+
+    def test_single_gpu_mode_needs_one_process(self) -> None:
+        with pytest.raises(InputError, match="--single_gpu_mode"):
+            check_layout(ParallelSection(single_gpu_mode=True), TORCHRUN)
+        check_layout(ParallelSection(single_gpu_mode=True), {})
+
+    def test_unequal_nodes_wait_for_the_ranks_to_meet(self) -> None:
+        unequal = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+        check_layout(ParallelSection(fsdp_shard_degree=4), unequal)

@@ -1,0 +1,519 @@
+"""Flags and YAML into a config, its checks, its file, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from open_instruct.config import resolved
+from open_instruct.config.dpo import SMOOTHED_LOSSES, DPOConfig, validate_dpo
+from open_instruct.config.flags import NONE_WORDS, Flag, flags_of
+from open_instruct.config.help import help_lines
+from open_instruct.config.parser import parse
+from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, resume_conflicts, write_config
+from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+from open_instruct.errors import InputError
+
+REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+
+
+def config_of(*words: str) -> DPOConfig:
+    return parse(DPOConfig, [*REQUIRED, *words])
+
+
+def refusal(*words: str) -> str:
+    """What the parser says of these words after the required flags."""
+    with pytest.raises(InputError) as caught:
+        config_of(*words)
+    return str(caught.value)
+
+
+def yaml_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: model\nmixer_list: [rows.jsonl, 1.0]\noutput_dir: out\n" + text)
+    return str(path)
+
+
+def yaml_refusal(tmp_path: Path, text: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse(DPOConfig, [yaml_file(tmp_path, text)])
+    return str(caught.value)
+
+
+class TestCommandLine:
+    def test_the_minimal_command_takes_every_default(self) -> None:
+        config = config_of()
+        assert config.model.model_name_or_path == "model"
+        assert config.data.mixer_list == ["rows.jsonl", "1.0"]
+        defaults = {flag.name: flag.default for flag in flags_of(DPOConfig).values() if not flag.required}
+        assert {name: value for name, value in as_flat_dict(config).items() if name in defaults} == defaults
+
+    @pytest.mark.parametrize(
+        ("words", "flag", "value"),
+        [
+            (["--beta", "5"], "beta", 5.0),
+            (["--beta=5"], "beta", 5.0),
+            (["--learning_rate", "5e-7"], "learning_rate", 5e-7),
+            (["--max_seq_length", "1_024"], "max_seq_length", 1024),
+            (["--max-seq-length", "64"], "max_seq_length", 64),
+            (["--seed", "-3"], "seed", -3),
+            (["--weight_decay", "-0.5"], "weight_decay", -0.5),
+            (["--packing"], "packing", True),
+            (["--packing", "false"], "packing", False),
+            (["--packing=False"], "packing", False),
+            (["--no_packing"], "packing", False),
+            (["--no-packing"], "packing", False),
+            (["--compile_model", "TRUE"], "compile_model", True),
+            (["--max_train_steps", "20"], "max_train_steps", 20),
+            (["--max_train_steps", "none"], "max_train_steps", None),
+            (["--loss_type", "simpo"], "loss_type", "simpo"),
+            (["--report_to", "wandb", "tensorboard"], "report_to", ["wandb", "tensorboard"]),
+            (["--report_to=wandb", "tensorboard"], "report_to", ["wandb", "tensorboard"]),
+            (["--report_to", "--beta", "2"], "report_to", []),
+            (["--exp_name=--odd=name"], "exp_name", "--odd=name"),
+            (["--exp_name="], "exp_name", ""),
+        ],
+    )
+    def test_spellings(self, words: list[str], flag: str, value: Any) -> None:
+        parsed = as_flat_dict(config_of(*words))[flag]
+        assert parsed == value
+        assert type(parsed) is type(value)
+
+    @pytest.mark.parametrize(
+        ("words", "parts"),
+        [
+            (["--lerning_rate", "1"], ["--lerning_rate is not a flag", "did you mean --learning_rate?"]),
+            (["--no_paking"], ["--no_paking is not a flag", "did you mean --no_packing?"]),
+            (["--batch_size", "4"], ["did you mean --per_device_train_batch_size?"]),
+            (["--zzz"], ["--zzz is not a flag"]),
+            (["--"], ["-- is not a flag"]),
+            (["--max_seq_length", "1e3"], ["--max_seq_length takes a whole number, not '1e3'", "write 1000"]),
+            (["--max_seq_length", "12.5"], ["--max_seq_length takes a whole number, not '12.5'"]),
+            (["--max_seq_length", "none"], ["--max_seq_length takes a whole number, not 'none'"]),
+            (["--max_train_steps", "all"], ["--max_train_steps takes a whole number, or none, not 'all'"]),
+            (["--beta", "big"], ["--beta takes a number, not 'big'"]),
+            (["--beta", "nan"], ["--beta takes a number, not 'nan'"]),
+            (["--beta", "inf"], ["--beta takes a number, not 'inf'"]),
+            (["--loss_type", "DPO"], ["--loss_type takes one of dpo, dpo_norm, simpo, wpo, ipo, hinge, not 'DPO'"]),
+            (["--packing", "yes"], ["--packing takes true or false, not 'yes'"]),
+            (["--no_packing", "false"], ["--no_packing takes no value, not 'false'", "--packing true|false"]),
+            (["--no_beta"], ["--no_beta is not a flag"]),
+            (["--beta"], ["--beta needs a value: a number"]),
+            (["--beta", "--seed", "1"], ["--beta needs a value: a number"]),
+            (["--beta", "1", "2"], ["--beta takes one value", "'2' after '1' belongs to no flag"]),
+            (["--beta", "1", "--beta=1"], ["--beta is given twice"]),
+            (["--packing", "--no_packing"], ["--no_packing is given twice"]),
+            (["--max-seq-length", "8", "--max_seq_length", "8"], ["--max_seq_length is given twice"]),
+        ],
+    )
+    def test_refusals_name_the_flag_and_what_would_work(self, words: list[str], parts: list[str]) -> None:
+        message = refusal(*words)
+        for part in parts:
+            assert part in message
+        assert len(message.splitlines()) == 1
+
+    def test_all_missing_flags_are_listed(self) -> None:
+        with pytest.raises(InputError, match=r"missing: --model_name_or_path, --mixer_list, --output_dir"):
+            parse(DPOConfig, [])
+
+    def test_a_flag_with_a_bad_value_is_not_missing_too(self) -> None:
+        with pytest.raises(InputError) as caught:
+            parse(DPOConfig, ["--model_name_or_path", "--mixer_list", "a", "1.0", "--output_dir", "o"])
+        assert "missing" not in str(caught.value)
+
+    def test_everything_wrong_is_said_at_once(self) -> None:
+        message = refusal("--beta", "x", "--dpo_beta", "1", "--sed", "3", "--packing", "maybe")
+        assert [line.split()[0] for line in message.splitlines()] == ["--beta", "--dpo_beta", "--sed", "--packing"]
+
+    @pytest.mark.parametrize("words", [["rows.jsonl"], ["-x", "1"], ["1.0", "--beta", "2"]])
+    def test_words_before_the_first_flag_are_refused(self, words: list[str]) -> None:
+        with pytest.raises(InputError, match=f"'{words[0]}': expected a flag"):
+            parse(DPOConfig, [*words, *REQUIRED])
+
+    @given(st.lists(st.one_of(st.text(), st.sampled_from(["--beta", "--packing", "--mixer_list", "x=", "1"]))))
+    @settings(deadline=None)
+    def test_no_words_give_anything_but_a_config_or_an_input_error(self, words: list[str]) -> None:
+        with contextlib.suppress(InputError):
+            assert isinstance(parse(DPOConfig, words), DPOConfig)
+
+
+class TestUpstreamFlags:
+    @pytest.mark.parametrize("name", UPSTREAM_FLAGS)
+    def test_each_is_refused_with_its_sentence(self, name: str) -> None:
+        assert name not in flags_of(DPOConfig)
+        assert f"--{name} {UPSTREAM_FLAGS[name]}" in refusal(f"--{name}", "value")
+
+    @pytest.mark.parametrize("name", UPSTREAM_FLAGS)
+    def test_each_sentence_names_only_flags_that_exist(self, name: str) -> None:
+        known = {*flags_of(DPOConfig), "nproc_per_node", "nnodes"}
+        words = UPSTREAM_FLAGS[name].replace(",", " ").replace(";", " ").replace(")", " ").replace("(", " ").split()
+        mentioned = [word.removeprefix("--").rstrip(":.") for word in words if word.startswith("--")]
+        assert set(mentioned) <= known
+
+    def test_a_yaml_key_gets_the_same_sentence(self, tmp_path: Path) -> None:
+        assert f"line 4: dpo_beta {UPSTREAM_FLAGS['dpo_beta']}" in yaml_refusal(tmp_path, "dpo_beta: 5\n")
+
+
+class TestYaml:
+    def test_values_mean_what_they_mean_on_the_command_line(self, tmp_path: Path) -> None:
+        path = yaml_file(
+            tmp_path,
+            "learning_rate: 5e-7\nmax_train_steps: null\ntokenizer_name_or_path: ~\npacking: False\n"
+            "max-seq-length: 1_024\nreport_to:\n  - wandb\neval_mixer_list: [a.jsonl, 1.0, b.jsonl, 2]\nbeta: 5\n",
+        )
+        config = parse(DPOConfig, [path])
+        assert config.optim.learning_rate == 5e-7
+        assert config.optim.max_train_steps is None
+        assert config.model.tokenizer_name_or_path is None
+        assert config.data.packing is False
+        assert config.data.max_seq_length == 1024
+        assert config.logging.report_to == ["wandb"]
+        assert config.data.eval_mixer_list == ["a.jsonl", "1.0", "b.jsonl", "2"]
+        assert config.loss.beta == 5.0
+
+    def test_the_command_line_replaces_the_file(self, tmp_path: Path) -> None:
+        path = yaml_file(tmp_path, "beta: 5\nreport_to: [wandb]\npacking: false\n")
+        config = parse(DPOConfig, [path, "--beta", "2", "--report_to", "--packing"])
+        assert (config.loss.beta, config.logging.report_to, config.data.packing) == (2.0, [], True)
+
+    def test_flags_may_complete_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "part.YML"
+        path.write_text("model_name_or_path: model\n")
+        assert parse(DPOConfig, [str(path), *REQUIRED[2:]]) == config_of()
+
+    def test_an_empty_file_is_no_flags(self, tmp_path: Path) -> None:
+        path = tmp_path / "empty.yaml"
+        path.write_text("# nothing yet\n")
+        assert parse(DPOConfig, [str(path), *REQUIRED]) == config_of()
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("beta: 1\nlerning_rate: 1\n", ["line 5: lerning_rate is not a flag", "did you mean learning_rate?"]),
+            ("beta: 1\nseed: 2\nbeta: 3\n", ["line 6: beta is given twice in this file"]),
+            ("beta: much\n", ["line 4: beta takes a number, not 'much'"]),
+            ("beta: null\n", ["line 4: beta needs a value: a number"]),
+            ("beta:\n", ["line 4: beta needs a value: a number"]),
+            ("beta: [1, 2]\n", ["line 4: beta takes a number, not a list"]),
+            ("loss:\n  beta: 1\n", ["line 4: loss is not a flag"]),
+            ("beta: {x: 1}\n", ["line 4: beta takes a number, not a mapping"]),
+            ("report_to: wandb\n", ["line 4: report_to takes a list of words", "not 'wandb'"]),
+            ("report_to: [[wandb]]\n", ["line 4: report_to takes a list of words", "not a list of other things"]),
+            ("[a, b]: 1\n", ["line 4: a flag's name is one word, not a list"]),
+            ("packing: yes\n", ["line 4: packing takes true or false, not 'yes'"]),
+            ("no_packing: true\n", ["line 4: no_packing is not a flag", "did you mean packing?"]),
+        ],
+    )
+    def test_refusals_name_file_line_and_key(self, tmp_path: Path, text: str, parts: list[str]) -> None:
+        message = yaml_refusal(tmp_path, text)
+        assert message.startswith(str(tmp_path / "run.yaml"))
+        for part in parts:
+            assert part in message
+
+    def test_bad_yaml_names_the_line(self, tmp_path: Path) -> None:
+        assert "run.yaml line 6: not valid YAML" in yaml_refusal(tmp_path, "beta: 1\nseed: [1\n  x: }\n")
+
+    @pytest.mark.parametrize("text", ["- beta\n- 1\n", "just words\n"])
+    def test_what_is_no_mapping_is_refused(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "list.yaml"
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"list\.yaml: expected lines of 'flag: value'"):
+            parse(DPOConfig, [str(path)])
+
+    def test_files_that_cannot_be_read_are_named(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=r"gone\.yaml: no such file"):
+            parse(DPOConfig, [str(tmp_path / "gone.yaml")])
+        binary = tmp_path / "binary.yaml"
+        binary.write_bytes(b"beta: \xff\xfe\n")
+        with pytest.raises(InputError, match=r"binary\.yaml: cannot be read as UTF-8"):
+            parse(DPOConfig, [str(binary)])
+        control = tmp_path / "control.yaml"
+        control.write_bytes(b"beta: \x00\n")
+        with pytest.raises(InputError, match=r"control\.yaml: not valid YAML"):
+            parse(DPOConfig, [str(control)])
+        folder = tmp_path / "folder.yaml"
+        folder.mkdir()
+        with pytest.raises(InputError, match="cannot be read"):
+            parse(DPOConfig, [str(folder)])
+
+    def test_only_one_file(self, tmp_path: Path) -> None:
+        path = yaml_file(tmp_path, "")
+        with pytest.raises(InputError, match="there can be only one"):
+            parse(DPOConfig, [path, path])
+
+
+class TestHelp:
+    def test_every_flag_is_shown_with_its_meaning_and_default(self) -> None:
+        text = "\n".join("".join(part for part, _ in line) for line in help_lines(DPOConfig, "program", 100))
+        joined = " ".join(text.split())
+        for flag in flags_of(DPOConfig).values():
+            assert f"--{flag.name} {flag.metavar}" in joined
+            assert " ".join(flag.help.split()) in joined
+        assert "--max_seq_length INT [default: 2048]" in joined
+        assert "--output_dir STR [required]" in joined
+        assert "usage: program [FILE.yaml] --model_name_or_path STR" in joined
+        for example in DPOConfig.examples:
+            assert example in text
+
+    @pytest.mark.parametrize("width", [40, 72, 110])
+    def test_text_is_wrapped_to_the_width(self, width: int) -> None:
+        for line in help_lines(DPOConfig, "program", width):
+            text = "".join(part for part, _ in line)
+            is_prose = len(line) == 1 and line[0][1] == ""
+            assert not is_prose or len(text) <= width
+
+
+class TestValidation:
+    @pytest.mark.parametrize(
+        ("words", "part"),
+        [
+            (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0: must be at least 1"),
+            (["--gradient_accumulation_steps", "-1"], "--gradient_accumulation_steps -1: must be at least 1"),
+            (["--max_train_steps", "0"], "--max_train_steps 0: must be at least 1"),
+            (["--num_epochs", "0"], "--num_epochs 0"),
+            (["--max_seq_length", "1"], "--max_seq_length 1: must be at least 2"),
+            (["--learning_rate", "0"], "--learning_rate 0.0: must be above 0"),
+            (["--warmup_ratio", "1.5"], "--warmup_ratio 1.5: must be at least 0 and at most 1"),
+            (["--adam_beta2", "1"], "--adam_beta2 1.0: must be at least 0 and below 1"),
+            (["--weight_decay", "-0.1"], "--weight_decay -0.1: must be at least 0"),
+            (["--max_grad_norm", "-1"], "0 leaves gradients alone"),
+            (["--seed", "-1"], "--seed -1"),
+            (["--beta", "0"], "--beta 0.0: must be above 0"),
+            (["--gamma_beta_ratio", "-1", "--loss_type", "simpo"], "--gamma_beta_ratio -1.0"),
+            (["--label_smoothing", "0.5"], "--label_smoothing 0.5: must be at least 0 and below 0.5"),
+            (["--fsdp_shard_degree", "0"], "--fsdp_shard_degree 0: must be at least 1"),
+            (["--tensor_parallel_degree", "0"], "--tensor_parallel_degree 0"),
+            (["--dist_timeout_s", "0"], "--dist_timeout_s 0"),
+            (["--checkpointing_steps", "0"], "--checkpointing_steps 0"),
+            (["--keep_last_n_checkpoints", "-1"], "0 keeps all"),
+            (["--activation_memory_budget", "0", "--compile_model"], "must be above 0 and at most 1"),
+            (["--report_to", "comet"], "--report_to comet: takes wandb and/or tensorboard"),
+            # what does not go together
+            (["--label_smoothing", "0.1", "--loss_type", "ipo"], "dpo, dpo_norm, wpo, simpo"),
+            (["--label_smoothing", "0.1", "--loss_type", "hinge"], "dpo, dpo_norm, wpo, simpo"),
+            (["--gamma_beta_ratio", "0.5"], "only --loss_type simpo has a target margin"),
+            (["--cache_logprobs_only", "--loss_type", "simpo"], "simpo has no reference"),
+            (["--activation_checkpointing_modules", "x"], "--activation_checkpointing selected_modules"),
+            (
+                ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"],
+                "--activation_checkpointing_modules is empty",
+            ),
+            (["--activation_memory_budget", "0.5"], "add --compile_model (CUDA only), or use --activation_checkpoint"),
+            (
+                ["--activation_memory_budget", "0.5", "--compile_model", "--activation_checkpointing", "full"],
+                "both decide what is recomputed",
+            ),
+            (["--single_gpu_mode", "--fsdp_shard_degree", "2"], "--single_gpu_mode does not shard"),
+            (["--single_gpu_mode", "--tensor_parallel_degree", "2"], "--single_gpu_mode does not shard"),
+            (["--eval_mixer_list_splits", "test"], "there is no --eval_mixer_list"),
+            (["--mixer_list_splits", "train", "test"], "2 splits for 1 data set in --mixer_list"),
+            (["--mixer_list_splits"], "0 splits for 1 data set"),
+            (["--eval_mixer_list", "held_out.jsonl"], "--eval_mixer_list: 'held_out.jsonl' has no amount"),
+        ],
+    )
+    def test_refusals_say_what_would_work(self, words: list[str], part: str) -> None:
+        with pytest.raises(InputError) as caught:
+            validate_dpo(config_of(*words))
+        assert part in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        ("words", "part"),
+        [
+            ([], "--mixer_list is empty"),
+            (["a"], "'a' has no amount; names and amounts alternate: 'a 1.0'"),
+            (["a", "1.0", "b"], "'b' has no amount"),
+            (["1.0", "a"], "'a' after '1.0' is not an amount"),
+            (["a", "1e-1"], "'1e-1' after 'a' is not an amount"),
+            (["a", "0"], "'a 0' takes no number of rows"),
+            (["a", "-0.5"], "'a -0.5' takes no number of rows"),
+            (["a", "1.0e999"], "give a finite amount"),
+        ],
+    )
+    def test_mixer_lists(self, words: list[str], part: str) -> None:
+        with pytest.raises(InputError) as caught:
+            validate_dpo(parse(DPOConfig, ["--mixer_list", *words, *REQUIRED[:2], *REQUIRED[5:]]))
+        assert part in str(caught.value)
+
+    def test_all_problems_are_listed(self) -> None:
+        with pytest.raises(InputError) as caught:
+            validate_dpo(config_of("--beta", "0", "--seed", "-1", "--max_grad_norm", "-1"))
+        assert len(str(caught.value).splitlines()) == 3
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            [],
+            ["--label_smoothing", "0.1", "--loss_type", "dpo"],
+            ["--gamma_beta_ratio", "0.5", "--loss_type", "simpo"],
+            ["--activation_memory_budget", "0.5", "--compile_model"],
+            ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules", "blocks.*"],
+            ["--single_gpu_mode", "--fsdp_shard_degree", "1"],
+            ["--optimizer", "muon", "--max_grad_norm", "0", "--keep_last_n_checkpoints", "0"],
+            ["--report_to", "wandb", "tensorboard", "--exp_name", "x"],
+            ["--warmup_ratio", "1", "--max_train_steps", "1"],
+        ],
+    )
+    def test_what_goes_together_passes_silently(self, words: list[str]) -> None:
+        assert validate_dpo(config_of(*words)) == []
+
+    @pytest.mark.parametrize("loss_type", SMOOTHED_LOSSES)
+    def test_smoothed_losses_take_smoothing(self, loss_type: str) -> None:
+        assert validate_dpo(config_of("--loss_type", loss_type, "--label_smoothing", "0.1")) == []
+
+    def test_a_count_of_one_warns(self) -> None:
+        warnings = validate_dpo(config_of("--eval_mixer_list", "held_out.jsonl", "1"))
+        assert warnings == ["--eval_mixer_list held_out.jsonl 1 takes a single row; write 1.0 for all of them"]
+
+    def test_wandb_flags_without_wandb_warn(self) -> None:
+        assert validate_dpo(config_of("--exp_name", "x")) == ["--exp_name x is read only with --report_to wandb"]
+
+
+def values_of(flag: Flag) -> st.SearchStrategy[Any]:
+    """Any value that a word can say of this flag."""
+    text = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda word: word.lower() not in NONE_WORDS)
+    strategy: st.SearchStrategy[Any]
+    if flag.choices:
+        strategy = st.sampled_from(flag.choices)
+    else:
+        strategy = {
+            bool: st.booleans(),
+            int: st.integers(),
+            float: st.floats(allow_nan=False, allow_infinity=False),
+            str: text,
+            list: st.lists(text),
+        }[flag.kind]
+    return st.one_of(st.none(), strategy) if flag.optional else strategy
+
+
+class TestSavedConfig:
+    def test_a_saved_config_is_the_config(self, tmp_path: Path) -> None:
+        config = config_of("--beta", "5", "--report_to", "wandb", "--max_train_steps", "7", "--exp_name", "1.0")
+        path = tmp_path / "config.yaml"
+        write_config(config, path, {"versions": {"torch": "2.13.0"}, "git": "abc\ndef", "world_size": 4})
+        assert parse(DPOConfig, [str(path)]) == config
+        text = path.read_text()
+        assert text.startswith("# versions:\n#   torch: 2.13.0\n# git: abc def\n# world_size: 4\n")
+        assert "\n# Optimisation\nper_device_train_batch_size: 8\n" in text
+        assert "\nmixer_list:\n- rows.jsonl\n- '1.0'\n" in text
+        assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+    @given(st.data())
+    @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_any_config_survives_the_file(self, tmp_path: Path, data: st.DataObject) -> None:
+        config = config_of()
+        for flag in flags_of(DPOConfig).values():
+            setattr(getattr(config, flag.section), flag.name, data.draw(values_of(flag), label=flag.name))
+        path = tmp_path / "config.yaml"
+        write_config(config, path)
+        assert parse(DPOConfig, [str(path)]) == config
+
+    def test_an_old_file_survives_a_failed_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "config.yaml"
+        write_config(config_of(), path)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError("disk full")
+
+        monkeypatch.setattr(Path, "write_text", fail)
+        with pytest.raises(OSError, match="disk full"):
+            write_config(config_of("--beta", "5"), path)
+        assert parse(DPOConfig, [str(path)]) == config_of()
+
+    def test_provenance_names_versions_and_commit(self) -> None:
+        provenance = resolved.provenance()
+        assert {"python", "open_instruct", "torch", "ai2-olmo-core"} <= provenance["versions"].keys()
+        assert provenance["git"]
+
+
+class TestResume:
+    def conflicts(self, before: list[str], after: list[str], worlds: tuple[int, int] = (4, 4)) -> list[str]:
+        return resume_conflicts(
+            as_flat_dict(config_of(*before)),
+            config_of(*after),
+            saved_data_parallel_world_size=worlds[0],
+            data_parallel_world_size=worlds[1],
+        )
+
+    def test_every_flag_has_been_decided_on(self) -> None:
+        kinds = [resolved.IDENTITY_FLAGS, resolved.LENGTH_FLAGS, resolved.BATCH_FLAGS, resolved.FREE_FLAGS]
+        assert sorted(name for kind in kinds for name in kind) == sorted(flags_of(DPOConfig))
+
+    def test_the_same_command_has_no_conflict(self) -> None:
+        assert self.conflicts([], []) == []
+
+    @pytest.mark.parametrize("name", sorted(resolved.IDENTITY_FLAGS))
+    def test_another_identity_is_another_run(self, name: str) -> None:
+        saved = as_flat_dict(config_of())
+        saved[name] = "something else"
+        conflicts = resume_conflicts(saved, config_of())
+        assert len(conflicts) == 1
+        assert conflicts[0].startswith(f"--{name} was something else, is ")
+
+    @pytest.mark.parametrize("name", sorted(resolved.FREE_FLAGS))
+    def test_what_is_free_may_change(self, name: str) -> None:
+        saved = as_flat_dict(config_of())
+        saved[name] = "something else"
+        assert resume_conflicts(saved, config_of()) == []
+
+    def test_the_global_batch_must_stay(self) -> None:
+        batch = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
+        assert self.conflicts(batch, batch, (4, 2)) == [
+            "the global batch was 32 (2 x 4 x 4 data-parallel ranks) pairs, is 16 (2 x 4 x 2 data-parallel ranks); "
+            "--gradient_accumulation_steps 8 keeps it"
+        ]
+        kept = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "8"]
+        assert self.conflicts(batch, kept, (4, 2)) == []
+        regrouped = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+        assert self.conflicts(batch, regrouped) == []
+        impossible = ["--per_device_train_batch_size", "7"]
+        assert "keeps it" not in self.conflicts(batch, impossible)[0]
+
+    def test_the_length_sets_the_schedule(self) -> None:
+        assert self.conflicts(["--max_train_steps", "10"], ["--max_train_steps", "20"]) == [
+            "--max_train_steps was 10, is 20"
+        ]
+        assert self.conflicts([], ["--num_epochs", "2"]) == ["--num_epochs was 1, is 2"]
+
+    def test_a_flat_schedule_has_no_length(self) -> None:
+        flat = ["--lr_scheduler_type", "constant", "--warmup_ratio", "0"]
+        assert self.conflicts([*flat, "--max_train_steps", "10"], [*flat, "--num_epochs", "3"]) == []
+        warm = ["--lr_scheduler_type", "constant"]
+        assert len(self.conflicts([*warm, "--max_train_steps", "10"], [*warm, "--max_train_steps", "20"])) == 1
+
+    def test_epochs_are_overruled_by_steps(self) -> None:
+        steps = ["--max_train_steps", "10"]
+        assert self.conflicts(steps, [*steps, "--num_epochs", "5"]) == []
+
+    def test_a_trailing_slash_is_the_same_folder(self) -> None:
+        saved = as_flat_dict(config_of())
+        saved["model_name_or_path"] = "./model/"
+        assert resume_conflicts(saved, config_of()) == []
+
+    def test_a_flag_that_the_saved_run_did_not_know_is_passed_over(self) -> None:
+        saved = as_flat_dict(config_of())
+        del saved["beta"], saved["gradient_accumulation_steps"]
+        assert resume_conflicts(saved, config_of("--beta", "7")) == []
+
+    def test_the_refusal_lists_conflicts_and_ways_out(self) -> None:
+        saved = as_flat_dict(config_of())
+        refuse_conflicts(saved, config_of())
+        with pytest.raises(InputError) as caught:
+            refuse_conflicts(saved, config_of("--beta", "7", "--seed", "1"))
+        message = str(caught.value)
+        for part in ("--beta was 0.1, is 7.0", "--seed was 42, is 1", "another --output_dir", "--overwrite_output_dir"):
+            assert part in message
+
+
+def test_the_flag_vocabulary_covers_every_field() -> None:
+    sections = [field.name for field in fields(DPOConfig)]
+    assert {flag.section for flag in flags_of(DPOConfig).values()} == set(sections)
+    flag = flags_of(DPOConfig)["max_train_steps"]
+    assert (flag.kind, flag.optional, flag.required, flag.default) == (int, True, False, None)
+    assert flags_of(DPOConfig)["init_device"].choices == ("meta", "cpu")

@@ -1,0 +1,156 @@
+"""Our groups against the ones OLMo-core and FSDP2 really build, on a process group without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from olmo_core.config import DType
+from olmo_core.distributed import parallel
+from olmo_core.distributed.parallel import DataParallelType, build_world_mesh, get_dp_mesh, get_dp_model_mesh
+from olmo_core.nn.attention import AttentionBackendName
+from olmo_core.nn.transformer import TransformerConfig
+from olmo_core.train.train_module.transformer import (
+    TransformerContextParallelConfig,
+    TransformerDataParallelWrappingStrategy,
+)
+from olmo_core.train.train_module.transformer.common import parallelize_model
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from open_instruct.errors import InputError
+from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.records import ShardLayout
+
+LAYOUTS = {
+    "two nodes": resolve_layout([4, 4]),
+    "unequal nodes": resolve_layout([2, 4]),
+    "groups of two": resolve_layout([8], fsdp_shard_degree=2),
+    "not sharded": resolve_layout([4], fsdp_shard_degree=1),
+    "one replica": resolve_layout([4, 4], fsdp_num_replicas=1),
+    "tensor": resolve_layout([4, 4], tensor_parallel_degree=2),
+    "tensor only": resolve_layout([2, 2], tensor_parallel_degree=2),
+    "context": resolve_layout([4, 4], context_parallel_degree=2),
+    "context and tensor": resolve_layout([8, 8], context_parallel_degree=2, tensor_parallel_degree=2),
+}
+
+JoinAs = Callable[[int, int], None]
+
+
+@pytest.fixture
+def join_as() -> Iterator[JoinAs]:
+    """Become a rank of a world that has no other processes. OLMo-core keeps its mesh in a global: reset it."""
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        parallel._WORLD_MESH = None
+
+    def join(rank: int, world_size: int) -> None:
+        leave()
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+    assert not dist.is_initialized()
+    yield join
+    leave()
+
+
+def build_mesh(layout: ShardLayout) -> DeviceMesh:
+    context = None
+    if layout.context_parallel_degree > 1:
+        context = TransformerContextParallelConfig.ulysses(degree=layout.context_parallel_degree)
+    return build_world_mesh(
+        dp=build_data_parallel_config(layout), tp=build_tensor_parallel_config(layout), cp=context, device_type="cpu"
+    )
+
+
+def group_of(rank: int, groups: tuple[tuple[int, ...], ...]) -> list[int]:
+    return next(list(group) for group in groups if rank in group)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_groups_are_those_of_the_world_mesh(name: str, join_as: JoinAs) -> None:
+    layout = LAYOUTS[name]
+    for rank in range(layout.world_size):
+        join_as(rank, layout.world_size)
+        mesh = build_mesh(layout)
+        model_mesh = get_dp_model_mesh(mesh)
+        assert model_mesh.mesh_dim_names is not None
+        replicate, shard = model_mesh.mesh_dim_names
+        assert model_mesh[shard].mesh.tolist() == group_of(rank, layout.shard_groups)
+        assert model_mesh[replicate].mesh.tolist() == group_of(rank, layout.replica_groups)
+        assert get_dp_mesh(mesh).size() == layout.data_parallel_world_size
+        if layout.tensor_parallel_degree > 1:
+            assert mesh["tp"].mesh.tolist() == group_of(rank, layout.tensor_groups)
+        if layout.context_parallel_degree > 1:
+            assert mesh["cp"].mesh.tolist() == group_of(rank, layout.context_groups)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_olmo_core_keeps_the_degrees(name: str) -> None:
+    layout = LAYOUTS[name]
+    config = build_data_parallel_config(layout)
+    assert config is not None
+    assert config.get_replicate_and_shard_degree(layout.data_parallel_world_size) == (
+        layout.num_replicas,
+        layout.shard_degree,
+    )
+
+
+@pytest.mark.parametrize("name", ["two nodes", "unequal nodes", "tensor", "not sharded"])
+def test_fsdp_shards_a_model_by_the_shard_degree(name: str, join_as: JoinAs) -> None:
+    layout = LAYOUTS[name]
+    join_as(layout.world_size - 1, layout.world_size)
+    config = TransformerConfig.olmo2_190M(vocab_size=96, n_layers=2, attn_backend=AttentionBackendName.torch)
+    model = config.build(init_device="meta")
+    whole = model.get_parameter("blocks.0.feed_forward.w1.weight").numel()
+    # Materialising is not what is looked at here: keep the parameters on the meta device.
+    model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
+    model = parallelize_model(
+        model,
+        world_mesh=build_mesh(layout),
+        device=torch.device("meta"),
+        max_sequence_length=16,
+        rank_microbatch_size=16,
+        dp_config=build_data_parallel_config(layout),
+        tp_config=build_tensor_parallel_config(layout),
+    )
+    weight = model.get_parameter("blocks.0.feed_forward.w1.weight")
+    assert isinstance(weight, DTensor)
+    split = layout.shard_degree * layout.tensor_parallel_degree
+    assert weight.to_local().numel() == whole / split
+
+
+def test_config_is_hsdp_over_blocks() -> None:
+    config = build_data_parallel_config(resolve_layout([8, 8]))
+    assert config is not None
+    assert config.name == DataParallelType.hsdp
+    assert config.wrapping_strategy == TransformerDataParallelWrappingStrategy.blocks
+    assert (config.num_replicas, config.shard_degree) == (2, 8)
+    assert (config.param_dtype, config.reduce_dtype) == (DType.bfloat16, DType.float32)
+
+
+def test_dtypes_are_chosen_or_refused_by_name() -> None:
+    layout = resolve_layout([2])
+    config = build_data_parallel_config(layout, param_dtype="float32", reduce_dtype="bfloat16")
+    assert config is not None
+    assert (config.param_dtype, config.reduce_dtype) == (DType.float32, DType.bfloat16)
+    with pytest.raises(InputError, match="--param_dtype float16 is not supported; use bfloat16 or float32"):
+        build_data_parallel_config(layout, param_dtype="float16")
+
+
+def test_one_device_has_no_config() -> None:
+    layout = resolve_layout([1], single_device=True)
+    assert build_data_parallel_config(layout) is None
+    assert build_tensor_parallel_config(layout) is None
+
+
+def test_no_tensor_config_without_a_tensor_degree() -> None:
+    assert build_tensor_parallel_config(resolve_layout([8])) is None
+    config = build_tensor_parallel_config(resolve_layout([8], tensor_parallel_degree=4))
+    assert config is not None
+    assert config.degree == 4

@@ -1,0 +1,287 @@
+"""What is supported of config.json computes what transformers computes; the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from olmo_core.nn.hf.convert import convert_state_from_hf
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.errors import InputError
+from open_instruct.models.build import build_model, find_unloaded
+from open_instruct.models.family import transformer_config
+from open_instruct.models.hf_config import load_hf_config
+
+CPU = torch.device("cpu")
+CONFIG_CLASSES = {
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
+    "qwen3": transformers.Qwen3Config,
+    "llama": transformers.LlamaConfig,
+}
+VOCAB_SIZE = 97
+NUM_TOKENS = 80
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# Small theta, long context: transformers and OLMo-core's own YaRN cut the ramp at different dimensions.
+YARN_LONG = YARN | {"rope_theta": 100.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small run faster on one thread than on several that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def hf_config(family: str, **fields: Any) -> transformers.PretrainedConfig:
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        # Large weights, so that attention is far from uniform and positions matter.
+        "initializer_range": 0.3,
+    }
+    if family == "qwen3":
+        defaults["head_dim"] = 24
+    if family == "olmo3":
+        defaults["sliding_window"] = 16
+    return CONFIG_CLASSES[family](**(defaults | fields))
+
+
+def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module) -> Transformer:
+    model = build_model(config)
+    model.init_weights(device=CPU, max_seq_len=NUM_TOKENS)
+    state = convert_state_from_hf(config, dict(reference.state_dict()), model_type=config.model_type)
+    model.load_state_dict(state)
+    assert find_unloaded(model) == []
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("olmo2", {}),
+        ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("olmo2", {"rope_parameters": YARN}),
+        ("olmo3", {}),
+        ("olmo3", {"sliding_window": 1}),
+        ("olmo3", {"sliding_window": 500, "tie_word_embeddings": True}),
+        ("olmo3", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}),
+        ("olmo3", {"layer_types": ["full_attention"] * 4}),
+        ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT_ROPE}}),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": YARN | {"attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2},
+                    "sliding_attention": DEFAULT_ROPE | {"rope_theta": 300.0},
+                }
+            },
+        ),
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "num_hidden_layers": 1}),
+        ("llama", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+        ("llama", {"rope_parameters": LINEAR}),
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5, "high_freq_factor": 3.3, "factor": 32.0}}),
+        ("llama", {"rope_parameters": YARN_LONG}),
+    ],
+)
+def test_logits_are_those_of_transformers(family: str, fields: dict[str, Any]) -> None:
+    config = hf_config(family, **fields)
+    reference = hf_model(config)
+    model = same_model(config, reference)
+    input_ids_BT = torch.randint(3, VOCAB_SIZE, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(input_ids_BT).logits
+        torch.testing.assert_close(model(input_ids_BT), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scaled", [LINEAR, LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
+def test_rope_scaling_changes_the_logits(scaled: dict[str, Any]) -> None:
+    """The equality above would mean little if the logits did not depend on the scaling."""
+    plain_config = hf_config("llama", rope_parameters=DEFAULT_ROPE | {"rope_theta": scaled["rope_theta"]})
+    reference = hf_model(plain_config)
+    input_ids_BT = torch.arange(3, 3 + NUM_TOKENS).unsqueeze(0)
+    with torch.no_grad():
+        plain = same_model(plain_config, reference)(input_ids_BT)
+        changed = same_model(hf_config("llama", rope_parameters=scaled), reference)(input_ids_BT)
+    assert (plain - changed).abs().max() > 1e-2
+
+
+def test_shape_of_a_large_model_follows_from_its_config() -> None:
+    config = transformers.Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    )
+    assert transformer_config(config).num_params == 8_190_735_360  # Qwen3-8B's published weights
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "named"),
+    [
+        ("olmo2", {"attention_bias": True}, "attention_bias = True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("olmo3", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window = True"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts = 8"),
+        ("llama", {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type = 'dynamic'",
+        ),
+        ("llama", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False"),
+        ("llama", {"rope_parameters": YARN | {"mscale": 0.7}}, "mscale = 0.7"),
+        ("llama", {"rope_parameters": LINEAR | {"factor": -1.0}}, "factor = -1.0"),
+        ("olmo3", {"sliding_window": None}, "sliding_window = None"),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(family: str, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError) as caught:
+        transformer_config(hf_config(family, **fields))
+    assert named in str(caught.value)
+
+
+def test_refusals_say_what_is_supported() -> None:
+    with pytest.raises(InputError, match=r"supported: 'silu' or 'swish'"):
+        transformer_config(hf_config("llama", hidden_act="relu"))
+    with pytest.raises(InputError, match=r"supported: 'default', 'linear', 'llama3', 'yarn'"):
+        transformer_config(
+            hf_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+        )
+    with pytest.raises(InputError, match=r"'gpt2' is not supported.*OLMo 2.*OLMo 3.*Qwen 3.*Llama 3"):
+        transformer_config(transformers.GPT2Config())
+    with pytest.raises(InputError, match=r"'qwen3_moe' is not supported"):
+        transformer_config(transformers.Qwen3MoeConfig())
+
+
+def test_a_config_survives_the_way_through_the_file(tmp_path: Path) -> None:
+    nested = {"full_attention": YARN, "sliding_attention": DEFAULT_ROPE}
+    config = hf_config("olmo3", rope_parameters=nested)
+    config.save_pretrained(tmp_path)
+    loaded = load_hf_config(str(tmp_path))
+    assert transformer_config(loaded).as_config_dict() == transformer_config(config).as_config_dict()
+
+
+def test_rope_scaling_in_the_older_spelling(tmp_path: Path) -> None:
+    """Checkpoints saved before transformers 5 have `rope_theta` and `rope_scaling` at the top."""
+    fields = hf_config("llama", rope_parameters=LLAMA3).to_dict()
+    scaling = fields.pop("rope_parameters")
+    fields["rope_theta"] = scaling.pop("rope_theta")
+    fields["rope_scaling"] = scaling
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    old = transformer_config(load_hf_config(str(tmp_path)))
+    new = transformer_config(hf_config("llama", rope_parameters=LLAMA3))
+    assert old.as_config_dict() == new.as_config_dict()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", r"config\.json, line 1: not JSON"),
+        (b"[1]", r"config\.json holds a JSON list"),
+        (b"\xff{}", r"config\.json is not UTF-8"),
+        (b"{}", r"config\.json has no 'model_type'; supported families are OLMo 2"),
+        (b'{"model_type": "mixtral"}', r"config\.json: model_type 'mixtral' is not supported; supported are OLMo 2"),
+        (b'{"model_type": "llama", "hidden_size": "wide"}', r"config\.json: transformers cannot read it"),
+    ],
+)
+def test_a_damaged_config_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match=problem):
+        load_hf_config(str(tmp_path))
+
+
+def test_paths_without_a_config_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json: no such file"):
+        load_hf_config(str(tmp_path))
+    with pytest.raises(InputError, match="no such folder"):
+        load_hf_config(str(tmp_path / "nowhere"))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(InputError, match="is a file; give the folder"):
+        load_hf_config(str(tmp_path / "model.safetensors"))
+
+
+def test_code_that_a_checkpoint_brings_along_is_not_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    fields = hf_config("llama").to_dict() | {"auto_map": {"AutoConfig": "evil.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_hf_config(str(tmp_path)).model_type == "llama"
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("init_device", ["meta", "cpu"])
+def test_a_fresh_model_is_poisoned_until_it_is_loaded(init_device: str) -> None:
+    model = build_model(hf_config("llama", tie_word_embeddings=True), init_device=init_device)
+    assert {parameter.device.type for parameter in model.parameters()} == {init_device}
+    model.init_weights(device=CPU)
+    names = [name for name, _ in model.named_parameters()]
+    assert find_unloaded(model) == names
+    assert model.lm_head.w_out.weight is model.embeddings.weight
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    assert find_unloaded(model) == []
+    with torch.no_grad():
+        model.blocks["2"].attention.w_k.weight[-1, -1] = float("nan")
+    assert find_unloaded(model) == ["blocks.2.attention.w_k.weight"]
+
+
+def test_the_names_of_a_checkpointed_model_are_plain() -> None:
+    model = build_model(hf_config("llama"))
+    names = [name for name, _ in model.named_parameters()]
+    model.apply_activation_checkpointing("full")
+    model.init_weights(device=CPU)
+    assert find_unloaded(model) == names

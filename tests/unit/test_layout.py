@@ -1,0 +1,631 @@
+"""The sharding decision, its errors and warnings, its picture, and `open-instruct layout`."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from itertools import chain
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from open_instruct.errors import InputError
+from open_instruct.parallel.layout import (
+    UnequalNodesError,
+    divisors,
+    node_sizes_from_environment,
+    resolve_layout,
+    unsharded_memory_warning,
+)
+from open_instruct.parallel.layout_command import layout_command
+from open_instruct.parallel.picture import draw_layout, print_layout
+from open_instruct.parallel.wording import group_name, nodes_text, one_of, ranks_text
+from open_instruct.records import ShardLayout
+
+DOCS_PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
+
+node_lists = st.one_of(
+    st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    st.tuples(st.integers(1, 16), st.sampled_from([1, 2, 4, 6, 8, 16])).map(lambda pair: [pair[1]] * pair[0]),
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ShardLayout:
+    """Any layout that can be asked for: degrees drawn among those that divide."""
+    nodes = draw(node_lists)
+    tensor = draw(st.sampled_from(divisors(sum(nodes))))
+    context = draw(st.sampled_from(divisors(sum(nodes) // tensor)))
+    shard = draw(st.none() | st.sampled_from(divisors(sum(nodes) // tensor // context)))
+    return resolve_layout(
+        nodes, fsdp_shard_degree=shard, tensor_parallel_degree=tensor, context_parallel_degree=context
+    )
+
+
+def degrees(layout: ShardLayout) -> tuple[int, int]:
+    return layout.num_replicas, layout.shard_degree
+
+
+# ---- the decision ----
+
+
+@pytest.mark.parametrize(
+    ("nodes", "flags", "replicas_and_shards"),
+    [
+        ([1], {}, (1, 1)),
+        ([8], {}, (1, 8)),
+        ([8, 8], {}, (2, 8)),
+        ([8] * 128, {}, (128, 8)),
+        ([8, 8], {"tensor_parallel_degree": 2}, (2, 4)),
+        ([8, 8], {"tensor_parallel_degree": 2, "context_parallel_degree": 2}, (2, 2)),
+        ([8, 8], {"tensor_parallel_degree": 8}, (2, 1)),
+        ([4, 4], {"tensor_parallel_degree": 8}, (1, 1)),
+        ([2, 4], {}, (3, 2)),
+        ([4, 8, 8], {}, (5, 4)),
+        ([4, 8], {"tensor_parallel_degree": 2}, (3, 2)),
+        ([3, 4], {}, (7, 1)),
+        ([6, 6], {"tensor_parallel_degree": 4}, (3, 1)),
+        ([8, 8], {"fsdp_shard_degree": 4}, (4, 4)),
+        ([8, 8], {"fsdp_num_replicas": 4}, (4, 4)),
+        ([8, 8], {"fsdp_shard_degree": 16}, (1, 16)),
+        ([8, 8], {"fsdp_shard_degree": 2, "fsdp_num_replicas": 8}, (8, 2)),
+        ([8, 8], {"fsdp_num_replicas": 4, "tensor_parallel_degree": 2}, (4, 2)),
+        ([2, 4], {"fsdp_num_replicas": 2}, (2, 3)),
+    ],
+)
+def test_degrees(nodes: list[int], flags: dict[str, Any], replicas_and_shards: tuple[int, int]) -> None:
+    assert degrees(resolve_layout(nodes, **flags)) == replicas_and_shards
+
+
+def test_groups_of_two_nodes() -> None:
+    layout = resolve_layout([8, 8])
+    assert layout.shard_groups == (tuple(range(8)), tuple(range(8, 16)))
+    assert layout.replica_groups == tuple((rank, rank + 8) for rank in range(8))
+    assert layout.warnings == ()
+    assert not layout.straddles_nodes
+
+
+def test_groups_of_unequal_nodes() -> None:
+    layout = resolve_layout([2, 4])
+    assert layout.shard_groups == ((0, 1), (2, 3), (4, 5))
+    assert layout.replica_groups == ((0, 2, 4), (1, 3, 5))
+    assert not layout.straddles_nodes
+
+
+def test_groups_with_tensor_and_context_degree() -> None:
+    layout = resolve_layout([8, 8], tensor_parallel_degree=2, context_parallel_degree=2)
+    assert layout.tensor_groups[:2] == ((0, 1), (2, 3))
+    assert layout.context_groups[:2] == ((0, 2), (1, 3))
+    # FSDP shards over the context ranks as well.
+    assert layout.shard_groups == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert layout.replica_groups[0] == (0, 8)
+
+
+@given(layouts())
+def test_degrees_multiply_to_the_world_and_groups_partition_it(layout: ShardLayout) -> None:
+    assert layout.num_replicas * layout.shard_degree * layout.model_parallel_degree == layout.world_size
+    everyone = list(range(layout.world_size))
+    sizes = {
+        layout.shard_groups: layout.shard_group_size,
+        layout.replica_groups: layout.num_replicas,
+        layout.context_groups: layout.context_parallel_degree,
+        layout.tensor_groups: layout.tensor_parallel_degree,
+    }
+    for groups, size in sizes.items():
+        assert sorted(chain.from_iterable(groups)) == everyone
+        assert {len(group) for group in groups} == {size}
+        assert all(list(group) == sorted(group) for group in groups)
+
+
+@given(layouts())
+def test_a_shard_group_and_a_replica_group_meet_at_most_once(layout: ShardLayout) -> None:
+    for shard_group in layout.shard_groups[:4]:
+        for replica_group in layout.replica_groups[:4]:
+            assert len(set(shard_group) & set(replica_group)) <= 1
+
+
+@given(layouts())
+def test_straddling_is_what_node_of_says(layout: ShardLayout) -> None:
+    nodes_of_groups = [{layout.node_of(rank) for rank in group} for group in layout.shard_groups]
+    assert layout.straddles_nodes == any(len(nodes) > 1 for nodes in nodes_of_groups)
+    for node, ranks in enumerate(layout.nodes):
+        assert len(ranks) == layout.gpus_per_node[node]
+        assert {layout.node_of(rank) for rank in ranks} == {node}
+
+
+@given(node_lists, st.data())
+def test_auto_never_straddles_and_no_larger_degree_could(nodes: list[int], data: st.DataObject) -> None:
+    tensor = data.draw(st.sampled_from(divisors(sum(nodes))))
+    auto = resolve_layout(nodes, tensor_parallel_degree=tensor)
+    assert not auto.straddles_nodes
+    for degree in divisors(auto.data_parallel_world_size):
+        if degree > auto.shard_degree:
+            assert resolve_layout(nodes, fsdp_shard_degree=degree, tensor_parallel_degree=tensor).straddles_nodes
+
+
+@given(st.integers(1, 128), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
+def test_auto_on_equal_nodes_is_a_replica_for_each(num_nodes: int, num_gpus: int, tensor: int) -> None:
+    if num_gpus % tensor:
+        return
+    layout = resolve_layout([num_gpus] * num_nodes, tensor_parallel_degree=tensor)
+    assert degrees(layout) == (num_nodes, num_gpus // tensor)
+
+
+@given(layouts())
+def test_one_flag_infers_the_other(layout: ShardLayout) -> None:
+    model_parallel: dict[str, Any] = {
+        "tensor_parallel_degree": layout.tensor_parallel_degree,
+        "context_parallel_degree": layout.context_parallel_degree,
+    }
+    by_shards = resolve_layout(layout.gpus_per_node, fsdp_shard_degree=layout.shard_degree, **model_parallel)
+    by_replicas = resolve_layout(layout.gpus_per_node, fsdp_num_replicas=layout.num_replicas, **model_parallel)
+    by_both = resolve_layout(
+        layout.gpus_per_node,
+        fsdp_shard_degree=layout.shard_degree,
+        fsdp_num_replicas=layout.num_replicas,
+        **model_parallel,
+    )
+    assert degrees(by_shards) == degrees(by_replicas) == degrees(by_both) == degrees(layout)
+
+
+def test_single_device() -> None:
+    layout = resolve_layout([1], single_device=True)
+    assert layout.single_device
+    assert degrees(layout) == (1, 1)
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("nodes", "flags", "message"),
+    [
+        ([8], {"fsdp_shard_degree": 3}, "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4 or 8"),
+        ([8], {"fsdp_num_replicas": 5}, "--fsdp_num_replicas 5 does not divide 8 learner GPUs; use 1, 2, 4 or 8"),
+        ([1], {"fsdp_shard_degree": 2}, "--fsdp_shard_degree 2 does not divide 1 learner GPU; use 1"),
+        (
+            [8, 8],
+            {"fsdp_shard_degree": 16, "tensor_parallel_degree": 2},
+            "does not divide 8 data-parallel ranks (16 learner GPUs / tensor degree 2); use 1, 2, 4 or 8",
+        ),
+        (
+            [8],
+            {"fsdp_shard_degree": 4, "fsdp_num_replicas": 4},
+            "= 16, not the 8 learner GPUs; with shard degree 4 use --fsdp_num_replicas 2, "
+            "with 4 replicas use --fsdp_shard_degree 2",
+        ),
+        ([8], {"fsdp_shard_degree": 3, "fsdp_num_replicas": 3}, "use 1 x 8, 2 x 4, 4 x 2 or 8 x 1"),
+        (
+            [8, 8],
+            {"tensor_parallel_degree": 3},
+            "--tensor_parallel_degree 3 does not divide 16 learner GPUs; "
+            "use 1, 2, 4 or 8 (within a node), or 16 (across nodes)",
+        ),
+        ([8], {"context_parallel_degree": 3}, "--context_parallel_degree 3 does not divide 8 learner GPUs; use 1, 2"),
+        (
+            [8, 8],
+            {"tensor_parallel_degree": 4, "context_parallel_degree": 8},
+            "with tensor degree 4 use --context_parallel_degree 1, 2 or 4",
+        ),
+        ([], {}, "the list of GPUs per node is empty"),
+        ([8, 0], {}, "node 1 has 0 GPUs"),
+        ([-8], {}, "node 0 has -8 GPUs"),
+        ([8, True], {}, "node 1 has True GPUs"),
+        (["8"], {}, "node 0 has '8' GPUs"),
+        ([8, 8], {"single_device": True}, "--single_gpu_mode trains on one GPU, not on 16"),
+        ([1], {"single_device": True, "fsdp_shard_degree": 1}, "--fsdp_shard_degree 1 cannot apply"),
+        ([1], {"single_device": True, "fsdp_num_replicas": 1}, "--fsdp_num_replicas 1 cannot apply"),
+        ([1], {"single_device": True, "tensor_parallel_degree": 2}, "--tensor_parallel_degree 2 cannot apply"),
+        ([1], {"single_device": True, "context_parallel_degree": 2}, "--context_parallel_degree 2 cannot apply"),
+    ],
+)
+def test_refused_with_what_would_work(nodes: list[Any], flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        resolve_layout(nodes, **flags)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "flag", ["fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"]
+)
+@pytest.mark.parametrize("value", [0, -1, True, False, 2.0, "2"])
+def test_degrees_are_whole_numbers_of_at_least_one(flag: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"--{flag} .*is not a whole number of at least 1"):
+        resolve_layout([8], **{flag: value})
+
+
+@given(node_lists, st.integers(1, 64))
+def test_every_value_an_error_offers_works(nodes: list[int], degree: int) -> None:
+    try:
+        resolve_layout(nodes, fsdp_shard_degree=degree)
+    except InputError as error:
+        offered = re.findall(r"\d+", str(error).split("; use ")[1])
+        assert offered
+        for value in offered:
+            assert resolve_layout(nodes, fsdp_shard_degree=int(value)).shard_degree == int(value)
+    else:
+        assert sum(nodes) % degree == 0
+
+
+# ---- what is allowed with a warning ----
+
+
+@given(layouts())
+def test_a_warning_exactly_where_shard_groups_straddle(layout: ShardLayout) -> None:
+    shard_warnings = [warning for warning in layout.warnings if warning.startswith("Shard groups straddle")]
+    context_warnings = [warning for warning in layout.warnings if warning.startswith("Context groups straddle")]
+    assert len(shard_warnings) == int(layout.straddles_nodes and layout.shard_degree > 1)
+    assert layout.straddles_nodes <= bool(shard_warnings or context_warnings)
+
+
+@given(node_lists, st.data())
+def test_following_a_straddle_warning_ends_the_straddling(nodes: list[int], data: st.DataObject) -> None:
+    tensor = data.draw(st.sampled_from(divisors(sum(nodes))))
+    shard = data.draw(st.sampled_from(divisors(sum(nodes) // tensor)))
+    layout = resolve_layout(nodes, fsdp_shard_degree=shard, tensor_parallel_degree=tensor)
+    if not layout.straddles_nodes:
+        return
+    (warning,) = (warning for warning in layout.warnings if warning.startswith("Shard groups"))
+    remedy = re.search(r"--fsdp_shard_degree (\d+) --fsdp_num_replicas (\d+)", warning)
+    if remedy is not None:
+        assert not resolve_layout(
+            nodes,
+            fsdp_shard_degree=int(remedy[1]),
+            fsdp_num_replicas=int(remedy[2]),
+            tensor_parallel_degree=tensor,
+        ).straddles_nodes
+    elif (smaller := re.search(r"--tensor_parallel_degree ([\d, or]+) would", warning)) is not None:
+        for degree in re.findall(r"\d+", smaller[1]):
+            assert resolve_layout(nodes, tensor_parallel_degree=int(degree)).shard_degree > 1
+    else:
+        assert gcd(*nodes) == 1
+
+
+def test_straddle_warning_shows_groups_and_flags() -> None:
+    (warning,) = resolve_layout([2, 4], fsdp_shard_degree=3).warnings
+    assert "A: ranks 0-1 (node 0) + 2 (node 1)" in warning
+    assert "--fsdp_shard_degree 2 --fsdp_num_replicas 3" in warning
+
+
+def test_straddle_warning_stays_short_for_many_nodes() -> None:
+    (warning,) = resolve_layout([8] * 128, fsdp_shard_degree=128).warnings
+    assert "A: ranks 0-127 (nodes 0 to 15)" in warning
+    assert "and 5 more groups" in warning
+    assert len(warning) < 500
+
+
+def test_tensor_groups_across_nodes_are_warned_of() -> None:
+    tensor_warning, unsharded_warning = resolve_layout([4, 4, 4, 4], tensor_parallel_degree=8).warnings
+    assert "ranks 0-3 (node 0) + 4-7 (node 1)" in tensor_warning
+    assert "--tensor_parallel_degree 1, 2 or 4" in tensor_warning
+    assert "not sharded" in unsharded_warning
+
+
+def test_context_groups_across_nodes_are_warned_of() -> None:
+    layout = resolve_layout([4, 4], context_parallel_degree=8)
+    assert layout.straddles_nodes
+    (warning,) = layout.warnings
+    assert warning.startswith("Context groups straddle nodes")
+    assert "--context_parallel_degree 1, 2 or 4" in warning
+
+
+@pytest.mark.parametrize(
+    ("nodes", "flags", "parts"),
+    [
+        (
+            [8] * 4,
+            {"tensor_parallel_degree": 8},
+            [
+                "--tensor_parallel_degree 8 leaves nothing",
+                "--tensor_parallel_degree 1, 2 or 4",
+                "degree 2 or 4 (groups",
+            ],
+        ),
+        ([1] * 4, {}, ["each node has one GPU", "--fsdp_shard_degree 2 or 4 (groups across nodes)"]),
+        ([3, 4], {}, ["no common divisor above 1", "--fsdp_shard_degree 7 (groups across nodes)"]),
+        ([8], {"fsdp_num_replicas": 8}, ["2, 4 or 8 (groups within a node)", "in place of --fsdp_num_replicas"]),
+    ],
+)
+def test_a_model_that_nothing_shards_is_noticed(nodes: list[int], flags: dict[str, Any], parts: list[str]) -> None:
+    (warning,) = resolve_layout(nodes, **flags).warnings
+    assert warning.startswith("The model is not sharded")
+    for part in parts:
+        assert part in warning
+
+
+@pytest.mark.parametrize(
+    ("nodes", "flags"),
+    [
+        ([1], {}),  # one GPU has nobody to share with
+        ([8], {"fsdp_shard_degree": 1}),  # asked for by name
+        ([8], {"tensor_parallel_degree": 8}),  # one copy, split by the tensor degree
+        ([8, 8], {"context_parallel_degree": 8}),  # FSDP shards over context ranks
+    ],
+)
+def test_no_warning_where_nothing_is_lost(nodes: list[int], flags: dict[str, Any]) -> None:
+    assert resolve_layout(nodes, **flags).warnings == ()
+
+
+def test_memory_warning_names_the_smallest_degree_that_fits() -> None:
+    layout = resolve_layout([8] * 4, tensor_parallel_degree=8)
+    # 32e9 x 16 bytes = 476.8 GiB; / 8 = 59.6, / 16 = 29.8.
+    assert unsharded_memory_warning(layout, num_params=32_000_000_000, device_memory_gib=80) is None
+    warning = unsharded_memory_warning(layout, num_params=32_000_000_000, device_memory_gib=40)
+    assert warning is not None
+    assert "= 59.6 GiB on each GPU, which has 40 GiB" in warning
+    assert (
+        "--fsdp_shard_degree 2 --fsdp_num_replicas 2: 29.8 GiB on each GPU, with shard groups across nodes" in warning
+    )
+
+
+def test_memory_warning_when_no_degree_fits() -> None:
+    warning = unsharded_memory_warning(resolve_layout([2]), num_params=32_000_000_000, device_memory_gib=80)
+    assert warning is not None
+    assert "at least 6 such GPUs" in warning  # 476.8 / 80
+    single = unsharded_memory_warning(
+        resolve_layout([1], single_device=True), num_params=32_000_000_000, device_memory_gib=80
+    )
+    assert single is not None
+    assert "without --single_gpu_mode" in single
+
+
+@given(layouts(), st.integers(1, 10**12), st.integers(1, 192))
+def test_memory_warning_exactly_where_the_state_does_not_fit(
+    layout: ShardLayout, num_params: int, device_memory_gib: int
+) -> None:
+    split = layout.shard_group_size * layout.tensor_parallel_degree
+    warning = unsharded_memory_warning(layout, num_params=num_params, device_memory_gib=device_memory_gib)
+    assert (warning is None) == (num_params * 16 / split <= device_memory_gib * 2**30)
+    if warning is not None and (remedy := re.search(r"--fsdp_shard_degree (\d+)", warning)):
+        degree = int(remedy[1])
+        inner = layout.model_parallel_degree
+        assert num_params * 16 / (degree * inner) <= device_memory_gib * 2**30
+        for smaller in divisors(layout.data_parallel_world_size):
+            if smaller < degree:
+                assert num_params * 16 / (smaller * inner) > device_memory_gib * 2**30
+
+
+# ---- nodes from the environment ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes"),
+    [
+        ({}, (1,)),
+        ({"NUM_NODES": "4"}, (1,)),  # a cluster's own variable, but no launcher
+        ({"WORLD_SIZE": "1"}, (1,)),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, (8,)),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, (8, 8)),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}, (8, 8)),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2", "GROUP_WORLD_SIZE": "2"}, (8, 8)),
+        ({"WORLD_SIZE": "16", "NUM_NODES": "4"}, (4, 4, 4, 4)),
+        ({"WORLD_SIZE": " 4 ", "LOCAL_WORLD_SIZE": "4", "NUM_NODES": ""}, (4,)),
+    ],
+)
+def test_nodes_from_environment(environ: dict[str, str], nodes: tuple[int, ...]) -> None:
+    assert node_sizes_from_environment(environ) == nodes
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "eight"}, "WORLD_SIZE='eight' is not a whole number"),
+        ({"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "1"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
+        ({"WORLD_SIZE": "9" * 5000}, "is not a whole number"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is set without WORLD_SIZE; start with torchrun"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but LOCAL_WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "WORLD_SIZE=8 is not GROUP_WORLD"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2"}, "WORLD_SIZE=8 is not NUM_NODES=2 times"),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2", "GROUP_WORLD_SIZE": "1"},
+            "NUM_NODES=2, but torchrun counts 1 node",
+        ),
+    ],
+)
+def test_environment_that_contradicts_itself(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        node_sizes_from_environment(environ)
+    assert not isinstance(caught.value, UnequalNodesError)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"},
+    ],
+)
+def test_unequal_nodes_are_left_to_the_ranks(environ: dict[str, str]) -> None:
+    with pytest.raises(UnequalNodesError, match="unequal size"):
+        node_sizes_from_environment(environ)
+
+
+# ---- the picture ----
+
+
+@given(layouts())
+def test_picture_fits_in_eighty_columns(layout: ShardLayout) -> None:
+    lines = draw_layout(layout).plain.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert len(lines) < 120
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 8, 9, 128])
+def test_picture_of_many_nodes_keeps_the_first_and_the_last(num_nodes: int) -> None:
+    picture = draw_layout(resolve_layout([8] * num_nodes)).plain
+    assert "node 0 " in picture
+    assert f"node {num_nodes - 1} " in picture
+    assert (f"nodes 4 to {num_nodes - 2}" in picture) == (num_nodes > 8)
+    assert f"{group_name(num_nodes - 1)} {8 * num_nodes - 8}-{8 * num_nodes - 1}" in picture
+
+
+def test_picture_letters_ranks_by_shard_group() -> None:
+    picture = draw_layout(resolve_layout([2, 4], fsdp_shard_degree=3)).plain
+    lines = [line.split() for line in picture.splitlines()]
+    assert ["│", "0", "1", "│", "│", "2", "3", "4", "5", "│"] in lines
+    assert ["│", "A", "A", "│", "│", "A", "B", "B", "B", "│"] in lines
+    assert "1 of 2 cross nodes" in picture
+    assert "warning: Shard groups straddle nodes" in picture
+
+
+def test_picture_says_which_traffic_crosses_nodes() -> None:
+    lines = draw_layout(resolve_layout([8, 8], tensor_parallel_degree=2)).plain.splitlines()
+    reach = {
+        line[:14].strip(): line.split("  ")[-1].strip() for line in lines if line[:1].isalpha() and "groups" in line
+    }
+    assert reach == {
+        "shard groups": "within a node",
+        "replica groups": "across nodes",
+        "tensor groups": "within a node",
+    }
+    assert any("0═══1   2═══3" in line for line in lines)
+
+
+def printed(layout: ShardLayout, encoding: str, *, terminal: bool) -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_layout(layout, Console(file=stream, force_terminal=terminal, color_system="standard" if terminal else None))
+    stream.flush()
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue().decode(encoding)
+
+
+def test_picture_for_terminals_pipes_and_old_encodings() -> None:
+    layout = resolve_layout([8, 8], tensor_parallel_degree=2)
+    piped = printed(layout, "utf-8", terminal=False)
+    assert "\x1b" not in piped
+    assert piped.rstrip("\n") == draw_layout(layout).plain
+    on_terminal = printed(layout, "utf-8", terminal=True)
+    assert "\x1b[" in on_terminal
+    assert re.sub(r"\x1b\[[\d;]*m", "", on_terminal) == piped
+    plain = printed(layout, "ascii", terminal=False)
+    assert "+- node 0 -" in plain
+    assert [len(line) for line in plain.splitlines()] == [len(line) for line in piped.splitlines()]
+
+
+def test_words() -> None:
+    assert [group_name(index) for index in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
+    assert one_of([1]) == "1"
+    assert one_of([1, 2, 4]) == "1, 2 or 4"
+    assert [ranks_text(ranks) for ranks in ([3], [0, 1], [0, 8], range(8), range(0, 32, 2))] == [
+        "3",
+        "0-1",
+        "0 8",
+        "0-7",
+        "0 2 ... 30",
+    ]
+    assert nodes_text([8]) == "1 node of 8 GPUs"
+    assert nodes_text([1, 1]) == "2 nodes of 1 GPU"
+    assert nodes_text([2, 4]) == "nodes of 2 and 4 GPUs"
+    assert nodes_text([2, 4, 2, 4, 2]) == "5 nodes of 2 to 4 GPUs"
+
+
+# ---- the command ----
+
+
+def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout_command(["--gpus_per_node", "2", "4", "--fsdp_shard_degree", "3", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["shard_degree"] == 3
+    assert record["num_replicas"] == 2
+    assert record["tensor_parallel_degree"] == 1
+    assert record["shard_groups"] == [[0, 1, 2], [3, 4, 5]]
+    assert record["replica_groups"] == [[0, 3], [1, 4], [2, 5]]
+    assert record["straddles_nodes"] is True
+    assert len(record["warnings"]) == 1
+
+
+def test_command_takes_nodes_times_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout_command(["--gpus_per_node", "2x8", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus_per_node"] == [8, 8, 4]
+
+
+def test_command_says_whether_a_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpus_per_node", "4x8", "--tensor_parallel_degree", "8", "--num_params", "32B"]
+    assert layout_command(flags) == 0
+    assert "training state: 59.6 GiB on each GPU of 80 GiB" in capsys.readouterr().out
+    assert layout_command([*flags, "--device_memory_gib", "40", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["training_state_gib_per_gpu"] == pytest.approx(59.605)
+    assert "does not fit" in record["warnings"][-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the following arguments are required: --gpus_per_node"),
+        (
+            "--gpus_per_node 8 --fsdp_shard_degree 3",
+            "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4",
+        ),
+        (
+            "--gpus_per_node 8 --fsdp_shard_degre 4",
+            "unknown flag --fsdp_shard_degre; did you mean --fsdp_shard_degree?",
+        ),
+        ("--gpus_per_node 8 --fsdp_shard_degree two", "--fsdp_shard_degree: 'two' is not a whole number of at least 1"),
+        ("--gpus_per_node 8 --fsdp_shard_degree 0", "--fsdp_shard_degree: '0' is not a whole number of at least 1"),
+        ("--gpus_per_node 8,8", "--gpus_per_node: '8,8' is not a whole number"),
+        ("--gpus_per_node 0x8", "--gpus_per_node: '0' is not a whole number"),
+        ("--gpus_per_node 99999999x8", "more than the 10000 GPUs"),
+        ("--gpus_per_node 8 --num_params many", "--num_params: 'many' is not a number of parameters"),
+        ("--gpus_per_node 8 --device_memory_gib nan", "--device_memory_gib: 'nan' is not a number of GiB above 0"),
+        ("--gpus_per_node 8 8 --single_gpu_mode", "--single_gpu_mode trains on one GPU, not on 16"),
+    ],
+)
+def test_command_refuses_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout_command(shlex.split(words)) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.count("\n") == 1
+    assert message in streams.err
+
+
+def test_command_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout_command(["--help"]) == 0
+    text = capsys.readouterr().out
+    for flag in ("gpus_per_node", "fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "json"):
+        assert f"--{flag}" in text
+    assert "4x8 stands for four nodes of 8" in text
+
+
+def test_no_torch_is_loaded() -> None:
+    program = (
+        "import sys; from open_instruct.parallel.layout_command import layout_command; "
+        "layout_command(['--gpus_per_node', '8']); sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=DOCS_PAGE.parents[1]).returncode == 0
+    )
+
+
+# ---- the page in docs/ ----
+
+
+def documented_commands() -> list[tuple[str, str]]:
+    """(arguments, output) of every `$ open-instruct layout …` in docs/sharding.md."""
+    blocks = re.findall(r"```console\n\$ open-instruct layout (.*?)\n(.*?)```", DOCS_PAGE.read_text(), re.DOTALL)
+    return [(arguments, output) for arguments, output in blocks]
+
+
+def test_the_page_shows_commands() -> None:
+    assert len(documented_commands()) >= 5
+
+
+@pytest.mark.parametrize(("arguments", "output"), documented_commands())
+def test_the_page_shows_what_the_command_prints(
+    arguments: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    layout_command(shlex.split(arguments))
+    streams = capsys.readouterr()
+    assert streams.out + streams.err == output

@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from open_instruct.losses.logprobs import sum_by_sequence
+from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
+from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
+from open_instruct.packing.preference_pairs import StepPlan, plan_step, preference_batch
+from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, PreferenceExample, Span
+
+PAD = 99
+_ = IGNORE_INDEX
+
+
+def document(*token_ids: int, reply: int) -> Document:
+    """A document whose last `reply` tokens are the response."""
+    return Document(token_ids=token_ids, response=Span(start=len(token_ids) - reply, stop=len(token_ids)))
+
+
+FIRST, SECOND = document(5, 9, 2, 7, reply=1), document(4, 6, reply=1)
+
+
+# --- documents -------------------------------------------------------------------------------------
+
+
+def test_packed_row_of_the_records_example() -> None:
+    batch = pack_documents([FIRST, SECOND])
+    assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 4, 6]]
+    assert batch.labels_BT.tolist() == [[_, _, 7, _, 6, _]]
+    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 1, -1]]
+    assert batch.document_lengths == (4, 2)
+    assert (batch.num_sequences, batch.num_tokens) == (2, 6)
+    assert batch.input_ids_BT.dtype == batch.labels_BT.dtype == batch.sequence_ids_BT.dtype == torch.int64
+
+
+def test_tail_padding_of_a_packed_row_is_a_document_of_its_own() -> None:
+    batch = pack_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=8)
+    assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 4, 6, PAD, PAD]]
+    assert batch.labels_BT.tolist() == [[_, _, 7, _, 6, _, _, _]]
+    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 1, -1, -1, -1]]
+    assert batch.document_lengths == (4, 2, 2)
+    assert (batch.num_sequences, batch.num_tokens) == (2, 6)
+
+
+def test_no_padding_document_where_the_length_fits() -> None:
+    assert pack_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=3).document_lengths == (4, 2)
+
+
+def test_padded_rows() -> None:
+    batch = pad_documents([FIRST, SECOND], pad_token_id=PAD, pad_to_multiple_of=5)
+    assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, PAD], [4, 6, PAD, PAD, PAD]]
+    assert batch.labels_BT.tolist() == [[_, _, 7, _, _], [6, _, _, _, _]]
+    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, -1], [1, -1, -1, -1, -1]]
+    assert batch.document_lengths is None
+    assert (batch.num_sequences, batch.num_tokens) == (2, 6)
+
+
+def test_a_response_inside_a_document_is_labelled_to_its_end_and_no_further() -> None:
+    middle = Document(token_ids=(1, 2, 3, 4, 5, 6), response=Span(start=2, stop=4))
+    assert pack_documents([middle]).labels_BT.tolist() == [[_, 3, 4, _, _, _]]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2), (2, 2), (2, 4), (-1, 2)])
+def test_a_response_that_cannot_be_predicted_whole_is_refused(start: int, stop: int) -> None:
+    wrong = Document(token_ids=(1, 2, 3), response=Span(start=start, stop=stop))
+    with pytest.raises(AssertionError, match="response"):
+        pack_documents([wrong])
+    with pytest.raises(AssertionError, match="response"):
+        pad_documents([wrong], pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_empty_batch(packing: bool) -> None:
+    batch = empty_batch(PAD, num_tokens=3, packing=packing)
+    assert batch.input_ids_BT.tolist() == [[PAD, PAD, PAD]]
+    assert batch.labels_BT.tolist() == [[_, _, _]]
+    assert batch.sequence_ids_BT.tolist() == [[-1, -1, -1]]
+    assert batch.document_lengths == ((3,) if packing else None)
+    assert (batch.num_sequences, batch.num_tokens) == (0, 0)
+
+
+def test_kept_positions_fill_short_rows_with_the_last_position() -> None:
+    long = document(1, 2, 3, 4, 5, reply=3)
+    kept = kept_positions(pad_documents([long, document(6, 7, reply=1)], pad_token_id=PAD))
+    assert kept.positions_BK.tolist() == [[1, 2, 3], [0, 4, 4]]
+    assert kept.labels_BK.tolist() == [[3, 4, 5], [7, _, _]]
+    assert kept.sequence_ids_BK.tolist() == [[0, 0, 0], [1, -1, -1]]
+
+
+def test_kept_positions_of_a_packed_row() -> None:
+    positions, labels, sequence_ids = kept_positions(pack_documents([FIRST, SECOND], pad_to_multiple_of=8))
+    assert positions.tolist() == [[2, 4]]
+    assert labels.tolist() == [[7, 6]]
+    assert sequence_ids.tolist() == [[0, 1]]
+
+
+def test_kept_positions_of_an_empty_batch_hold_one_unlabelled_position() -> None:
+    kept = kept_positions(empty_batch(PAD, num_tokens=4))
+    assert kept.positions_BK.tolist() == [[3]]
+    assert kept.labels_BK.tolist() == [[_]]
+    assert kept.sequence_ids_BK.tolist() == [[-1]]
+
+
+@st.composite
+def documents(draw: Any) -> Document:
+    token_ids = draw(st.lists(st.integers(0, 97), min_size=2, max_size=12))
+    start = draw(st.integers(1, len(token_ids) - 1))
+    stop = draw(st.integers(start + 1, len(token_ids)))
+    return Document(token_ids=tuple(token_ids), response=Span(start=start, stop=stop))
+
+
+@st.composite
+def preference_examples(draw: Any) -> PreferenceExample:
+    return PreferenceExample(
+        row_id=draw(st.integers(0, 999)), key="k", chosen=draw(documents()), rejected=draw(documents())
+    )
+
+
+def both_layouts(items: Sequence[Document], multiple: int) -> list[PackedBatch]:
+    return [
+        pack_documents(items, pad_token_id=PAD, pad_to_multiple_of=multiple),
+        pad_documents(items, pad_token_id=PAD, pad_to_multiple_of=multiple),
+    ]
+
+
+@given(st.lists(documents(), min_size=1, max_size=6), st.integers(1, 9))
+def test_both_layouts_hold_every_response_token_once_and_nothing_else(items: list[Document], multiple: int) -> None:
+    expected = [list(item.token_ids[item.response.start : item.response.stop]) for item in items]
+    for batch in both_layouts(items, multiple):
+        num_rows, width = batch.input_ids_BT.shape
+        assert width % multiple == 0
+        assert batch.num_tokens == sum(map(len, items))
+        assert batch.num_sequences == len(items)
+        if batch.document_lengths is not None:
+            assert num_rows == 1 and sum(batch.document_lengths) == width
+            assert batch.document_lengths[: len(items)] == tuple(map(len, items))
+        assert ((batch.labels_BT == IGNORE_INDEX) == (batch.sequence_ids_BT == -1)).all()
+        kept = kept_positions(batch)
+        for sequence, tokens in enumerate(expected):
+            assert kept.labels_BK[kept.sequence_ids_BK == sequence].tolist() == tokens
+        filler = kept.sequence_ids_BK == -1
+        assert (kept.labels_BK[filler] == IGNORE_INDEX).all()
+        assert (kept.positions_BK[filler] == width - 1).all()
+        # A label is always the row's own next token.
+        labelled = ~filler
+        rows = torch.arange(num_rows)[:, None].expand_as(kept.positions_BK)[labelled]
+        following = batch.input_ids_BT[rows, kept.positions_BK[labelled] + 1]
+        assert following.tolist() == kept.labels_BK[labelled].tolist()
+
+
+# --- nothing leaks ---------------------------------------------------------------------------------
+
+
+def pretend_logprobs(batch: PackedBatch) -> torch.Tensor:
+    """A 'model' whose log-prob at t depends on every token that attention would let t see, and on the label."""
+    rows = []
+    for token_ids, labels in zip(batch.input_ids_BT.tolist(), batch.labels_BT.tolist(), strict=True):
+        row: list[float] = []
+        for length in batch.document_lengths or (len(token_ids),):
+            start = len(row)
+            seen: tuple[int, ...] = ()
+            for position in range(start, start + length):
+                seen += (token_ids[position],)
+                row.append(-10.0 * random.Random(hash((seen, labels[position]))).random())
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def reply_logps(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and counts per sequence, read at the kept positions only."""
+    kept = kept_positions(batch)
+    logprobs_BK = pretend_logprobs(batch).gather(1, kept.positions_BK)
+    return sum_by_sequence(logprobs_BK, kept.sequence_ids_BK, batch.num_sequences)
+
+
+@given(st.lists(preference_examples(), min_size=1, max_size=4), st.integers(1, 16))
+def test_log_probs_do_not_depend_on_the_layout(examples: list[PreferenceExample], multiple: int) -> None:
+    alone = [reply_logps(pack_documents([example.chosen])) for example in examples]
+    alone += [reply_logps(pack_documents([example.rejected])) for example in examples]
+    for packing in (True, False):
+        batch = preference_batch(examples, packing=packing, pad_token_id=PAD, pad_to_multiple_of=multiple)
+        sums, counts = reply_logps(batch.packed)
+        torch.testing.assert_close(sums, torch.cat([one for one, _ in alone]), rtol=1e-12, atol=1e-12)
+        assert counts.tolist() == [one.item() for _, one in alone]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("multiple", [1, 64])
+def test_chosen_padding_does_not_leak_into_the_first_rejected_document(packing: bool, multiple: int) -> None:
+    """Chosen and rejected of very unequal lengths: the reference is scored alone, the policy in a batch."""
+    examples = [
+        PreferenceExample(
+            row_id=row, key="k", chosen=document(1, 2, 3, reply=1), rejected=document(*range(10, 40 + row), reply=20)
+        )
+        for row in range(3)
+    ]
+    reference_chosen = torch.cat([reply_logps(pack_documents([example.chosen]))[0] for example in examples])
+    reference_rejected = torch.cat([reply_logps(pack_documents([example.rejected]))[0] for example in examples])
+    batch = preference_batch(examples, packing=packing, pad_token_id=PAD, pad_to_multiple_of=multiple)
+    sums, counts = reply_logps(batch.packed)
+    for name in ("dpo", "dpo_norm"):
+        inputs = PreferenceLossInputs(
+            policy_chosen_logps_P=sums[:3],
+            policy_rejected_logps_P=sums[3:],
+            chosen_lengths_P=counts[:3],
+            rejected_lengths_P=counts[3:],
+            reference_chosen_logps_P=reference_chosen,
+            reference_rejected_logps_P=reference_rejected,
+        )
+        losses = preference_loss(name, inputs, beta=5.0).losses_P
+        torch.testing.assert_close(losses, torch.full_like(losses, math.log(2.0)), rtol=1e-9, atol=0.0)
+
+
+# --- preference batches ----------------------------------------------------------------------------
+
+
+def test_chosen_come_first_then_rejected_in_pair_order() -> None:
+    examples = [
+        PreferenceExample(row_id=7, key="a", chosen=document(1, 2, reply=1), rejected=document(3, 4, 5, reply=1)),
+        PreferenceExample(row_id=3, key="b", chosen=document(6, 7, reply=1), rejected=document(8, 9, reply=1)),
+    ]
+    packed = preference_batch(examples, packing=True, pad_token_id=PAD, pad_to_multiple_of=4)
+    assert packed.row_ids == (7, 3) and packed.num_pairs == 2
+    assert packed.packed.input_ids_BT.tolist() == [[1, 2, 6, 7, 3, 4, 5, 8, 9, PAD, PAD, PAD]]
+    assert packed.packed.document_lengths == (2, 2, 3, 2, 3)
+    assert packed.packed.num_sequences == 4
+    padded = preference_batch(examples, packing=False, pad_token_id=PAD)
+    assert padded.packed.input_ids_BT.tolist() == [[1, 2, PAD], [6, 7, PAD], [3, 4, 5], [8, 9, PAD]]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_batch_of_no_pairs_is_one_unlabelled_document(packing: bool) -> None:
+    batch = preference_batch([], packing=packing, pad_token_id=PAD, pad_to_multiple_of=4)
+    assert batch.num_pairs == 0 and batch.packed.num_sequences == 0 and batch.packed.num_tokens == 0
+    assert batch.packed.input_ids_BT.tolist() == [[PAD] * 4]
+    assert reply_logps(batch.packed)[0].shape == (0,)
+
+
+# --- planning a step -------------------------------------------------------------------------------
+
+
+def test_plan_by_hand_packed() -> None:
+    # Rounds: (90, 50) to ranks 0 and 1; then the lighter rank 1 gets 40 and rank 0 gets 10.
+    plan = plan_step(
+        [90, 10, 50, 40],
+        num_ranks=2,
+        max_pairs_per_microbatch=1,
+        max_tokens_per_microbatch=95,
+        max_microbatches=2,
+        packing=True,
+    )
+    assert plan == StepPlan(assignments=(((0,), (1,)), ((2, 3), ())))
+    assert plan.num_microbatches == 2
+
+
+def test_plan_by_hand_padded_groups_pairs_of_similar_length() -> None:
+    plan = plan_step(
+        [100, 10, 90, 20],
+        num_ranks=1,
+        max_pairs_per_microbatch=2,
+        max_tokens_per_microbatch=200,
+        max_microbatches=4,
+        packing=False,
+    )
+    assert plan == StepPlan(assignments=(((0, 2), (1, 3)),))
+
+
+def test_packing_takes_fewer_microbatches_than_padding_where_pairs_are_short() -> None:
+    lengths = [10] * 16
+    numbers = [
+        plan_step(
+            lengths,
+            num_ranks=2,
+            max_pairs_per_microbatch=2,
+            max_tokens_per_microbatch=200,
+            max_microbatches=4,
+            packing=packing,
+        ).num_microbatches
+        for packing in (True, False)
+    ]
+    assert numbers == [1, 4]
+
+
+def test_ranks_beyond_the_pairs_get_empty_microbatches() -> None:
+    plan = plan_step(
+        [5, 6],
+        num_ranks=4,
+        max_pairs_per_microbatch=1,
+        max_tokens_per_microbatch=6,
+        max_microbatches=1,
+        packing=True,
+    )
+    assert plan == StepPlan(assignments=(((1,),), ((0,),), ((),), ((),)))
+
+
+def test_no_pairs_still_make_one_microbatch() -> None:
+    plan = plan_step(
+        [], num_ranks=2, max_pairs_per_microbatch=1, max_tokens_per_microbatch=1, max_microbatches=1, packing=True
+    )
+    assert plan == StepPlan(assignments=(((),), ((),)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens"),
+    [([1, 1, 1, 1, 1], 10), ([6], 5)],
+    ids=["more pairs than fit in a step", "a microbatch too small for the longest pair"],
+)
+def test_a_step_that_cannot_be_planned_is_refused(lengths: list[int], max_tokens: int) -> None:
+    with pytest.raises(AssertionError):
+        plan_step(
+            lengths,
+            num_ranks=2,
+            max_pairs_per_microbatch=1,
+            max_tokens_per_microbatch=max_tokens,
+            max_microbatches=2,
+            packing=True,
+        )
+
+
+@st.composite
+def steps(draw: Any) -> dict[str, Any]:
+    num_ranks, max_pairs, max_microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    most = num_ranks * max_pairs * max_microbatches
+    longest = draw(st.integers(4, 300))
+    num_pairs = draw(st.one_of(st.just(most), st.integers(0, most)))
+    lengths = draw(st.lists(st.integers(4, longest), min_size=num_pairs, max_size=num_pairs))
+    return {
+        "num_tokens_of_pair": lengths,
+        "num_ranks": num_ranks,
+        "max_pairs_per_microbatch": max_pairs,
+        "max_tokens_per_microbatch": max_pairs * longest,
+        "max_microbatches": max_microbatches,
+        "packing": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=300)
+@given(steps())
+def test_every_plan_keeps_its_promises(step: dict[str, Any]) -> None:
+    plan = plan_step(**step)
+    assert plan == plan_step(**step)
+
+    lengths = step["num_tokens_of_pair"]
+    assert len(plan.assignments) == step["num_ranks"]
+    assert 1 <= plan.num_microbatches <= step["max_microbatches"]
+    assert all(len(microbatches) == plan.num_microbatches for microbatches in plan.assignments)
+    # As few microbatches as the busiest rank needs: some rank fills them all.
+    if lengths:
+        assert any(all(microbatches) for microbatches in plan.assignments)
+
+    planned = [pair for microbatches in plan.assignments for microbatch in microbatches for pair in microbatch]
+    assert sorted(planned) == list(range(len(lengths)))
+
+    pairs_of_rank, tokens_of_rank = [], []
+    for microbatches in plan.assignments:
+        pairs_of_rank.append(sum(map(len, microbatches)))
+        tokens_of_microbatch = [sum(lengths[pair] for pair in microbatch) for microbatch in microbatches]
+        tokens_of_rank.append(sum(tokens_of_microbatch))
+        assert tokens_of_microbatch == sorted(tokens_of_microbatch, reverse=True)
+        for microbatch, num_tokens in zip(microbatches, tokens_of_microbatch, strict=True):
+            assert list(microbatch) == sorted(microbatch)
+            if step["packing"]:
+                assert num_tokens <= step["max_tokens_per_microbatch"]
+            else:
+                assert len(microbatch) <= step["max_pairs_per_microbatch"]
+    assert max(pairs_of_rank) - min(pairs_of_rank) <= 1
+    assert max(tokens_of_rank) - min(tokens_of_rank) <= max(lengths, default=0)

@@ -1,0 +1,159 @@
+"""`open-instruct tiny-model`: checkpoints that everything else can be tried on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.models.family import transformer_config
+from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.tiny import CONFIG_CLASSES, SIZES, tiny_config, train_tokenizer, write_tiny_model
+from open_instruct.models.tiny_command import tiny_model_command
+from open_instruct.models.tiny_corpus import built_in_corpus
+
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    return train_tokenizer(built_in_corpus(), vocab_size=512)
+
+
+@pytest.mark.parametrize("family", list(CONFIG_CLASSES))
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_transformers_loads_and_generates(tmp_path: Path, family: str, tie: bool) -> None:
+    folder = write_tiny_model(tmp_path / "new" / "model", family=family, tie=tie)  # type: ignore[arg-type]
+    assert {file.name for file in folder.iterdir()} == FILES
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == family
+    assert model.config.tie_word_embeddings is tie
+    assert model.config.vocab_size >= len(tokenizer)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    prompt = tokenizer("What is 2 + 2?", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+    transformer_config(load_hf_config(str(folder)))
+
+
+def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
+    random_state = torch.get_rng_state()
+    first, again, other = (
+        (write_tiny_model(tmp_path / name, family="llama", seed=seed) / "model.safetensors").read_bytes()
+        for name, seed in (("first", 3), ("again", 3), ("other", 4))
+    )
+    assert first == again
+    assert first != other
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_dtype_and_vocab_size(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", family="qwen3", dtype="bfloat16", vocab_size=700)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.get_input_embeddings().weight.shape == (700, SIZES["tiny"].hidden)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("tiny", 0.25), ("mini", 4), ("small", 50), ("base", 520)])
+def test_sizes_are_what_they_say(size: str, millions: float) -> None:
+    shape = SIZES[size]
+    for family in ("olmo2", "olmo3", "llama"):
+        config = tiny_config(family, shape, vocab_size=shape.vocab_size, tie=False)  # type: ignore[arg-type]
+        assert transformer_config(config).num_params / 1e6 == pytest.approx(millions, rel=0.05)
+
+
+@given(text=st.text())
+@settings(max_examples=200, deadline=None)
+def test_any_text_round_trips(tokenizer: transformers.PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_text_makes_words(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    assert len(tokenizer.encode(" the answer")) < len(" the answer") / 2
+    other = train_tokenizer(["xyzzy " * 50], vocab_size=300)
+    assert len(other.encode(" xyzzy")) == 1
+
+
+def test_chat_template(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    reply = {"role": "assistant", "content": "Hello!"}
+    rendered = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|bos|><|system|>\nBe kind.\n<|user|>\nHi\n<|assistant|>\n"
+    whole = tokenizer.apply_chat_template([*prompt, reply], tokenize=False)
+    assert whole == rendered + "Hello!<|eos|>"
+    longer = tokenizer.apply_chat_template([*prompt, reply, prompt[1]], tokenize=False, add_generation_prompt=True)
+    assert longer == whole + "\n<|user|>\nHi\n<|assistant|>\n"
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("plugh plugh plugh\n" * 20, encoding="utf-8")
+    folder = tmp_path / "model"
+    arguments = f"{folder} --family olmo3 --size tiny --vocab_size 290 --seed 5 --text {text}"
+    assert tiny_model_command([*arguments.split(), "--tie_word_embeddings", "true", "--dtype", "float16"]) == 0
+    assert str(folder) in capsys.readouterr().out
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["vocab_size"], config["dtype"]) == ("olmo3", 290, "float16")
+    assert config["tie_word_embeddings"] is True
+    assert len(transformers.AutoTokenizer.from_pretrained(folder).encode(" plugh")) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("", "required: DIR, --family"),
+        ("NEW --family gpt2", "invalid choice: 'gpt2'"),
+        ("NEW --family llama --size huge", "invalid choice: 'huge'"),
+        ("NEW --family llama --vocab_size 12", "--vocab_size 12: too small"),
+        ("NEW --family llama --vocab_size many", "invalid int value: 'many'"),
+        ("NEW --family llama --tie_word_embeddings perhaps", "neither true nor false"),
+        ("NEW --family llama --dtype int8", "invalid choice: 'int8'"),
+        ("NEW --family llama --text /nowhere/at/all", "--text /nowhere/at/all: cannot be read"),
+        ("NEW --family llama --colour red", "unrecognized arguments: --colour red"),
+        ("FULL --family llama", "is not an empty folder"),
+        ("FULL/file --family llama", "is not an empty folder"),
+        ("FULL/file/below --family llama", "cannot be made a folder"),
+    ],
+)
+def test_bad_arguments_end_with_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, problem: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    words = arguments.replace("NEW", str(tmp_path / "new")).replace("FULL", str(tmp_path / "full")).split()
+    assert tiny_model_command(words) == EXIT_INPUT
+    error = capsys.readouterr().err
+    assert problem in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "full" / "file").read_text() == "mine"
+
+
+def test_bad_arguments_of_the_function(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--size huge: unknown; choose from tiny, mini, small, base"):
+        write_tiny_model(tmp_path / "model", family="llama", size="huge")
+    assert not (tmp_path / "model").exists()
+
+
+def test_help_and_refusals_do_not_load_torch() -> None:
+    program = (
+        "import sys\n"
+        "from open_instruct.models.tiny_command import tiny_model_command\n"
+        "assert tiny_model_command(['x', '--family', 'none']) == 2\n"
+        "try:\n    tiny_model_command(['--help'])\nexcept SystemExit as done:\n    assert done.code == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--tie_word_embeddings" in result.stdout
