@@ -1,0 +1,126 @@
+"""A run that is stopped and started again ends where the run that was never stopped ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.dpo_case import DPOCase, free_ports
+from tests.ranks.launch import REPOSITORY
+
+NUM_STEPS = 12
+TIMEOUT_S = 150.0
+ENTRY = str(REPOSITORY / "open_instruct" / "dpo.py")
+
+
+def start(command: list[str], *, ranks: int) -> subprocess.Popen[str]:
+    """The command a user gives: plain Python for one rank, torchrun for more."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    program = [sys.executable] if ranks == 1 else [*torchrun, "--master_port", str(free_ports(1)[0])]
+    return subprocess.Popen(
+        [*program, ENTRY, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_rows(metrics: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until `metrics` has that many rows, so that a checkpoint lies behind and steps lie ahead."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not metrics.exists() or metrics.read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.005)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL the launcher and every rank: torchrun gives each rank a session of its own."""
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, ranks)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+Command = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def command_of(dpo_case: DPOCase) -> Callable[..., Command]:
+    def with_flags(*, ranks: int, **flags: object) -> Command:
+        settings = {"max_train_steps": NUM_STEPS, "num_epochs": 6, "checkpointing_steps": 2, **flags}
+        return lambda name: dpo_case.command(name, ranks=ranks, **settings)
+
+    return with_flags
+
+
+def test_killed_run_resumes_bitwise_in_bfloat16(dpo_case: DPOCase, command_of: Callable[..., Command]) -> None:
+    command = command_of(ranks=2, param_dtype="bfloat16", keep_last_n_checkpoints=2)
+    undisturbed, killed = "bf16_undisturbed", "bf16_killed"
+    finish(start(command(undisturbed), ranks=2))
+
+    process = start(command(killed), ranks=2)
+    wait_for_rows(dpo_case.folder / killed / "metrics.jsonl", 5, process)
+    kill(process)
+    assert not (dpo_case.folder / killed / "hf_model").exists(), "killed too late to prove anything"
+    output = finish(start(command(killed), ranks=2))
+
+    assert "resuming after step" in output
+    assert dpo_case.trajectory(killed) == dpo_case.trajectory(undisturbed)
+    assert dpo_case.weights_digest(killed) == dpo_case.weights_digest(undisturbed)
+    for name in (undisturbed, killed):
+        # The last two, whichever run wrote them.
+        assert sorted(path.name for path in (dpo_case.folder / name).glob("step*")) == ["step10", "step12"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "skip_step_adamw", "muon"])
+def test_terminated_run_resumes_bitwise_in_float32(
+    dpo_case: DPOCase, command_of: Callable[..., Command], optimizer: str
+) -> None:
+    command = command_of(ranks=1, optimizer=optimizer, checkpointing_steps=100)
+    undisturbed, stopped = f"{optimizer}_undisturbed", f"{optimizer}_stopped"
+    finish(start(command(undisturbed), ranks=1))
+
+    process = start(command(stopped), ranks=1)
+    wait_for_rows(dpo_case.folder / stopped / "metrics.jsonl", 2, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 143, output
+    assert "SIGTERM" in output and "Give the same command again" in output
+    num_steps = len(dpo_case.metrics(stopped))
+    assert 2 <= num_steps < NUM_STEPS, "stopped too late to prove anything"
+    assert (dpo_case.folder / stopped / f"step{num_steps}").is_dir()
+
+    finish(start(command(stopped), ranks=1))
+    assert dpo_case.trajectory(stopped) == dpo_case.trajectory(undisturbed)
+    assert dpo_case.weights_digest(stopped) == dpo_case.weights_digest(undisturbed)
+
+
+def test_run_of_four_ranks_resumes_on_two(dpo_case: DPOCase, command_of: Callable[..., Command]) -> None:
+    on_four = command_of(ranks=4, batch=1, fsdp_shard_degree=2)
+    on_two = command_of(ranks=2, batch=1)
+    finish(start(on_two("elastic_undisturbed"), ranks=2))
+
+    process = start(on_four("elastic"), ranks=4)
+    wait_for_rows(dpo_case.folder / "elastic" / "metrics.jsonl", 5, process)
+    kill(process)
+    output = finish(start(on_two("elastic"), ranks=2))
+
+    assert "resuming after step" in output
+    for ours, theirs in zip(dpo_case.trajectory("elastic"), dpo_case.trajectory("elastic_undisturbed"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
