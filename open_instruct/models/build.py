@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from open_instruct.models.attention import install_segment_attention
 from open_instruct.models.family import transformer_config
+from open_instruct.models.logprob_head import install_logprob_head
 from open_instruct.models.names import clean_name
 
 
@@ -32,8 +33,10 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Tr
     Raises:
         InputError: the configuration is not supported.
     """
-    model = transformer_config(hf_config).build(init_device=init_device)
+    config = transformer_config(hf_config)
+    model = config.build(init_device=init_device)
     install_segment_attention(model)
+    install_logprob_head(model, config, init_device=init_device)
     # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
     return model

@@ -1,0 +1,46 @@
+"""Every family trains the same sharded, split by tensor, and on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.dpo_case import DPOCase, free_ports
+
+FAMILIES = ("olmo3", "qwen3", "llama")
+JOB = "tests.ranks.jobs.dpo_runs:run_each"
+
+
+@pytest.fixture(scope="module")
+def cases(dpo_case: DPOCase, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DPOCase]:
+    folder: Path = tmp_path_factory.mktemp("families")
+    # Llama's embeddings are tied, which FSDP and tensor parallelism must keep.
+    return {
+        family: replace(
+            dpo_case,
+            model=write_tiny_model(folder / family, family=family, tie=family == "llama"),  # type: ignore[arg-type]
+        )
+        for family in FAMILIES
+    }
+
+
+def test_families(cases: dict[str, DPOCase], run_ranks: Callable[..., list[Any]]) -> None:
+    flags: dict[str, Any] = {"max_train_steps": 3, "per_device_train_batch_size": 4}
+    alone = [case.command(f"{family}_alone", batch=4, **flags) for family, case in cases.items()]
+    sharded = [case.command(f"{family}_fsdp_2", ranks=2, **flags) for family, case in cases.items()]
+    split = [
+        case.command(f"{family}_tensor_2", batch=4, tensor_parallel_degree=2, **flags) for family, case in cases.items()
+    ]
+    run_ranks(1, JOB, timeout_s=120, commands=alone, ports=free_ports(len(alone)))
+    run_ranks(2, JOB, timeout_s=240, commands=sharded + split, ports=free_ports(len(sharded + split)))
+    for family, case in cases.items():
+        expected = case.trajectory(f"{family}_alone")
+        assert len(expected) == 3 and expected[-1][0] < expected[0][0]
+        for way in ("fsdp_2", "tensor_2"):
+            for ours, theirs in zip(case.trajectory(f"{family}_{way}"), expected, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5), (family, way)

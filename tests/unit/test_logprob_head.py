@@ -1,0 +1,67 @@
+"""Chunked or whole, the head gives the same losses and the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from open_instruct.models.build import build_model, materialize
+from open_instruct.models.tiny import SIZES, tiny_config
+from open_instruct.records import IGNORE_INDEX
+
+VOCAB_SIZE = 300
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 7])
+def test_chunks_change_nothing(tie: bool, rows_per_chunk: int) -> None:
+    torch.manual_seed(0)
+    model = build_model(tiny_config("olmo2", SIZES["tiny"], vocab_size=VOCAB_SIZE, tie=tie))
+    materialize(model, device=torch.device("cpu"), max_seq_len=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    input_ids = torch.randint(0, VOCAB_SIZE, (2, 9))
+    labels = torch.randint(0, VOCAB_SIZE, (2, 9))
+    labels[0, 2] = IGNORE_INDEX
+    keep = torch.tensor([[1, 2, 5, 8], [0, 3, 3, 7]])
+
+    results = []
+    for rows in (1000, rows_per_chunk):
+        model.lm_head.max_logits_bytes = rows * 4 * VOCAB_SIZE
+        model.zero_grad()
+        output = model(
+            input_ids,
+            labels=labels,
+            ignore_index=IGNORE_INDEX,
+            loss_reduction="none",
+            return_logits=False,
+            logits_to_keep=keep,
+        )
+        weights = torch.linspace(0.5, 1.5, output.loss.numel()).view_as(output.loss)
+        (output.loss * weights).sum().backward()
+        results.append((output.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+
+    (whole, whole_grads), (chunked, chunked_grads) = results
+    assert whole[0, 1] == 0 and whole.count_nonzero() == 7
+    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
+    for name, grad in whole_grads.items():
+        assert grad.abs().sum() > 0, name
+        torch.testing.assert_close(chunked_grads[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(tiny_config("llama", SIZES["tiny"], vocab_size=VOCAB_SIZE, tie=False))
+    materialize(model, device=torch.device("cpu"), max_seq_len=16)
+    shapes = []
+    forward = model.lm_head.w_out.forward
+    monkeypatch.setattr(model.lm_head.w_out, "forward", lambda h: shapes.append(tuple(h.shape)) or forward(h))
+    model.lm_head.max_logits_bytes = 4 * 4 * VOCAB_SIZE
+    model(
+        torch.zeros(1, 10, dtype=torch.long),
+        labels=torch.zeros(1, 10, dtype=torch.long),
+        loss_reduction="none",
+        return_logits=False,
+        logits_to_keep=torch.arange(10)[None],
+    )
+    assert [shape[0] for shape in shapes] == [4, 4, 2]
