@@ -6,10 +6,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from open_instruct import __version__
 from open_instruct.config.parser import nearest
-from open_instruct.entry import HELP_WORDS, run_to_exit_code
+from open_instruct.entry import HELP_WORDS, leave, run_to_exit_code
 from open_instruct.errors import EXIT_INPUT
 
 PROGRAM = "open-instruct"
@@ -64,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_to_exit_code(lambda: _call(command, rest), program=f"{PROGRAM} {name}")
 
 
+def program() -> NoReturn:
+    """The console script: `main` as a whole process."""
+    leave(main())
+
+
 def _call(command: Command, words: Sequence[str]) -> int:
     return getattr(importlib.import_module(command.module), command.function)(words)
 
@@ -80,4 +86,4 @@ usage: {PROGRAM} COMMAND [--flag value ...]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

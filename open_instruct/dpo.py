@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
-from open_instruct.entry import run_entry
+from open_instruct.entry import leave, run_entry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,4 +87,4 @@ def train(config: DPOConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

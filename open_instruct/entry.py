@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from open_instruct.config.help import print_help
 from open_instruct.config.parser import parse
@@ -126,6 +126,18 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
         summary = " ".join(f"{type(error).__name__}: {error}".split())
         _tell_of_failure(f"{program} failed: {summary}", f"The traceback is {where}. {_advice(error, log_file)}")
         return EXIT_FAILURE
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process with `exit_code` at once, without taking the interpreter down piece by piece.
+
+    Everything is written and closed by now. What is left are threads of libraries (gloo's among them),
+    and one that is still running while its object is destroyed would abort a run that succeeded.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _rank() -> int:

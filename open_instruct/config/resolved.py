@@ -103,7 +103,8 @@ def write_config(config: Any, path: str | Path, extra: Mapping[str, Any] | None 
     for section, section_class in sections_of(type(config)).items():
         of_section = {name: values[name] for name, flag in flags_of(type(config)).items() if flag.section == section}
         title = (section_class.__doc__ or section).splitlines()[0]
-        dumped = yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)
+        # Escaped, because YAML reads some of the Unicode that it would write (line separators) as spaces.
+        dumped = yaml.safe_dump(of_section, sort_keys=False, allow_unicode=False, width=1000)
         lines += ["", f"# {title}", dumped.rstrip()]
     written = path.with_name(f".{path.name}.{os.getpid()}")
     written.write_text("\n".join(lines).lstrip("\n") + "\n", encoding="utf-8")

@@ -1,12 +1,14 @@
 """Log-probs of the frozen start model: computed once with the sharded model itself, kept by content.
 
 A row's key covers its token ids and spans (so the tokenizer, the template and the truncation); the file's
-name covers the weights and the precision. What is kept is the sum over the reply, so that losses
+name covers the weights, the configuration and the precision. What is kept is the sum over the reply, so that losses
 which average divide by the length themselves and share the same file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -31,13 +33,15 @@ from open_instruct.training.pretrained import Pretrained
 log = logging.getLogger(__name__)
 
 KEY_NUM_BYTES = 32
+# What config.json says of the file's history, not of the forward pass.
+NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
 class ReferenceCache:
     """One file of (row key -> chosen and rejected log-prob) for one set of weights in one precision."""
 
-    def __init__(self, folder: Path, *, weights_fingerprint: str, precision: str) -> None:
-        self.path = folder / f"{weights_fingerprint[:32]}-{precision}.safetensors"
+    def __init__(self, folder: Path, *, model_fingerprint: str, precision: str) -> None:
+        self.path = folder / f"{model_fingerprint[:32]}-{precision}.safetensors"
         self._row_of: dict[bytes, int] = {}
         self._values_N2 = np.zeros((0, 2), dtype=np.float32)
 
@@ -154,11 +158,17 @@ def reference_logprobs(
 def open_reference_cache(cache_folder: Path, pretrained: Pretrained, *, model: ModelSection) -> ReferenceCache:
     """The cache file of these weights in this precision; every rank reads what is in it now."""
     cache = ReferenceCache(
-        cache_folder / "reference_logprobs",
-        weights_fingerprint=weights_fingerprint(pretrained.files),
-        precision=model.param_dtype,
+        cache_folder / "reference_logprobs", model_fingerprint=_fingerprint(pretrained), precision=model.param_dtype
     )
     cache.read()
     # All ranks must see the same rows before any of them writes.
     dist.barrier()
     return cache
+
+
+def _fingerprint(pretrained: Pretrained) -> str:
+    """The weights and what config.json makes of them: the same tensors under another window are another model."""
+    config = pretrained.hf_config.to_dict()
+    computed_with = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
+    text = json.dumps(computed_with, sort_keys=True, default=str)
+    return hashlib.sha256((weights_fingerprint(pretrained.files) + text).encode()).hexdigest()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from open_instruct.config import resolved
@@ -405,7 +405,12 @@ class TestSavedConfig:
         assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
 
     @given(st.data())
-    @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        deadline=None,
+        max_examples=400,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
     def test_any_config_survives_the_file(self, tmp_path: Path, data: st.DataObject) -> None:
         config = config_of()
         for flag in flags_of(DPOConfig).values():
