@@ -22,7 +22,7 @@ from open_instruct.config.help import print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import ParallelSection, RunSection
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, InputError, RunError
-from open_instruct.parallel.layout import UnequalNodesError, node_sizes_from_environment, resolve_layout
+from open_instruct.parallel.layout import UnequalNodesError, layout_of, node_sizes_from_environment
 
 HELP_WORDS = ("--help", "-h")
 
@@ -92,13 +92,7 @@ def check_layout(parallel: ParallelSection, environ: Mapping[str, str]) -> None:
         gpus_per_node = node_sizes_from_environment(environ)
     except UnequalNodesError:
         return
-    resolve_layout(
-        gpus_per_node,
-        fsdp_shard_degree=parallel.fsdp_shard_degree,
-        fsdp_num_replicas=parallel.fsdp_num_replicas,
-        tensor_parallel_degree=parallel.tensor_parallel_degree,
-        single_device=parallel.single_gpu_mode,
-    )
+    layout_of(parallel, gpus_per_node)
 
 
 def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | None = None) -> int:

@@ -1,9 +1,9 @@
 """Shards back into a Hugging Face folder, tensor by tensor, spread over the ranks.
 
 Which tensor goes into which file, at which offset, and which rank writes that file, is planned first, from
-shapes alone. Then all ranks walk one order of tensors: those that hold a part of it cast it and send it to
-the file's owner, and the owner writes the whole tensor and forgets it. No rank holds more than one tensor
-beside its shards.
+shapes alone. Then all ranks walk in rounds: in a round every owner is sent the parts of its next tensor, cast
+already, and writes it to its file while the next arrives. Beside its shards a rank holds these two tensors,
+and its parts of those that the other owners receive.
 
 Everything goes to a sibling folder that takes the place of an earlier export in the end, so that a crash
 leaves the earlier one as it was.
@@ -15,6 +15,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ from open_instruct.models.export_files import (
     prepare_folder,
     put_in_place,
     write_index,
-    writing_order,
+    writing_rounds,
 )
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
 from open_instruct.models.names import HF_LM_HEAD, TensorNames, clean_name
-from open_instruct.models.shards import gather_to, reshard
+from open_instruct.models.shards import Delivery, deliver, reshard
 
 MAX_FILE_BYTES = 2 * 2**30
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
@@ -154,11 +155,22 @@ def export_hf(
     raise_together(_prepare(source, out, num_bytes) if rank == 0 else [])
     beside = partial_folder_of(out)
     writers = {file.file_name: FileWriter(beside, file) for file in plan if file.owner == rank}
-    for file, tensor in writing_order(plan):
-        whole = gather_to(file.owner, parameters[tensor.name], tensor.dtype)
-        if whole is not None:
-            writers[file.file_name].write(whole)
-        del whole  # before the next one is allocated
+    with ThreadPoolExecutor(max_workers=1) as disk:
+        writing: Future[None] | None = None
+        for entries in writing_rounds(plan):
+            whole = deliver(
+                [
+                    Delivery(owner=file.owner, tensor=parameters[tensor.name], dtype=tensor.dtype)
+                    for file, tensor in entries
+                ]
+            )
+            if writing is not None:
+                writing.result()  # never more than one tensor waits for the disk while the next arrives
+            own = next((file.file_name for file, _ in entries if file.owner == rank), None)
+            writing = None if own is None or whole is None else disk.submit(writers[own].write, whole)
+            del whole
+        if writing is not None:
+            writing.result()
     problems = [problem for writer in writers.values() for problem in writer.close()]
     if rank == 0:
         try:

@@ -79,14 +79,16 @@ def plan_files(
     )
 
 
-def writing_order(files: Sequence[PlannedFile]) -> Iterator[tuple[PlannedFile, PlannedTensor]]:
-    """The one order in which all ranks walk the tensors: a tensor of each file in turn.
+def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, PlannedTensor]]]:
+    """Rounds that all ranks walk in step: in each, every owner that has any left gets its next tensor.
 
-    One order keeps blocking sends and receives from waiting for each other in a circle; taking turns lets
-    one owner write to disk while the next receives.
+    So all owners write at the same time, each its files one after the other.
     """
-    for turn in zip_longest(*(file.tensors for file in files)):
-        yield from ((file, tensor) for file, tensor in zip(files, turn, strict=True) if tensor is not None)
+    of_owner: dict[int, list[tuple[PlannedFile, PlannedTensor]]] = {}
+    for file in files:
+        of_owner.setdefault(file.owner, []).extend((file, tensor) for tensor in file.tensors)
+    for entries in zip_longest(*of_owner.values()):
+        yield [entry for entry in entries if entry is not None]
 
 
 class FileWriter:

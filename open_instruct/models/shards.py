@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -70,47 +71,79 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A tensor that is to come together, cast to `dtype`, on the CPU of global rank `owner`."""
+
+    owner: int
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+
 @torch.no_grad()
-def gather_to(owner: int, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The whole of `tensor`, cast to `dtype`, on the CPU of global rank `owner`; None on the other ranks.
+def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
+    """Bring several tensors together at once, each on an owner of its own; return this rank's, if it has one.
 
     Shards are cast before they travel, and go point to point from the ranks that share one copy of the
-    model with the owner; other replicas do nothing. Every rank calls this for the same tensors in the
-    same order. Peak memory beside the shards: the whole tensor on the owner, and one shard of it.
+    model with the owner; other replicas do nothing. All sends and receives are posted together, so no
+    order of them can make ranks wait in a circle. Every rank calls this with the same owners, parameters
+    and dtypes. Peak memory beside the shards: the rank's own whole tensor, and its shards of the others.
     """
+    assert len({delivery.owner for delivery in deliveries}) == len(deliveries), "one tensor an owner"
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", dtype).contiguous() if rank == owner else None
+    whole: torch.Tensor | None = None
+    posted: list[dist.P2POp] = []
+    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for delivery in deliveries:
+        tensor = delivery.tensor
+        if not isinstance(tensor, DTensor):
+            if rank == delivery.owner:
+                whole = tensor.detach().to("cpu", delivery.dtype).contiguous()
+            continue
+        boxes = _boxes_beside(tensor, delivery.owner)
+        if rank not in boxes:
+            continue
+        local = tensor.to_local()
+        if rank != delivery.owner:
+            if local.numel() > 0:
+                sent = local.to(delivery.dtype).contiguous()
+                posted.append(dist.P2POp(dist.isend, _as_bytes(sent), delivery.owner))
+            continue
+        whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
+        for peer, box in boxes.items():
+            part = whole[box]
+            if peer == rank:
+                part.copy_(local)
+            elif part.numel() > 0:
+                in_place = local.device.type == "cpu" and part.is_contiguous()
+                received = part if in_place else torch.empty(part.shape, dtype=part.dtype, device=local.device)
+                posted.append(dist.P2POp(dist.irecv, _as_bytes(received), peer))
+                if not in_place:
+                    arriving.append((part, received))
+    if posted:
+        for work in dist.batch_isend_irecv(posted):
+            work.wait()
+    for part, received in arriving:
+        part.copy_(received)
+    return whole
+
+
+def _boxes_beside(tensor: DTensor, owner: int) -> dict[int, Box]:
+    """The box of every rank that shares one copy of `tensor` with `owner`; none if this mesh has no `owner`.
+
+    (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and the
+    owner gathers in its own.)
+    """
     places = coordinates(tensor.device_mesh)
     if owner not in places:
-        return None  # the owner has a copy in a mesh of its own
-
-    def copy_of_model(peer: int) -> list[int]:
-        return [places[peer][axis] for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
-
-    if copy_of_model(rank) != copy_of_model(owner):
-        return None
-    local = tensor.to_local()
-    if rank != owner:
-        if local.numel() > 0:
-            dist.send(_as_bytes(local.to(dtype).contiguous()), owner)
-        return None
-    whole = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        return {}
     mesh_shape = tuple(tensor.device_mesh.shape)
-    for peer, place in places.items():
-        box = shard_box(tensor.shape, mesh_shape, place, tensor.placements)
-        part = whole[box]
-        if copy_of_model(peer) != copy_of_model(owner) or part.numel() == 0:
-            continue
-        if peer == owner:
-            part.copy_(local)
-        elif local.device.type == "cpu" and part.is_contiguous():
-            dist.recv(_as_bytes(part), peer)
-        else:
-            received = torch.empty(part.shape, dtype=dtype, device=local.device)
-            dist.recv(_as_bytes(received), peer)
-            part.copy_(received)
-    return whole
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return {
+        peer: shard_box(tensor.shape, mesh_shape, place, tensor.placements)
+        for peer, place in places.items()
+        if all(place[axis] == places[owner][axis] for axis in replicated)
+    }
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

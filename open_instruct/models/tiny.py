@@ -87,6 +87,16 @@ SIZES: dict[str, Size] = {
         vocab_size=32768,
         window=1024,
     ),
+    "olmo2-1b": Size(
+        roughly="1.5B parameters, the shape of OLMo 2 1B",
+        hidden=2048,
+        mlp=8192,
+        layers=16,
+        heads=16,
+        kv_heads=16,
+        vocab_size=100352,
+        window=4096,
+    ),
 }
 
 

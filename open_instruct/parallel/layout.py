@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, gcd
 
+from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
@@ -19,6 +20,7 @@ from open_instruct.records import ShardLayout
 __all__ = [
     "UnequalNodesError",
     "divisors",
+    "layout_of",
     "node_sizes_from_environment",
     "resolve_layout",
     "training_state_gib",
@@ -88,6 +90,17 @@ def resolve_layout(
     )
     return replace(
         layout, warnings=find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
+    )
+
+
+def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+    """`resolve_layout` for the sharding flags of a run."""
+    return resolve_layout(
+        gpus_per_node,
+        fsdp_shard_degree=parallel.fsdp_shard_degree,
+        fsdp_num_replicas=parallel.fsdp_num_replicas,
+        tensor_parallel_degree=parallel.tensor_parallel_degree,
+        single_device=parallel.single_gpu_mode,
     )
 
 

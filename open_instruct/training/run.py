@@ -12,8 +12,7 @@ from typing import Any
 
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, provenance, refuse_conflicts, write_config
-from open_instruct.config.sections import ParallelSection
-from open_instruct.parallel.layout import resolve_layout
+from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
 from open_instruct.records import ShardLayout
 from open_instruct.training.checkpoints import latest_step
@@ -31,17 +30,6 @@ class Run:
     layout: ShardLayout
     directory: RunDirectory
     console: Console
-
-
-def layout_of(parallel: ParallelSection, gpus_per_node: tuple[int, ...]) -> ShardLayout:
-    """The layout that the sharding flags and the nodes give."""
-    return resolve_layout(
-        gpus_per_node,
-        fsdp_shard_degree=parallel.fsdp_shard_degree,
-        fsdp_num_replicas=parallel.fsdp_num_replicas,
-        tensor_parallel_degree=parallel.tensor_parallel_degree,
-        single_device=parallel.single_gpu_mode,
-    )
 
 
 @contextmanager

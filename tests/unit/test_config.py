@@ -404,11 +404,18 @@ class TestSavedConfig:
         assert "\nmixer_list:\n- rows.jsonl\n- '1.0'\n" in text
         assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
 
+    @pytest.mark.parametrize("word", ["\x85'", "a\u2028b", "é ", " x", "1.0", "a: b", "#", "- a", "\r\n", "\t", ""])
+    def test_odd_words_survive_the_file(self, tmp_path: Path, word: str) -> None:
+        config = config_of(f"--exp_name={word}", "--eval_mixer_list", word, word)
+        path = tmp_path / "config.yaml"
+        write_config(config, path)
+        assert parse(DPOConfig, [str(path)]) == config
+
     @given(st.data())
     @settings(
         deadline=None,
-        max_examples=400,
-        phases=[Phase.generate],
+        max_examples=50,
+        phases=[Phase.generate],  # shrinking fifty values takes minutes and tells little
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     def test_any_config_survives_the_file(self, tmp_path: Path, data: st.DataObject) -> None:

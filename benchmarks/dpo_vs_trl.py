@@ -1,0 +1,161 @@
+"""Real tokens a second of DPO against TRL's DPOTrainer: same model, rows, precision and global batch.
+
+Both run under torchrun on the same number of gloo ranks, float32, with reference log-probs computed
+beforehand and not timed. Only real tokens count; steps of warm-up do not. The two take turns, so that a
+busy machine slows both. TRL lives in an environment of its own, made on the first run.
+
+    python benchmarks/dpo_vs_trl.py [--rows FILE] [--num_steps 10] [--num_rounds 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.models.tiny import write_tiny_model
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TRL = "trl==1.16.0"
+LEARNING_RATE, BETA = 1e-4, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Medians over the timed steps of one run, and the loss of each step."""
+
+    tokens_per_second: float
+    losses: list[float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, help="preference pairs (.jsonl); default: 512 made-up ones")
+    parser.add_argument("--size", default="mini", help="of the tiny model (see open-instruct tiny-model --help)")
+    parser.add_argument("--vocab_size", type=int, help="of its tokenizer; default: the size's own")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4, help="pairs a microbatch")
+    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--max_length", type=int, default=512)
+    parser.add_argument("--num_steps", type=int, default=10)
+    parser.add_argument("--num_warmup_steps", type=int, default=2)
+    parser.add_argument("--num_rounds", type=int, default=2)
+    parser.add_argument("--trl_venv", type=Path, default=Path("~/.cache/open_instruct/trl_venv").expanduser())
+    args = parser.parse_args()
+
+    python = trl_python(args.trl_venv)
+    with tempfile.TemporaryDirectory(prefix="dpo_vs_trl_") as name:
+        folder = Path(name)
+        model = write_tiny_model(folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size)
+        rows = args.rows
+        if rows is None:
+            rows = folder / "rows.jsonl"
+            write_synthetic_preferences(rows, num_rows=512, seed=0)
+        runs: dict[str, list[Speed]] = {"packed": [], "padded": [], "TRL": []}
+        for number in range(args.num_rounds):
+            runs["packed"].append(run_ours(args, model, rows, folder / f"packed{number}", packing=True))
+            runs["TRL"].append(run_trl(args, python, model, rows, folder / f"trl{number}"))
+            runs["padded"].append(run_ours(args, model, rows, folder / f"padded{number}", packing=False))
+            for name, speeds in runs.items():
+                print(f"round {number + 1}: {name:6}  {speeds[-1].tokens_per_second:8,.0f} tokens/s", flush=True)
+    report(runs)
+
+
+def report(runs: dict[str, list[Speed]]) -> None:
+    """Speeds and ratios, and the first and last loss of each as a check that all train the same thing."""
+    speed = {name: statistics.median(each.tokens_per_second for each in speeds) for name, speeds in runs.items()}
+    print()
+    for name, speeds in runs.items():
+        losses = speeds[0].losses
+        print(
+            f"{name:6}  {speed[name]:8,.0f} tokens/s   {speed[name] / speed['TRL']:5.2f}x TRL   "
+            f"loss {losses[0]:.4f} -> {statistics.mean(losses[-3:]):.4f} (mean of the last three)"
+        )
+    print(f"ratio, packed to TRL: {speed['packed'] / speed['TRL']:.2f}x")
+
+
+def run_ours(args: argparse.Namespace, model: Path, rows: Path, out: Path, *, packing: bool) -> Speed:
+    """One run of dpo.py; the speed of each step is what it writes itself."""
+    flags = [
+        *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
+        *("--cache_dir", out.parent / "cache", "--max_seq_length", args.max_length, "--param_dtype", "float32"),
+        *("--loss_type", "dpo", "--beta", BETA, "--learning_rate", LEARNING_RATE),
+        *("--lr_scheduler_type", "constant", "--warmup_ratio", "0", "--num_epochs", 1000),
+        *("--per_device_train_batch_size", args.batch, "--gradient_accumulation_steps", args.accumulation),
+        *("--max_train_steps", args.num_steps, "--packing" if packing else "--no_packing"),
+    ]
+    torchrun(sys.executable, args.ranks, REPOSITORY / "open_instruct" / "dpo.py", flags)
+    rows_out = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timed = rows_out[args.num_warmup_steps :]
+    return Speed(
+        tokens_per_second=statistics.median(row["tokens_per_second"] for row in timed),
+        losses=[row["loss"] for row in rows_out],
+    )
+
+
+def run_trl(args: argparse.Namespace, python: Path, model: Path, rows: Path, out: Path) -> Speed:
+    """One run of TRL; tokens of a step are those of all ranks, its time that of the slowest."""
+    out.mkdir()
+    flags = [
+        *("--model", model, "--rows", rows, "--out", out, "--beta", BETA, "--learning_rate", LEARNING_RATE),
+        *("--batch", args.batch, "--accumulation", args.accumulation, "--steps", args.num_steps),
+        *("--max_length", args.max_length),
+    ]
+    torchrun(python, args.ranks, REPOSITORY / "benchmarks" / "trl_dpo.py", flags)
+    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(args.ranks)]
+    speeds = [
+        sum(rank["num_tokens"][step] for rank in ranks) / max(rank["seconds"][step] for rank in ranks)
+        for step in range(args.num_warmup_steps, args.num_steps)
+    ]
+    return Speed(tokens_per_second=statistics.median(speeds), losses=ranks[0]["losses"])
+
+
+def torchrun(python: str | Path, num_ranks: int, program: Path, flags: list[object]) -> None:
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    done = subprocess.run(
+        [*command, str(program), *map(str, flags)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        sys.exit(f"{program.name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def trl_python(venv: Path) -> Path:
+    """The interpreter of an environment with TRL, with the same torch as ours; made if it is not there."""
+    python = venv / "bin" / "python"
+    if (venv / ".complete").exists():
+        return python
+    print(f"making an environment for TRL in {venv} (once)", flush=True)
+    shutil.rmtree(venv, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off"]
+    for packages in ([our_version("torch"), "numpy"], [TRL, our_version("transformers")]):
+        subprocess.run([*pip, *packages], check=True, stderr=subprocess.DEVNULL, env=os.environ | cpu_wheels())
+    (venv / ".complete").touch()
+    return python
+
+
+def our_version(package: str) -> str:
+    from importlib.metadata import version
+
+    return f"{package}=={version(package)}"
+
+
+def cpu_wheels() -> dict[str, str]:
+    """Where a torch that ends in +cpu is found besides where pip already looks."""
+    known = os.environ.get("PIP_EXTRA_INDEX_URL", "")
+    return {"PIP_EXTRA_INDEX_URL": f"{known} https://download.pytorch.org/whl/cpu".strip()}
+
+
+if __name__ == "__main__":
+    main()
