@@ -13,6 +13,7 @@ from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
 from olmo_core.train.checkpoint import Checkpointer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from open_instruct.errors import InputError, RunError
 
@@ -34,6 +35,23 @@ class RunCheckpointer(CheckpointerCallback):
     def post_train(self) -> None:
         super().post_train()
         self._remove_old_checkpoints()
+
+    def _save_checkpoint(self, save_async: bool | None = None, ephemeral: bool = False) -> str:
+        try:
+            return super()._save_checkpoint(save_async=save_async, ephemeral=ephemeral)
+        except (OSError, CheckpointException) as error:
+            log.exception("the checkpoint cannot be written")
+            raise RunError(
+                f"the checkpoint of step {self.step} cannot be written to {self.save_folder} ({_cause(error)}). Those "
+                "written before are unharmed: make room, then give the same command again to go on from the newest"
+            ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """One line. What torch raises for a failed checkpoint holds the traceback of every rank that failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def find_checkpoints(folder: Path) -> list[str]:
@@ -84,11 +102,10 @@ def resume(trainer: Trainer) -> int | None:
         loaded = trainer.maybe_load_checkpoint(load_trainer_state=True, load_optim_state=True)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         log.exception("the checkpoint cannot be read")
         raise RunError(
-            f"the newest checkpoint, {folder / f'step{latest_step(folder)}'}, cannot be read "
-            f"({type(error).__name__}: {error}). Remove that folder to go on from the one before it, "
-            "or give --overwrite_output_dir to start afresh"
+            f"the newest checkpoint, {folder / f'step{latest_step(folder)}'}, cannot be read ({_cause(error)}). "
+            "Remove that folder to go on from the one before it, or give --overwrite_output_dir to start afresh"
         ) from error
     return trainer.global_step if loaded else None

@@ -1,0 +1,177 @@
+"""What a user can get wrong, through the real entry: exit code 2, a sentence that names it, no traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.dpo import main
+from open_instruct.models.tiny import write_tiny_model
+from open_instruct.parallel.process import stop_process
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_tiny_model(folder / "model", family="llama")
+    write_synthetic_preferences(folder / "rows.jsonl", num_rows=4, seed=0)
+    return folder
+
+
+@pytest.fixture
+def stderr_of(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """Run with good flags but for those given; check the exit code; return stderr."""
+
+    def run(*, exit_code: int = 2, **flags: Any) -> str:
+        settings: dict[str, Any] = {
+            "model_name_or_path": good / "model",
+            "mixer_list": [good / "rows.jsonl", "1.0"],
+            "output_dir": tmp_path / "out",
+            "cache_dir": good / "cache",
+            "param_dtype": "float32",
+            "max_seq_length": 256,
+            "max_train_steps": 1,
+        } | flags
+        words = []
+        for flag, value in settings.items():
+            words += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+        assert main(words) == exit_code
+        told = capsys.readouterr().err
+        assert "Traceback" not in told
+        return told
+
+    yield run
+    stop_process()
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        change(tensors)
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def edit_config(**values: Any) -> Damage:
+    def damage(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text()) | values
+        (model / "config.json").write_text(json.dumps(config))
+
+    return damage
+
+
+def truncate(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (edit_tensors(lambda tensors: tensors.pop(NORM)), NORM),
+        (edit_tensors(lambda tensors: tensors.update(extra=torch.zeros(2))), "extra"),
+        (edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(3)})), NORM),
+        (edit_tensors(lambda tensors: tensors.update({NORM: torch.full((64,), float("nan"))})), NORM),
+        (truncate, "truncated"),
+        (lambda model: (model / "model.safetensors").write_bytes(b"no tensors here"), "model.safetensors"),
+        (lambda model: (model / "model.safetensors").unlink(), "safetensors"),
+        (lambda model: (model / "config.json").unlink(), "config.json"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json"),
+        (lambda model: (model / "tokenizer.json").unlink(), "tokenizer"),
+        (edit_config(attention_bias=True), "attention_bias"),
+        (edit_config(model_type="gpt2"), "gpt2"),
+        (edit_config(vocab_size=100), "vocab_size 100"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_damaged_checkpoints(
+    good: Path, tmp_path: Path, stderr_of: Callable[..., str], damage: Damage, told: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(good / "model", model)
+    damage(model)
+    assert told in stderr_of(model_name_or_path=model)
+
+
+def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Callable[..., str]) -> None:
+    def row(*replies: str, prompt: str = "Hello") -> bytes:
+        turns = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}] for reply in replies]
+        return json.dumps(dict(zip(("chosen", "rejected"), turns, strict=False))).encode()
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"\n".join([row("yes", "no"), b"{not json", row("yes"), row("same", "same"), b'{"a": "\xff"}']))
+    told = stderr_of(mixer_list=[rows, "1.0"])
+    assert "4 rows of 5" in told and "--on_bad_row skip" in told
+    for line, reason in ((2, "not JSON"), (3, "'rejected'"), (4, "equals"), (5, "UTF-8")):
+        assert f"{rows}, line {line}: " in told and reason in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"chat_template_name": "klingon"}, "chatml"),
+        ({"mixer_list": ["nothing.jsonl", "1.0"]}, "nothing.jsonl"),
+        ({"mixer_list": ["rows.jsonl"]}, "--mixer_list"),
+        ({"max_seq_length": 100_000}, "4096"),
+        ({"max_seq_length": 3}, "raise --max_seq_length"),
+        ({"fsdp_shard_degree": 3}, "--fsdp_shard_degree 3"),
+        ({"tensor_parallel_degree": 2}, "--tensor_parallel_degree 2"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"activation_memory_budget": 0.5}, "--compile_model"),
+        ({"loss_type": "simpo", "cache_logprobs_only": "true"}, "cache_logprobs_only"),
+        ({"output_dir": "/dev/null/run"}, "--output_dir"),
+        ({"learning_rate": "fast"}, "--learning_rate"),
+        ({"learning_rat": 1.0}, "--learning_rate"),
+        ({"use_lora": "true"}, "use_lora"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_flags(stderr_of: Callable[..., str], flags: dict[str, Any], told: str) -> None:
+    assert told in stderr_of(**flags)
+
+
+def test_a_folder_continues_only_its_own_run(
+    stderr_of: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stderr_of(exit_code=0)
+    told = stderr_of(learning_rate=1e-3)
+    assert "--learning_rate" in told and "--overwrite_output_dir" in told
+    assert (tmp_path / "out" / "hf_model").is_dir()
+    stderr_of(exit_code=0)  # the same again is complete, and says no more
+    stop_process()
+    rows = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1]
+    (tmp_path / "out" / "step1" / "model_and_optim" / "__0_0.distcp").write_bytes(b"damaged")
+    assert "cannot be read" in stderr_of(exit_code=1)
+
+
+def test_a_checkpoint_that_cannot_be_written(
+    stderr_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("olmo_core.train.checkpoint.save_state_dict", full)
+    told = stderr_of(exit_code=1)
+    assert "step 1 cannot be written" in told and "No space left" in told and "same command" in told
+
+
+def test_only_reference_logprobs(stderr_of: Callable[..., str], tmp_path: Path) -> None:
+    stderr_of(exit_code=0, cache_logprobs_only="true", cache_dir=tmp_path / "cache")
+    assert len(list((tmp_path / "cache" / "reference_logprobs").glob("*.safetensors"))) == 1
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

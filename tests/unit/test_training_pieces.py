@@ -1,0 +1,248 @@
+"""The small parts of a run: metrics, the loader, optimizers, memory, the run directory."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
+from open_instruct.data.preference_dataset import PreferenceDataset
+from open_instruct.errors import InputError
+from open_instruct.packing.preference_pairs import preference_batch
+from open_instruct.parallel.reduce import reduce_metrics
+from open_instruct.records import Metric
+from open_instruct.training.memory import build_activation_checkpointing
+from open_instruct.training.metrics_log import MetricsFile
+from open_instruct.training.muon import MuonWithAdamW
+from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.training.preference_loader import BatchShape, PairLogprobs, rank_step
+from open_instruct.training.reference_cache import ReferenceCache
+from open_instruct.training.run_directory import RunDirectory
+from open_instruct.training.trackers import build_trackers
+from open_instruct.training.train_module import WeightedSums, padding_fraction
+
+CPU = torch.device("cpu")
+
+
+def make_pairs(num_pairs: int) -> PreferenceDataset:
+    """Pairs of 2 prompt tokens and replies of 1 to 5."""
+    token_ids: list[int] = []
+    bounds = []
+    for pair in range(num_pairs):
+        start = len(token_ids)
+        chosen, rejected = 1 + pair % 5, 1 + (3 * pair + 1) % 5
+        token_ids += range(2 + chosen + rejected)
+        bounds.append((start, start + 2, start + 2 + chosen, start + 2 + chosen + rejected))
+    keys = np.arange(num_pairs * 32, dtype=np.uint32).astype(np.uint8).reshape(num_pairs, 32)
+    keys[:, 0] = np.arange(num_pairs)
+    return PreferenceDataset(
+        token_ids_T=np.array(token_ids, dtype=np.int32), bounds_N4=np.array(bounds, dtype=np.int64), keys_N32=keys
+    )
+
+
+def shape_of(**changes: Any) -> BatchShape:
+    settings = {"max_pairs_per_microbatch": 2, "max_microbatches": 2, "max_seq_length": 8, "packing": True}
+    return BatchShape(**(settings | {"pad_token_id": 0} | changes))
+
+
+class TestMetrics:
+    def test_each_reduction_of_one_process(self) -> None:
+        metrics = {
+            "mean": Metric(value=2.0, weight=3.0),
+            "sum": Metric(value=5.0, reduction="sum"),
+            "max": Metric(value=-1.0, reduction="max"),
+            "of_nothing": Metric(value=float("nan"), weight=0.0),
+        }
+        reduced = reduce_metrics(metrics, group=None, device=CPU)
+        assert math.isnan(reduced.pop("of_nothing"))
+        assert reduced == {"mean": 2.0, "sum": 5.0, "max": -1.0}
+
+    def test_microbatches_count_by_their_weight(self) -> None:
+        sums = WeightedSums()
+        sums.add({"loss": Metric(value=torch.tensor(1.0), weight=3.0)})
+        sums.add({"loss": Metric(value=torch.tensor(5.0), weight=1.0)})
+        sums.add({"loss": Metric(value=torch.tensor(0.0), weight=0.0)})
+        assert reduce_metrics(sums.means(), group=None, device=CPU) == {"loss": 2.0}
+
+    def test_padding_fraction_counts_slots(self) -> None:
+        pairs = make_pairs(2)
+        batch = preference_batch([pairs[0], pairs[1]], packing=False, pad_token_id=0)
+        slots = batch.packed.input_ids_BT.numel()
+        metric = padding_fraction(batch.packed)
+        assert metric.weight == slots
+        assert metric.value == pytest.approx(1 - int(pairs.num_tokens.sum()) / slots)
+
+    def test_a_resumed_file_keeps_rows_up_to_its_step(self, tmp_path: Path) -> None:
+        file = MetricsFile(tmp_path / "metrics.jsonl")
+        for step in range(1, 5):
+            file.append({"step": step, "loss": 0.5})
+        with file.path.open("a") as raw:
+            raw.write('{"step": 5, "lo')
+        file.keep_until(2)
+        assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2]
+
+
+class TestLoading:
+    @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+    def test_ranks_share_a_global_batch(self, num_ranks: int) -> None:
+        pairs = make_pairs(4)
+        steps = [
+            rank_step(pairs, [3, 1, 0, 2], shape=shape_of(), rank=rank, num_ranks=num_ranks)
+            for rank in range(num_ranks)
+        ]
+        rows = [row for step in steps for batch in step.microbatches for row in batch.row_ids]
+        assert sorted(rows) == [0, 1, 2, 3]
+        assert {step.num_pairs_global for step in steps} == {4}
+        assert {step.num_tokens_global for step in steps} == {int(pairs.num_tokens.sum())}
+        assert len({len(step.microbatches) for step in steps}) == 1
+
+    def test_reference_follows_its_rows(self) -> None:
+        pairs = make_pairs(4)
+        reference = PairLogprobs(
+            chosen_N=np.arange(4, dtype=np.float32), rejected_N=np.arange(10, 14, dtype=np.float32)
+        )
+        step = rank_step(pairs, [2, 0, 3], shape=shape_of(), rank=0, num_ranks=1, reference=reference)
+        for batch in step.microbatches:
+            assert batch.reference_chosen_logps_P is not None and batch.reference_rejected_logps_P is not None
+            assert batch.reference_chosen_logps_P.tolist() == list(batch.row_ids)
+            assert batch.reference_rejected_logps_P.tolist() == [10 + row for row in batch.row_ids]
+
+
+class TestReferenceCache:
+    def fill(self, folder: Path, pairs: PreferenceDataset) -> ReferenceCache:
+        cache = ReferenceCache(folder, model_fingerprint="a" * 64, precision="float32")
+        values = np.arange(2 * len(pairs), dtype=np.float32).reshape(-1, 2)
+        cache.add([pairs.key(row) for row in range(len(pairs))], values)
+        cache.write()
+        return cache
+
+    def test_another_mixture_finds_its_rows(self, tmp_path: Path) -> None:
+        self.fill(tmp_path, make_pairs(6))
+        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32")
+        again.read()
+        pairs = make_pairs(6)
+        order = [5, 1, 1]
+        mixture = PreferenceDataset(
+            token_ids_T=pairs.token_ids_T, bounds_N4=pairs.bounds_N4[order], keys_N32=pairs.keys_N32[order]
+        )
+        found = again.lookup(mixture)
+        assert found.chosen_N.tolist() == [10, 2, 2] and found.rejected_N.tolist() == [11, 3, 3]
+
+    @pytest.mark.parametrize(("fingerprint", "precision"), [("b" * 64, "float32"), ("a" * 64, "bfloat16")])
+    def test_other_weights_or_precision_find_nothing(self, tmp_path: Path, fingerprint: str, precision: str) -> None:
+        self.fill(tmp_path, make_pairs(3))
+        other = ReferenceCache(tmp_path, model_fingerprint=fingerprint, precision=precision)
+        other.read()
+        assert len(other) == 0 and make_pairs(3).key(0) not in other
+
+    def test_a_damaged_file_counts_as_empty(self, tmp_path: Path) -> None:
+        cache = self.fill(tmp_path, make_pairs(3))
+        cache.path.write_bytes(cache.path.read_bytes()[:40])
+        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32")
+        again.read()
+        assert len(again) == 0
+
+
+class TestOptimizers:
+    def test_schedules_by_hand(self) -> None:
+        def rates(shape: str, warmup_ratio: float) -> list[float]:
+            optim = OptimSection(lr_scheduler_type=shape, warmup_ratio=warmup_ratio)  # type: ignore[arg-type]
+            scheduler = build_scheduler(optim, num_steps=4)
+            return [float(scheduler.get_lr(1.0, step, 4)) for step in (1, 2, 3, 4)]
+
+        assert rates("linear", 0.0) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+        assert rates("linear", 0.5) == pytest.approx([0.5, 1.0, 2 / 3, 1 / 3])
+        assert rates("constant", 0.5) == pytest.approx([0.5, 1.0, 1.0, 1.0])
+        assert rates("cosine", 0.0) == pytest.approx([(1 + math.cos(math.pi * step / 5)) / 2 for step in (1, 2, 3, 4)])
+
+    def test_weight_decay_spares_norms_and_embeddings(self) -> None:
+        model = torch.nn.ModuleDict(
+            {"embeddings": torch.nn.Embedding(3, 2), "w": torch.nn.Linear(2, 2, False), "norm": torch.nn.RMSNorm(2)}
+        )
+        config = build_optimizer_config(OptimSection(weight_decay=0.1), device=CPU)
+        optimizer = config.build(model)
+        decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        assert {name: decays[id(p)] for name, p in model.named_parameters()} == {
+            "embeddings.weight": 0.0,
+            "w.weight": 0.1,
+            "norm.weight": 0.0,
+        }
+
+    def test_muon_is_torchs_on_matrices_and_adamw_elsewhere(self) -> None:
+        torch.manual_seed(0)
+        matrix, vector = torch.randn(4, 3), torch.randn(3)
+
+        def train(build: Any, *starts: torch.Tensor) -> list[torch.Tensor]:
+            parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+            optimizer = build(parameters)
+            for step in range(3):
+                for parameter in parameters:
+                    parameter.grad = torch.sin(parameter.detach() + step)
+                optimizer.step()
+                if step == 1:  # what a checkpoint does
+                    optimizer.load_state_dict(optimizer.state_dict())
+            return [parameter.detach() for parameter in parameters]
+
+        def ours(parameters: list[Any]) -> MuonWithAdamW:
+            groups = [{"params": parameters[:1], "use_muon": True}, {"params": parameters[1:], "use_muon": False}]
+            return MuonWithAdamW(groups, lr=0.1, weight_decay=0.0)
+
+        both = train(ours, matrix, vector)
+        (muon,) = train(
+            lambda ps: torch.optim.Muon(ps, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), matrix
+        )
+        (adamw,) = train(lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.0), vector)
+        torch.testing.assert_close(both, [muon, adamw])
+
+
+class TestMemory:
+    @pytest.mark.parametrize(
+        ("flags", "device", "mode", "warned"),
+        [
+            ({}, "cpu", None, False),
+            ({"activation_checkpointing": "full"}, "cpu", "full", False),
+            ({"activation_checkpointing": "selected_modules"}, "cuda", "selected_modules", False),
+            ({"activation_memory_budget": 0.5, "compile_model": True}, "cuda", "budget", False),
+            ({"activation_memory_budget": 0.5, "compile_model": True}, "cpu", "full", True),
+            ({"compile_model": True}, "cpu", None, True),
+        ],
+    )
+    def test_table_of_the_docs(self, flags: dict[str, Any], device: str, mode: str | None, warned: bool) -> None:
+        config, warnings = build_activation_checkpointing(MemorySection(**flags), device=torch.device(device))
+        assert (config.mode if config else None) == mode
+        assert bool(warnings) == warned
+
+
+class TestRunDirectory:
+    def test_overwriting_spares_what_is_not_ours(self, tmp_path: Path) -> None:
+        for name in ("step10", "hf_model", "step_by_step"):
+            (tmp_path / name).mkdir()
+        for name in ("metrics.jsonl", "eval.jsonl", "notes.txt"):
+            (tmp_path / name).write_text("")
+        RunDirectory(path=tmp_path).create(overwrite=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_by_step"]
+
+    def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
+        file = tmp_path / "out"
+        file.write_text("")
+        with pytest.raises(InputError, match=r"--output_dir .*out cannot be written"):
+            RunDirectory(path=file).create(overwrite=False)
+
+    def test_a_second_evaluation_replaces_the_first(self, tmp_path: Path) -> None:
+        directory = RunDirectory(path=tmp_path)
+        for step, score in ((0, 0.4), (8, 0.5), (8, 0.6)):
+            directory.write_evaluation({"step": step, "score": score})
+        rows = [json.loads(line) for line in directory.evaluations.read_text().splitlines()]
+        assert rows == [{"step": 0, "score": 0.4}, {"step": 8, "score": 0.6}]
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(InputError, match=r"--report_to wandb needs .*pip install"):
+        build_trackers(LoggingSection(report_to=["wandb"]), folder=tmp_path, config={})
