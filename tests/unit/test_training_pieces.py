@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,46 @@ class TestRunDirectory:
 
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match=r"--report_to wandb needs .*pip install"):
         build_trackers(LoggingSection(report_to=["wandb"]), folder=tmp_path, config={})
+
+
+def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tracker,) = build_trackers(LoggingSection(report_to=["tensorboard"]), folder=tmp_path, config={})
+    tracker.log(3, {"loss": 0.5, "rewards/margin": 0.25})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("rewards/margin")] == [(3, 0.25)]
+    assert events.Scalars("loss")[0].value == 0.5
+
+
+def test_wandb_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb itself needs an account: a stand-in records the calls."""
+    calls: list[Any] = []
+
+    class FakeRun:
+        def log(self, row: dict[str, float], step: int) -> None:
+            calls.append((step, row))
+
+        def finish(self) -> None:
+            calls.append("finished")
+
+    def init(**settings: Any) -> FakeRun:
+        calls.append({key: settings[key] for key in ("id", "project", "name", "config", "resume")})
+        return FakeRun()
+
+    fake = types.SimpleNamespace(init=init, util=types.SimpleNamespace(generate_id=lambda: "abc"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        (tracker,) = build_trackers(
+            LoggingSection(report_to=["wandb"], wandb_project_name="p"), folder=tmp_path, config={"seed": 1}
+        )
+        tracker.log(1, {"loss": 0.5})
+        tracker.close()
+        fake.util.generate_id = lambda: "another"
+    started = {"id": "abc", "project": "p", "name": tmp_path.name, "config": {"seed": 1}, "resume": "allow"}
+    assert calls == [started, (1, {"loss": 0.5}), "finished"] * 2
