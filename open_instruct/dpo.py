@@ -40,7 +40,9 @@ def train(config: DPOConfig) -> int:
     from open_instruct.training.trainer import build_trainer
 
     with open_run(config) as run:
-        pretrained = open_pretrained(config.model, max_seq_length=config.data.max_seq_length)
+        pretrained = open_pretrained(
+            config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
+        )
         pairs, heldout_pairs = load_pairs(
             config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )

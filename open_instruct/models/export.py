@@ -153,6 +153,10 @@ def export_hf(
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
 
     raise_together(_prepare(source, out, num_bytes) if rank == 0 else [])
+    device = next(iter(parameters.values())).device
+    if device.type != "cpu" and dist.is_initialized():
+        # NCCL makes its communicator in the first call, which every rank must enter; not all send in every round.
+        dist.all_reduce(torch.zeros(1, device=device))
     beside = partial_folder_of(out)
     writers = {file.file_name: FileWriter(beside, file) for file in plan if file.owner == rank}
     with ThreadPoolExecutor(max_workers=1) as disk:

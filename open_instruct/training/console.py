@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,10 @@ class Console:
     def _bar(self, title: str) -> Progress:
         return Progress(
             TextColumn(title),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}"),
+            BarColumn(bar_width=10, table_column=Column(min_width=4)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+            # Last, because in a narrow terminal the end of it is what can be missed.
+            TextColumn("{task.fields[detail]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._rich,
         )

@@ -15,7 +15,7 @@ from open_instruct.data.chat import load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.checkpoint_files import CheckpointFiles
-from open_instruct.models.export import check_exportable
+from open_instruct.models.export import check_destination, check_exportable
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.names import TensorNames
@@ -58,8 +58,10 @@ class Pretrained:
         return max(num_values, key=lambda dtype: num_values[dtype])
 
 
-def open_pretrained(model: ModelSection, *, max_seq_length: int) -> Pretrained:
+def open_pretrained(model: ModelSection, *, max_seq_length: int, export_folder: Path) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
+
+    That the trained model can be written to `export_folder` in the end is checked now too.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
@@ -83,6 +85,7 @@ def open_pretrained(model: ModelSection, *, max_seq_length: int) -> Pretrained:
     shapes = parameter_shapes(build_model(hf_config, init_device="meta"))
     check_cover(names, files, shapes)
     check_exportable(names, shapes)
+    check_destination(folder, export_folder)
     return Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
