@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,8 +53,14 @@ def stderr_of(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert "Traceback" not in told
         return told
 
+    # A run sets environment variables and the root logger for its own process; this one goes on.
+    environment, root = dict(os.environ), logging.getLogger()
+    handlers, level = list(root.handlers), root.level
     yield run
     stop_process()
+    os.environ.clear()
+    os.environ.update(environment)
+    root.handlers, root.level = handlers, level
 
 
 def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
