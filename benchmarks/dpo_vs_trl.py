@@ -88,7 +88,7 @@ def run_ours(args: argparse.Namespace, model: Path, rows: Path, out: Path, *, pa
         *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
         *("--cache_dir", out.parent / "cache", "--max_seq_length", args.max_length, "--param_dtype", "float32"),
         *("--loss_type", "dpo", "--beta", BETA, "--learning_rate", LEARNING_RATE),
-        *("--lr_scheduler_type", "constant", "--warmup_ratio", "0", "--num_epochs", 1000),
+        *("--lr_scheduler_type", "constant", "--warmup_ratio", "0"),
         *("--per_device_train_batch_size", args.batch, "--gradient_accumulation_steps", args.accumulation),
         *("--max_train_steps", args.num_steps, "--packing" if packing else "--no_packing"),
     ]

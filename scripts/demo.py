@@ -83,7 +83,7 @@ def dpo_flags() -> list[str]:
     return f"""
         --model_name_or_path {MODEL} --mixer_list {TRAIN_ROWS} 1.0 --eval_mixer_list {HELD_OUT_ROWS} 1.0
         --output_dir {RUN} --overwrite_output_dir --cache_dir {OUTPUT / "cache"}
-        --max_seq_length 512 --per_device_train_batch_size 4 --num_epochs 100 --max_train_steps {NUM_STEPS}
+        --max_seq_length 512 --per_device_train_batch_size 4 --max_train_steps {NUM_STEPS}
         --fsdp_shard_degree 2 --param_dtype float32 --learning_rate 1e-3 --warmup_ratio 0.1
     """.split()
 

@@ -72,7 +72,9 @@ class OptimSection:
     per_device_train_batch_size: int = flag("pairs that fit in one microbatch of one device", 8)
     gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1)
     num_epochs: int = flag("passes over the data", 1)
-    max_train_steps: int | None = flag("stop after so many steps, whatever num_epochs says", None)
+    max_train_steps: int | None = flag(
+        "take exactly so many steps, over as many epochs as that needs; overrides --num_epochs", None
+    )
     learning_rate: float = flag("peak learning rate", 5e-7)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = flag("shape after warm-up", "linear")
     warmup_ratio: float = flag("fraction of the steps that warm up", 0.03)

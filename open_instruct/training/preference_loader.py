@@ -58,9 +58,10 @@ class BatchShape:
 
     def num_steps(self, num_pairs: int, *, optim: OptimSection, layout: ShardLayout) -> int:
         """Optimizer steps of the whole run."""
+        if optim.max_train_steps is not None:
+            return optim.max_train_steps
         num_pairs_per_step = self.max_pairs_per_rank * layout.data_parallel_world_size
-        num_steps = optim.num_epochs * -(-num_pairs // num_pairs_per_step)
-        return num_steps if optim.max_train_steps is None else min(num_steps, optim.max_train_steps)
+        return optim.num_epochs * -(-num_pairs // num_pairs_per_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,6 @@ class DPOCase:
             "per_device_train_batch_size": batch,
             "gradient_accumulation_steps": per_rank // batch,
             "max_train_steps": 5,
-            "num_epochs": 2,
             "checkpointing_steps": 100,
         } | flags
         words: list[str] = []

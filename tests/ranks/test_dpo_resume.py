@@ -63,7 +63,7 @@ Command = Callable[[str], list[str]]
 @pytest.fixture
 def command_of(dpo_case: DPOCase) -> Callable[..., Command]:
     def with_flags(*, ranks: int, **flags: object) -> Command:
-        settings = {"max_train_steps": NUM_STEPS, "num_epochs": 6, "checkpointing_steps": 2, **flags}
+        settings = {"max_train_steps": NUM_STEPS, "checkpointing_steps": 2, **flags}
         return lambda name: dpo_case.command(name, ranks=ranks, **settings)
 
     return with_flags

@@ -18,7 +18,7 @@ from open_instruct.data.preference_dataset import PreferenceDataset
 from open_instruct.errors import InputError
 from open_instruct.packing.preference_pairs import preference_batch
 from open_instruct.parallel.reduce import reduce_metrics
-from open_instruct.records import Metric
+from open_instruct.records import Metric, ShardLayout
 from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.metrics_log import MetricsFile
 from open_instruct.training.muon import MuonWithAdamW
@@ -288,3 +288,11 @@ def test_wandb_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         fake.util.generate_id = lambda: "another"
     started = {"id": "abc", "project": "p", "name": tmp_path.name, "config": {"seed": 1}, "resume": "allow"}
     assert calls == [started, (1, {"loss": 0.5}), "finished"] * 2
+
+
+def test_number_of_steps() -> None:
+    layout = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
+    shape = shape_of()  # 4 pairs a rank, 8 a step
+    assert shape.num_steps(17, optim=OptimSection(num_epochs=2), layout=layout) == 6
+    # More steps than the epochs have: the data is gone through again.
+    assert shape.num_steps(17, optim=OptimSection(num_epochs=1, max_train_steps=20), layout=layout) == 20
