@@ -38,6 +38,9 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     # OLMo-core prints what it cannot log; at this level the log takes it, whoever reads that.
     logging.getLogger().setLevel(logging.INFO)
     on_cuda = torch.cuda.is_available()
+    # Packed rows differ in length from step to step. In bfloat16 on a CPU oneDNN keeps a compiled product for
+    # each shape it has met, by default 1,024 of them, which takes gigabytes.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     # OLMo-core's own default backend calls CUDA even where there is none.
     init_distributed(
         backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
