@@ -12,7 +12,7 @@ help:  ## this list
 install: $(STAMP)  ## the virtual environment .venv with everything in it
 
 # The script knows by content, not by date, whether there is anything to do.
-$(STAMP): pyproject.toml scripts/install.sh
+$(STAMP): pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt
 	@PYTHON="$(PYTHON)" scripts/install.sh
 
 demo: $(STAMP)  ## tiny model -> DPO over four sharded ranks -> export -> summary

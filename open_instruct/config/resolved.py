@@ -46,11 +46,47 @@ IDENTITY_FLAGS = frozenset(
         "adam_beta2",
         "max_grad_norm",
         "seed",
+        # the prompts, the rollouts and their rewards
+        "dataset_mixer_list",
+        "dataset_mixer_list_splits",
+        "max_prompt_token_length",
+        "response_length",
+        "num_unique_prompts_rollout",
+        "num_samples_per_prompt_rollout",
+        "temperature",
+        "vllm_top_p",
+        "stop_strings",
+        "async_steps",
+        "inflight_updates",
+        "active_sampling",
+        "no_resampling_pass_rate",
+        "filter_zero_std_samples",
+        "mask_truncated_completions",
+        "advantage_normalization_type",
+        "verification_reward",
+        "verifier",
+        "apply_r1_style_format_reward",
+        "r1_style_format_reward",
+        "additive_format_reward",
+        "non_stop_penalty",
+        "non_stop_penalty_value",
+        # the policy loss
+        "loss_fn",
+        "clip_lower",
+        "clip_higher",
+        "kl_estimator",
+        "loss_denominator",
+        "rho_correction",
+        "rho_cap",
+        "num_mini_batches",
+        "alpha",
+        "ref_policy_update_freq",
+        "vllm_dtype",
     }
 )
 
 # The number of steps sets where the learning rate is at each step, unless it is flat throughout.
-LENGTH_FLAGS = frozenset({"num_epochs", "max_train_steps"})
+LENGTH_FLAGS = frozenset({"num_epochs", "max_train_steps", "total_episodes"})
 
 # What they give together, the pairs of one global batch, must stay; each alone may change.
 BATCH_FLAGS = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
@@ -82,6 +118,35 @@ FREE_FLAGS = frozenset(
         "exp_name",
         "wandb_project_name",
         "wandb_entity",
+        "dataset_mixer_eval_list",
+        "dataset_mixer_eval_list_splits",
+        "verifier_timeout_s",
+        "num_verifier_processes",
+        "record_entropy",
+        "pack_length",
+        "num_learners_per_node",
+        "vllm_num_engines",
+        "vllm_tensor_parallel_size",
+        "vllm_gpu_memory_utilization",
+        "vllm_kv_cache_mib",
+        "vllm_max_num_seqs",
+        "vllm_enable_prefix_caching",
+        "vllm_enforce_eager",
+        "ray_address",
+        "ray_dashboard_host",
+        "cluster_timeout_s",
+        "engine_timeout_s",
+        "step_timeout_s",
+        "max_restarts",
+        "weight_sync_backend",
+        "weight_sync_bucket_mib",
+        "weight_sync_timeout_s",
+        "local_eval_every",
+        "eval_on_step_0",
+        "eval_num_samples",
+        "eval_pass_at_k",
+        "eval_temperature",
+        "save_traces",
     }
 )
 
@@ -201,11 +266,13 @@ def refuse_conflicts(
 
 
 def _length_flags(saved: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
+    # GRPO's epochs are passes over the completions of one step, whatever the schedule.
+    always = frozenset({"num_epochs"}) if "total_episodes" in now else frozenset()
     if all(
         values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0 for values in (saved, now)
     ):
-        return frozenset()
-    overruled = saved.get("max_train_steps") is not None and now["max_train_steps"] is not None
+        return always
+    overruled = saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
     return LENGTH_FLAGS - {"num_epochs"} if overruled else LENGTH_FLAGS
 
 

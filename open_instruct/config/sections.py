@@ -1,8 +1,8 @@
 """The flags, in the groups `--help` shows them in. Field names are flag names.
 
 Every field is made by `flag(help, default)`; a field without a default must be given. Types are limited
-to what one command line word (or a list of words) can say: str, int, float, bool, Literal, `X | None`
-and `list[str]`.
+to what one command line word (or a list of words) can say: str, int, float, bool, Literal, `X | None`,
+`list[str]` and `list[int]`.
 """
 
 from __future__ import annotations
@@ -66,15 +66,9 @@ class PreferenceLossSection:
 
 
 @dataclass(kw_only=True)
-class OptimSection:
+class OptimizerSection:
     """Optimisation"""
 
-    per_device_train_batch_size: int = flag("pairs that fit in one microbatch of one device", 8)
-    gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1)
-    num_epochs: int = flag("passes over the data", 1)
-    max_train_steps: int | None = flag(
-        "take exactly so many steps, over as many epochs as that needs; overrides --num_epochs", None
-    )
     learning_rate: float = flag("peak learning rate", 5e-7)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = flag("shape after warm-up", "linear")
     warmup_ratio: float = flag("fraction of the steps that warm up", 0.03)
@@ -86,6 +80,18 @@ class OptimSection:
     adam_beta2: float = flag("AdamW's second moment decay", 0.999)
     max_grad_norm: float = flag("clip the global gradient norm to this; 0 leaves it alone", 1.0)
     seed: int = flag("of the data order and all random state", 42)
+
+
+@dataclass(kw_only=True)
+class OptimSection(OptimizerSection):
+    """Optimisation"""
+
+    per_device_train_batch_size: int = flag("pairs that fit in one microbatch of one device", 8)
+    gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1)
+    num_epochs: int = flag("passes over the data", 1)
+    max_train_steps: int | None = flag(
+        "take exactly so many steps, over as many epochs as that needs; overrides --num_epochs", None
+    )
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.sections import (
     LoggingSection,
     MemorySection,
+    OptimizerSection,
     OptimSection,
     ParallelSection,
     PreferenceDataSection,
@@ -97,16 +98,20 @@ def preference_data_problems(data: PreferenceDataSection) -> Iterator[str]:
     yield from mixer_problems("eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
 
 
-def optim_problems(optim: OptimSection) -> Iterator[str]:
-    yield from at_least(
-        optim, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_epochs", "max_train_steps"
-    )
+def optimizer_problems(optim: OptimizerSection) -> Iterator[str]:
     yield from above_zero(optim, "learning_rate")
     yield from fraction(optim, "warmup_ratio")
     yield from fraction(optim, "adam_beta1", "adam_beta2", high_open=True)
     yield from at_least(optim, 0, "weight_decay", "seed")
     if optim.max_grad_norm < 0:
         yield f"--max_grad_norm {spelled(optim.max_grad_norm)}: must be at least 0 (0 leaves gradients alone)"
+
+
+def optim_problems(optim: OptimSection) -> Iterator[str]:
+    yield from at_least(
+        optim, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_epochs", "max_train_steps"
+    )
+    yield from optimizer_problems(optim)
 
 
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:

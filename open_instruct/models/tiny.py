@@ -49,10 +49,12 @@ CHAT_TEMPLATE = (
 class Size:
     """The shape of a small model; `window` is the sliding window of OLMo 3.
 
-    Example: a quarter of a million parameters in four layers::
+    Heads have 32 dims at least, which is what vLLM's attention on a CPU begins with.
+
+    Example: less than a million parameters in four layers::
 
         Size(
-            roughly="0.3M parameters", hidden=64, mlp=176, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
+            roughly="0.7M parameters", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
         )
     """
 
@@ -69,7 +71,7 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "tiny": Size(
-        roughly="0.3M parameters", hidden=64, mlp=176, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
+        roughly="0.7M parameters", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
     ),
     "mini": Size(
         roughly="4M parameters", hidden=192, mlp=512, layers=8, heads=6, kv_heads=2, vocab_size=2048, window=64

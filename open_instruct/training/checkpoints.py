@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from olmo_core.distributed.utils import broadcast_object
+from olmo_core.distributed.utils import barrier, broadcast_object, get_rank
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
@@ -37,14 +40,39 @@ class RunCheckpointer(CheckpointerCallback):
         self._remove_old_checkpoints()
 
     def _save_checkpoint(self, save_async: bool | None = None, ephemeral: bool = False) -> str:
-        try:
+        with explained(self.trainer):
             return super()._save_checkpoint(save_async=save_async, ephemeral=ephemeral)
-        except (OSError, CheckpointException) as error:
-            log.exception("the checkpoint cannot be written")
-            raise RunError(
-                f"the checkpoint of step {self.step} cannot be written to {self.save_folder} ({_cause(error)}). Those "
-                "written before are unharmed: make room, then give the same command again to go on from the newest"
-            ) from error
+
+
+@contextmanager
+def explained(trainer: Trainer) -> Iterator[None]:
+    """Turn what goes wrong while a checkpoint is written into one sentence."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        log.exception("the checkpoint cannot be written")
+        raise RunError(
+            f"the checkpoint of step {trainer.global_step} cannot be written to {trainer.save_folder} "
+            f"({_cause(error)}). Those written before are unharmed: make room, then give the same command again to go "
+            "on from the newest"
+        ) from error
+
+
+def save_checkpoint(trainer: Trainer) -> None:
+    """Write a checkpoint of the trainer's step now. Collective.
+
+    :raises RunError: if it cannot be written.
+    """
+    with explained(trainer):
+        trainer.save_checkpoint()
+
+
+def remove_old_checkpoints(folder: Path, *, keep_last_n: int) -> None:
+    """Remove all but the newest `keep_last_n` checkpoints. Collective: rank 0 removes, once all are past the newest."""
+    barrier()
+    if get_rank() == 0:
+        for path in find_checkpoints(folder)[:-keep_last_n]:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _cause(error: BaseException) -> str:

@@ -93,11 +93,7 @@ class MetricsLog(Callback):
         # Saving a checkpoint flushes the step's metrics first and records its own duration after.
         if self.file is None or "loss" not in metrics:
             return
-        row: dict[str, float] = {"step": step}
-        for name, value in metrics.items():
-            name = RENAMED.get(name, name)
-            if not name.startswith(LEFT_OUT):
-                row[name] = int(value) if name == "num_tokens" else value
+        row = {"step": step} | row_of(metrics)
         self.file.append(row)
         for tracker in self.trackers:
             tracker.log(step, row)
@@ -114,6 +110,16 @@ class MetricsLog(Callback):
         self._stack.close()
         for tracker in self.trackers:
             tracker.close()
+
+
+def row_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What of the recorded metrics is written down, under the names that scripts read."""
+    named = {RENAMED.get(name, name): value for name, value in metrics.items()}
+    return {
+        name: int(value) if name == "num_tokens" else value
+        for name, value in named.items()
+        if not name.startswith(LEFT_OUT)
+    }
 
 
 def describe(row: Mapping[str, float]) -> str:

@@ -17,7 +17,7 @@ from olmo_core.optim import (
 )
 from olmo_core.optim.scheduler import Scheduler
 
-from open_instruct.config.sections import OptimSection
+from open_instruct.config.sections import OptimizerSection
 from open_instruct.training.muon import MuonWithAdamW
 
 # Patterns of parameter names that are never decayed.
@@ -49,7 +49,7 @@ class MuonWithAdamWConfig(OptimConfig[MuonWithAdamW]):
         ]
 
 
-def build_optimizer_config(optim: OptimSection, *, device: torch.device) -> OptimConfig[Any]:
+def build_optimizer_config(optim: OptimizerSection, *, device: torch.device) -> OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA."""
     betas = (optim.adam_beta1, optim.adam_beta2)
     common: dict[str, Any] = {"lr": optim.learning_rate, "betas": betas, "weight_decay": optim.weight_decay}
@@ -62,7 +62,7 @@ def build_optimizer_config(optim: OptimSection, *, device: torch.device) -> Opti
     return AdamWConfig(fused=device.type == "cuda", **common)
 
 
-def build_scheduler(optim: OptimSection, *, num_steps: int) -> Scheduler:
+def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
     """Warm-up, then the shape asked for, over `num_steps` optimizer steps.
 
     The schedule ends one step after the last, so that the last step still learns something.

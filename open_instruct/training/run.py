@@ -43,15 +43,7 @@ def open_run(config: Any) -> Iterator[Run]:
     layout = layout_of(config.parallel, process.gpus_per_node)
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
-
-    def make_ready() -> None:
-        directory.create(overwrite=config.run.overwrite_output_dir)
-        if latest_step(directory.path) is not None:
-            _refuse_another_run(config, directory, layout)
-        directory.write_layout(layout)
-        write_config(config, directory.config, {"world_size": layout.world_size} | provenance())
-
-    on_main_process(make_ready)
+    on_main_process(lambda: make_ready(directory, config, layout))
     log_to(directory.log, rank=process.rank)
     for warning in layout.warnings:
         console.warn(warning)
@@ -63,6 +55,18 @@ def open_run(config: Any) -> Iterator[Run]:
     yield Run(process=process, layout=layout, directory=directory, console=console)
     # Not after a failure: the peers may be gone, and leaving the group would wait for them.
     stop_process()
+
+
+def make_ready(directory: RunDirectory, config: Any, layout: ShardLayout) -> None:
+    """Make the folder of the run, and leave its layout and its flags there. One process does this for all.
+
+    :raises InputError: if it cannot be written, or holds another run.
+    """
+    directory.create(overwrite=config.run.overwrite_output_dir)
+    if latest_step(directory.path) is not None:
+        _refuse_another_run(config, directory, layout)
+    directory.write_layout(layout)
+    write_config(config, directory.config, {"world_size": layout.world_size} | provenance())
 
 
 def _refuse_another_run(config: Any, directory: RunDirectory, layout: ShardLayout) -> None:

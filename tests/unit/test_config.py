@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from open_instruct.config import resolved
 from open_instruct.config.dpo import SMOOTHED_LOSSES, DPOConfig, validate_dpo
 from open_instruct.config.flags import NONE_WORDS, Flag, flags_of
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import help_lines
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, resume_conflicts, write_config
@@ -21,6 +22,8 @@ from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
 from open_instruct.errors import InputError
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+GRPO_REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+CONFIGS = (DPOConfig, GRPOConfig)
 
 
 def config_of(*words: str) -> DPOConfig:
@@ -400,7 +403,7 @@ class TestSavedConfig:
         assert parse(DPOConfig, [str(path)]) == config
         text = path.read_text()
         assert text.startswith("# versions:\n#   torch: 2.13.0\n# git: abc def\n# world_size: 4\n")
-        assert "\n# Optimisation\nper_device_train_batch_size: 8\n" in text
+        assert "\n# Optimisation\nlearning_rate: 5.0e-07\n" in text
         assert "\nmixer_list:\n- rows.jsonl\n- '1.0'\n" in text
         assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
 
@@ -444,6 +447,13 @@ class TestSavedConfig:
         assert provenance["git"]
 
 
+def config_with(name: str) -> DPOConfig | GRPOConfig:
+    """A config, with nothing but what it needs, that has the flag `name`."""
+    if name in flags_of(DPOConfig):
+        return config_of()
+    return parse(GRPOConfig, GRPO_REQUIRED)
+
+
 class TestResume:
     def conflicts(self, before: list[str], after: list[str], worlds: tuple[int, int] = (4, 4)) -> list[str]:
         return resume_conflicts(
@@ -455,24 +465,24 @@ class TestResume:
 
     def test_every_flag_has_been_decided_on(self) -> None:
         kinds = [resolved.IDENTITY_FLAGS, resolved.LENGTH_FLAGS, resolved.BATCH_FLAGS, resolved.FREE_FLAGS]
-        assert sorted(name for kind in kinds for name in kind) == sorted(flags_of(DPOConfig))
+        flags = {name for config_class in CONFIGS for name in flags_of(config_class)}
+        assert sorted(name for kind in kinds for name in kind) == sorted(flags)
 
     def test_the_same_command_has_no_conflict(self) -> None:
         assert self.conflicts([], []) == []
 
     @pytest.mark.parametrize("name", sorted(resolved.IDENTITY_FLAGS))
     def test_another_identity_is_another_run(self, name: str) -> None:
-        saved = as_flat_dict(config_of())
-        saved[name] = "something else"
-        conflicts = resume_conflicts(saved, config_of())
+        config = config_with(name)
+        saved = as_flat_dict(config) | {name: "something else"}
+        conflicts = resume_conflicts(saved, config)
         assert len(conflicts) == 1
         assert conflicts[0].startswith(f"--{name} was something else, is ")
 
     @pytest.mark.parametrize("name", sorted(resolved.FREE_FLAGS))
     def test_what_is_free_may_change(self, name: str) -> None:
-        saved = as_flat_dict(config_of())
-        saved[name] = "something else"
-        assert resume_conflicts(saved, config_of()) == []
+        config = config_with(name)
+        assert resume_conflicts(as_flat_dict(config) | {name: "something else"}, config) == []
 
     def test_the_global_batch_must_stay(self) -> None:
         batch = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]

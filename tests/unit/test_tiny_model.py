@@ -63,7 +63,7 @@ def test_dtype_and_vocab_size(tmp_path: Path) -> None:
     assert model.get_input_embeddings().weight.shape == (700, SIZES["tiny"].hidden)
 
 
-@pytest.mark.parametrize(("size", "millions"), [("tiny", 0.25), ("mini", 4), ("small", 50), ("base", 520)])
+@pytest.mark.parametrize(("size", "millions"), [("tiny", 0.7), ("mini", 4), ("small", 50), ("base", 520)])
 def test_sizes_are_what_they_say(size: str, millions: float) -> None:
     shape = SIZES[size]
     for family in ("olmo2", "olmo3", "llama"):

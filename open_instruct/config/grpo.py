@@ -1,0 +1,256 @@
+"""The whole configuration of a GRPO run, and what must hold between its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from open_instruct.config.flags import spelled
+from open_instruct.config.rollout_sections import (
+    EvaluationSection,
+    FleetSection,
+    LearnerParallelSection,
+    PolicyLossSection,
+    PolicyOptimSection,
+    PromptDataSection,
+    RewardSection,
+    RolloutRunSection,
+    RolloutSection,
+)
+from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection
+from open_instruct.config.validation import (
+    above_zero,
+    at_least,
+    changed,
+    fraction,
+    logging_problems,
+    memory_problems,
+    mixer_problems,
+    mixer_warnings,
+    optimizer_problems,
+    parallel_problems,
+    run_problems,
+)
+from open_instruct.errors import InputError
+
+TOKEN_DENOMINATOR_LOSSES = ("dapo", "cispo")
+
+
+@dataclass(kw_only=True)
+class GRPOConfig:
+    """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "python open_instruct/grpo_olmo_core_actor.py configs/grpo/cpu_tiny.yaml --model_name_or_path MODEL_DIR "
+        "--dataset_mixer_list prompts.jsonl 1.0 --output_dir runs/first",
+        "open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3",
+    )
+
+    model: ModelSection
+    data: PromptDataSection
+    rollout: RolloutSection
+    reward: RewardSection
+    loss: PolicyLossSection
+    optim: PolicyOptimSection
+    parallel: LearnerParallelSection
+    fleet: FleetSection
+    memory: MemorySection
+    evaluation: EvaluationSection
+    run: RolloutRunSection
+    logging: LoggingSection
+
+    @property
+    def num_completions_per_step(self) -> int:
+        return self.rollout.num_unique_prompts_rollout * self.rollout.num_samples_per_prompt_rollout
+
+    @property
+    def num_steps(self) -> int:
+        return self.rollout.total_episodes // self.num_completions_per_step
+
+    @property
+    def max_tokens_per_microbatch(self) -> int:
+        return self.loss.pack_length or self.data.max_seq_length
+
+
+def validate_grpo(config: GRPOConfig) -> list[str]:
+    """Check everything that the flags alone can tell, and return warnings.
+
+    Raises:
+        InputError: listing every problem, each with its remedy.
+    """
+    problems = [
+        *_data_problems(config.data),
+        *_rollout_problems(config),
+        *_reward_problems(config),
+        *_loss_problems(config),
+        *optimizer_problems(config.optim),
+        *parallel_problems(config.parallel),
+        *_fleet_problems(config),
+        *memory_problems(config.memory),
+        *_evaluation_problems(config),
+        *run_problems(config.run),
+        *logging_problems(config.logging),
+    ]
+    if problems:
+        raise InputError("\n".join(problems))
+    return list(_warnings(config))
+
+
+def _data_problems(data: PromptDataSection) -> Iterator[str]:
+    yield from at_least(data, 1, "max_prompt_token_length", "response_length")
+    if not data.dataset_mixer_list:
+        yield "--dataset_mixer_list is empty: give 'NAME AMOUNT', such as 'prompts.jsonl 1.0'"
+    yield from mixer_problems("dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+    yield from mixer_problems(
+        "dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
+    )
+
+
+def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
+    rollout = config.rollout
+    yield from at_least(rollout, 1, "num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "total_episodes")
+    yield from at_least(rollout, 0, "async_steps")
+    yield from above_zero(rollout, "temperature")
+    if rollout.vllm_top_p != 1.0:
+        yield (
+            f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, and "
+            "the learner over all of them, so the ratio of the two is biased by what was left out; use 1.0, and a "
+            "lower --temperature for less random completions"
+        )
+    if rollout.num_samples_per_prompt_rollout == 1:
+        yield (
+            "--num_samples_per_prompt_rollout 1: a group of one has no spread, so every advantage is 0; use at least 2"
+        )
+    if 1 <= rollout.total_episodes < config.num_completions_per_step:
+        yield (
+            f"--total_episodes {rollout.total_episodes} is less than one step: {rollout.num_unique_prompts_rollout} "
+            f"prompts x {rollout.num_samples_per_prompt_rollout} samples = {config.num_completions_per_step}; raise it "
+            "or make a step smaller"
+        )
+    if any(not text for text in rollout.stop_strings):
+        yield "--stop_strings holds an empty text, which would end every completion at once; leave it out"
+    if rollout.no_resampling_pass_rate is not None:
+        yield from fraction(rollout, "no_resampling_pass_rate", low_open=True)
+    if rollout.active_sampling and not rollout.filter_zero_std_samples:
+        yield (
+            "--active_sampling replaces groups whose rewards are all the same, and --no_filter_zero_std_samples keeps "
+            "them: leave one out"
+        )
+
+
+def _reward_problems(config: GRPOConfig) -> Iterator[str]:
+    reward = config.reward
+    yield from above_zero(reward, "verifier_timeout_s", "verification_reward")
+    yield from at_least(reward, 1, "num_verifier_processes")
+    for word in reward.verifier:
+        module, colon, name = word.partition(":")
+        if not (module and colon and name):
+            yield f"--verifier {word}: takes module:Class, such as my_package.rewards:UnitTests"
+    if not reward.apply_r1_style_format_reward:
+        for given in changed(config, "r1_style_format_reward", "additive_format_reward"):
+            yield f"{given}: is read only with --apply_r1_style_format_reward; add that, or leave this out"
+    if not reward.non_stop_penalty:
+        for given in changed(config, "non_stop_penalty_value"):
+            yield f"{given}: is read only with --non_stop_penalty; add that, or leave this out"
+
+
+def _loss_problems(config: GRPOConfig) -> Iterator[str]:
+    loss = config.loss
+    yield from above_zero(loss, "clip_lower", "clip_higher")
+    yield from at_least(loss, 0, "beta")
+    yield from at_least(loss, 1, "num_mini_batches", "num_epochs", "ref_policy_update_freq")
+    yield from fraction(loss, "alpha", low_open=True)
+    if loss.clip_lower >= 1:
+        yield f"--clip_lower {spelled(loss.clip_lower)}: must be below 1, or the ratio is never clipped from below"
+    if loss.rho_cap <= 1:
+        yield f"--rho_cap {spelled(loss.rho_cap)}: must be above 1 (1 is perfect agreement)"
+    if loss.loss_denominator != "token":
+        if not loss.loss_denominator.isdecimal() or int(loss.loss_denominator) == 0:
+            yield f"--loss_denominator {loss.loss_denominator}: takes 'token' or a whole number of tokens above 0"
+        elif loss.loss_fn not in TOKEN_DENOMINATOR_LOSSES:
+            yield (
+                f"--loss_denominator {loss.loss_denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; "
+                f"leave it out, or use {' or '.join(TOKEN_DENOMINATOR_LOSSES)}"
+            )
+    if loss.beta == 0:
+        for given in changed(config, "kl_estimator", "alpha", "ref_policy_update_freq"):
+            yield f"{given}: there is no reference policy with --beta 0; raise --beta, or leave this out"
+    elif loss.ref_policy_update_freq is None:
+        for given in changed(config, "alpha"):
+            yield f"{given}: is read only with --ref_policy_update_freq; add that, or leave this out"
+    if loss.rho_correction == "none":
+        for given in changed(config, "rho_cap"):
+            yield f"{given}: is not read with --rho_correction none; leave one of them out"
+    if loss.pack_length is not None and loss.pack_length < config.data.max_seq_length:
+        yield (
+            f"--pack_length {loss.pack_length} does not hold the longest sample: --max_prompt_token_length "
+            f"{config.data.max_prompt_token_length} + --response_length {config.data.response_length} = "
+            f"{config.data.max_seq_length}; use at least that, or leave it out"
+        )
+    if loss.num_mini_batches > config.rollout.num_unique_prompts_rollout:
+        yield (
+            f"--num_mini_batches {loss.num_mini_batches} is more than the {config.rollout.num_unique_prompts_rollout} "
+            "prompts of a step; use at most so many"
+        )
+
+
+def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
+    fleet, parallel = config.fleet, config.parallel
+    yield from at_least(
+        fleet,
+        1,
+        *("vllm_num_engines", "vllm_tensor_parallel_size", "vllm_max_num_seqs", "vllm_kv_cache_mib"),
+        *("cluster_timeout_s", "engine_timeout_s", "step_timeout_s", "weight_sync_bucket_mib", "weight_sync_timeout_s"),
+    )
+    yield from at_least(fleet, 0, "max_restarts")
+    yield from fraction(fleet, "vllm_gpu_memory_utilization", low_open=True)
+    learners = parallel.num_learners_per_node
+    if not learners or min(learners) < 1:
+        yield (
+            f"--num_learners_per_node {spelled(learners)}: takes the learners of each node, each at least 1, such as "
+            "'8 8'"
+        )
+    if parallel.single_gpu_mode:
+        for name, value, wanted in (
+            ("num_learners_per_node", learners, [1]),
+            ("vllm_num_engines", fleet.vllm_num_engines, 1),
+            ("vllm_tensor_parallel_size", fleet.vllm_tensor_parallel_size, 1),
+        ):
+            if value != wanted:
+                yield f"--single_gpu_mode has one device for learner and engine, but --{name} is {spelled(value)}"
+    if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
+        yield "--weight_sync_backend ipc hands over memory of one device: it needs --single_gpu_mode; use auto"
+
+
+def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    yield from at_least(evaluation, 0, "local_eval_every", "eval_temperature")
+    yield from at_least(evaluation, 1, "eval_num_samples")
+    for k in evaluation.eval_pass_at_k:
+        if not 1 <= k <= evaluation.eval_num_samples:
+            yield (
+                f"--eval_pass_at_k {k}: needs at least {max(k, 1)} completions of a prompt, and --eval_num_samples is "
+                f"{evaluation.eval_num_samples}; each k is between 1 and that"
+            )
+    if not config.data.dataset_mixer_eval_list:
+        for given in changed(
+            config,
+            *("dataset_mixer_eval_list_splits", "eval_on_step_0", "eval_num_samples", "eval_pass_at_k"),
+            *("eval_temperature", "local_eval_every"),
+        ):
+            yield f"{given}: there is no --dataset_mixer_eval_list; leave it out or name held-out prompts"
+
+
+def _warnings(config: GRPOConfig) -> Iterator[str]:
+    yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
+    yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
+    left_over = config.rollout.total_episodes % config.num_completions_per_step
+    if left_over:
+        yield (
+            f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} steps of "
+            f"{config.num_completions_per_step} and {left_over} more, which are not asked for"
+        )
+    if "wandb" not in config.logging.report_to:
+        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
+            yield f"{given} is read only with --report_to wandb"

@@ -1,0 +1,1 @@
+"""Ray learners, vLLM engines, and what flows between them."""

@@ -1,0 +1,48 @@
+"""What is asked of an engine, and how an engine is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """How completions are sampled. Temperature 0 takes the likeliest token."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One completion asked for. The seed travels with the request, so that asking again asks for the same.
+
+    Example: sample 2 of ticket 41 is `GenerationRequest(request_id="41/2", prompt_token_ids=(1, 40, 11, 2), seed=…,
+    sampling=…)`.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    sampling: SamplingSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How one vLLM engine is set up; `model_folder` is a Hugging Face folder that every node can read."""
+
+    model_folder: str
+    tokenizer_folder: str
+    dtype: Literal["bfloat16", "float32"]
+    max_model_len: int  # tokens of the longest prompt with its completion
+    max_num_seqs: int
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,81 @@
+"""GRPO's flags: what parses, what is refused, and with which remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.parser import parse
+from open_instruct.errors import InputError
+
+REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+HELD_OUT = ["--dataset_mixer_eval_list", "held_out.jsonl", "1.0"]
+
+
+def config_of(*words: str) -> GRPOConfig:
+    return parse(GRPOConfig, [*REQUIRED, *words])
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(InputError) as caught:
+        validate_grpo(config_of(*words))
+    return str(caught.value)
+
+
+def test_a_minimal_command_is_good() -> None:
+    config = config_of(
+        *HELD_OUT,
+        *"--num_learners_per_node 2 --vllm_num_engines 1 --num_unique_prompts_rollout 8".split(),
+        *"--num_samples_per_prompt_rollout 8 --response_length 64 --max_prompt_token_length 128".split(),
+        *"--total_episodes 640".split(),
+    )
+    assert validate_grpo(config) == []
+    assert (config.num_completions_per_step, config.num_steps) == (64, 10)
+    assert config.data.max_seq_length == config.max_tokens_per_microbatch == 192
+
+
+def test_learners_are_a_list_of_numbers() -> None:
+    assert config_of("--num_learners_per_node", "2", "4").parallel.num_learners_per_node == [2, 4]
+    with pytest.raises(InputError, match="--num_learners_per_node takes a list of whole numbers, not 'two'"):
+        config_of("--num_learners_per_node", "two")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--vllm_top_p 0.9", "biased"),
+        ("--num_samples_per_prompt_rollout 1", "at least 2"),
+        ("--total_episodes 10", "less than one step: 16 prompts x 4 samples = 64"),
+        ("--temperature 0", "--temperature 0.0: must be above 0"),
+        ("--clip_lower 1.0", "must be below 1"),
+        ("--rho_cap 1", "must be above 1"),
+        ("--rho_cap 3 --rho_correction none", "is not read with --rho_correction none"),
+        ("--loss_denominator words", "takes 'token' or a whole number"),
+        ("--loss_denominator 100 --loss_fn gspo", "leave it out, or use dapo or cispo"),
+        ("--kl_estimator 1", "there is no reference policy with --beta 0"),
+        ("--beta 0.1 --alpha 0.5", "is read only with --ref_policy_update_freq"),
+        ("--pack_length 100", "--max_prompt_token_length 256 + --response_length 256 = 512"),
+        ("--num_mini_batches 17", "more than the 16 prompts"),
+        ("--num_learners_per_node 2 0", "each at least 1"),
+        ("--single_gpu_mode --num_learners_per_node 2", "--num_learners_per_node is 2"),
+        ("--single_gpu_mode --vllm_num_engines 2", "--vllm_num_engines is 2"),
+        ("--weight_sync_backend ipc", "needs --single_gpu_mode"),
+        ("--eval_on_step_0", "there is no --dataset_mixer_eval_list"),
+        ("--verifier reward.py", "takes module:Class"),
+        ("--non_stop_penalty_value -1", "only with --non_stop_penalty"),
+        ("--additive_format_reward", "only with --apply_r1_style_format_reward"),
+        ("--active_sampling --no_filter_zero_std_samples", "leave one out"),
+        ("--fsdp_shard_degree 0", "--fsdp_shard_degree 0: must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(words: str, expected: str) -> None:
+    assert expected in refusal(*words.split())
+
+
+def test_pass_at_k_needs_k_samples() -> None:
+    assert "--eval_pass_at_k 8" in refusal(*HELD_OUT, "--eval_pass_at_k", "1", "8", "--eval_num_samples", "4")
+
+
+def test_a_last_step_that_is_not_whole_is_warned_about() -> None:
+    (warning,) = validate_grpo(config_of("--total_episodes", "100"))
+    assert "1 steps of 64 and 36 more" in warning
