@@ -161,20 +161,25 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One tokenised conversation and the part of it that is learned from.
+    """One tokenised conversation and the parts of it that are learned from: its replies, in order, at least one.
 
     Example::
 
-        Document(token_ids=(5, 9, 2, 7, 3), response=Span(start=3, stop=5))
+        Document(token_ids=(5, 9, 2, 7, 3), responses=(Span(start=3, stop=5),))
 
     predicts token 7 from the first three tokens and token 3 from the first four.
     """
 
     token_ids: tuple[int, ...]
-    response: Span
+    responses: tuple[Span, ...]
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_label_tokens(self) -> int:
+        """Tokens that are learned from."""
+        return sum(len(response) for response in self.responses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +191,8 @@ class PreferenceExample:
         PreferenceExample(
             row_id=12,
             key="9f0c…",
-            chosen=Document(token_ids=(5, 9, 2, 7, 3), response=Span(start=3, stop=5)),
-            rejected=Document(token_ids=(5, 9, 2, 8), response=Span(start=3, stop=4)),
+            chosen=Document(token_ids=(5, 9, 2, 7, 3), responses=(Span(start=3, stop=5),)),
+            rejected=Document(token_ids=(5, 9, 2, 8), responses=(Span(start=3, stop=4),)),
         )
     """
 
@@ -354,7 +359,7 @@ class RolloutSample:
     Example: a completion of 2 tokens with advantage 0.7 after a prompt of 4 tokens::
 
         RolloutSample(
-            document=Document(token_ids=(1, 40, 11, 2, 61, 2), response=Span(start=4, stop=6)),
+            document=Document(token_ids=(1, 40, 11, 2, 61, 2), responses=(Span(start=4, stop=6),)),
             engine_logprobs=(-0.1, -0.02),
             advantage=0.7,
         )

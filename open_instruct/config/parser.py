@@ -143,9 +143,10 @@ def _yaml_value(flag: Flag, node: Any, origin: str, problems: list[str]) -> Any:
     elif is_scalar and flag.kind is not list:
         return _value(flag, [node.value], origin, problems)
     elif is_list and flag.kind is list and all(_is_word(item) for item in node.value):
-        return [item.value for item in node.value]
+        return _value(flag, [item.value for item in node.value], origin, problems)
     else:
-        such_as = ", such as [rows.jsonl, 1.0]" if flag.kind is list else ""
+        items = "8, 8" if flag.item_kind is int else "rows.jsonl, 1.0"
+        such_as = f", such as [{items}]" if flag.kind is list else ""
         problems.append(f"{origin} takes {flag.accepted}{such_as}, not {_node_kind(node)}")
     return None
 

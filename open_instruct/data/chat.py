@@ -226,7 +226,7 @@ class ChatFormat:
         prompt_ids, reply_ids = self.tokenize([prompt_text, reply_text])
         self.check_reply(reply, reply_ids)
         span = Span(start=len(prompt_ids), stop=len(prompt_ids) + len(reply_ids))
-        return Document(token_ids=(*prompt_ids, *reply_ids), response=span)
+        return Document(token_ids=(*prompt_ids, *reply_ids), responses=(span,))
 
 
 def squeezed(text: str) -> str:

@@ -88,7 +88,7 @@ class PreferenceDataset:
 
 def _document(prompt: tuple[int, ...], reply_ids_T: np.ndarray) -> Document:
     token_ids = (*prompt, *reply_ids_T.tolist())
-    return Document(token_ids=token_ids, response=Span(start=len(prompt), stop=len(token_ids)))
+    return Document(token_ids=token_ids, responses=(Span(start=len(prompt), stop=len(token_ids)),))
 
 
 def load_preference_dataset(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from open_instruct.data.rows import MalformedRow
 
@@ -43,8 +43,8 @@ def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
-    chosen = _parse_conversation(row, "chosen")
-    rejected = _parse_conversation(row, "rejected")
+    chosen = parse_conversation(row, "chosen")
+    rejected = parse_conversation(row, "rejected")
     if chosen[:-1] != rejected[:-1]:
         raise MalformedRow("prompts_differ", _where_prompts_differ(chosen, rejected))
     replies = chosen[-1]["content"], rejected[-1]["content"]
@@ -60,29 +60,39 @@ def _where_prompts_differ(chosen: tuple[Message, ...], rejected: tuple[Message, 
     return f"the prompts differ at turn {turn}; every turn but the last must be the same in 'chosen' and 'rejected'"
 
 
-def _parse_conversation(row: Mapping[str, Any], key: str) -> tuple[Message, ...]:
+def parse_conversation(
+    row: Mapping[str, Any], key: str, *, last_role: Literal["assistant", "user"] = "assistant"
+) -> tuple[Message, ...]:
+    """The turns under `key`: an optional system turn, then user and assistant in turn, until `last_role`'s.
+
+    Raises:
+        MalformedRow: they are not such turns, or the last is empty.
+    """
     if key not in row:
         raise MalformedRow("missing_key", f"no key {key!r}; the row has {', '.join(map(repr, row)) or 'no keys'}")
     value = row[key]
     if not isinstance(value, list):
-        raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {_kind(value)}")
+        raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {kind_of(value)}")
     if not value:
         raise MalformedRow("not_messages", f"{key!r} is an empty list of messages")
     messages = tuple(_parse_message(message, f"{key!r}, turn {i}") for i, message in enumerate(value, start=1))
-    _check_order(messages, key)
+    _check_order(messages, key, last_role)
     if not messages[-1]["content"].strip():
-        raise MalformedRow("empty_reply", f"the reply in {key!r} is empty")
+        kind, what = ("empty_reply", "reply") if last_role == "assistant" else ("empty_prompt", "last turn")
+        raise MalformedRow(kind, f"the {what} in {key!r} is empty")
     return messages
 
 
 def _parse_message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise MalformedRow("bad_message", f"{where}: must be an object with 'role' and 'content', not {_kind(message)}")
+        raise MalformedRow(
+            "bad_message", f"{where}: must be an object with 'role' and 'content', not {kind_of(message)}"
+        )
     for key in ("role", "content"):
         if message.get(key) is None:
             raise MalformedRow("bad_message", f"{where}: no {key!r}")
         if not isinstance(message[key], str):
-            raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {_kind(message[key])}")
+            raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {kind_of(message[key])}")
     if message.get("tool_calls"):
         raise MalformedRow("bad_message", f"{where}: 'tool_calls' are not supported; write them into 'content'")
     role, content = message["role"], message["content"]
@@ -97,7 +107,7 @@ def _parse_message(message: Any, where: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _check_order(messages: tuple[Message, ...], key: str) -> None:
+def _check_order(messages: tuple[Message, ...], key: str, last_role: str) -> None:
     roles = [message["role"] for message in messages]
     first = 1 if roles[0] == "system" else 0
     for turn, role in enumerate(roles[first:], start=first + 1):
@@ -108,11 +118,12 @@ def _check_order(messages: tuple[Message, ...], key: str) -> None:
                 f"{key!r}, turn {turn}: the role is {role!r} where {expected!r} should follow; "
                 "an optional system turn comes first, then user and assistant in turn",
             )
-    if roles[-1] != "assistant":
-        raise MalformedRow("roles_out_of_order", f"{key!r}: the last turn is {roles[-1]!r}, it must be 'assistant'")
+    if roles[-1] != last_role:
+        raise MalformedRow("roles_out_of_order", f"{key!r}: the last turn is {roles[-1]!r}, it must be {last_role!r}")
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What JSON calls it, with its article."""
     if value is None:
         return "null"
     kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}

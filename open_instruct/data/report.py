@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from open_instruct.data.rows import BadRow
 from open_instruct.errors import InputError
@@ -14,6 +15,7 @@ NUM_BAD_ROWS_SHOWN = 5
 
 FILTERED_WORDS = {
     "prompt_too_long": "the prompt alone fills --max_seq_length",
+    "long_prompt": "the prompt is longer than --max_prompt_token_length",
     "same_tokens": "chosen and rejected are the same tokens (after cutting to --max_seq_length)",
 }
 
@@ -50,6 +52,7 @@ class BadRowLog:
 class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
+    `unit` says what became of a row that was kept; `num_pairs` counts pairs or prompts accordingly.
     `num_rows == num_bad + num_filtered + num_kept` always holds. `sources` has, for each data set of the
     mixture, its name, the rows it has, and the rows taken (with repeats).
 
@@ -69,6 +72,7 @@ class DataReport:
     num_pairs: int
     num_tokens: int
     warnings: tuple[str, ...] = ()
+    unit: Literal["pair", "prompt"] = "pair"
     cache_file: str = ""
     from_cache: bool = False
 
@@ -83,9 +87,10 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report for a person, one thing a line."""
         lines = [f"{name}: {taken:,} taken of {_rows(rows)}" for name, rows, taken in self.sources]
-        mean = self.num_tokens / (2 * self.num_pairs) if self.num_pairs else 0
+        text, num_texts = ("conversation", 2 * self.num_pairs) if self.unit == "pair" else (self.unit, self.num_pairs)
+        mean = self.num_tokens / num_texts if num_texts else 0
         lines.append(
-            f"{self.num_pairs:,} pairs, {self.num_tokens:,} tokens, {mean:.0f} tokens a conversation on average"
+            f"{self.num_pairs:,} {self.unit}s, {self.num_tokens:,} tokens, {mean:.0f} tokens a {text} on average"
         )
         if self.num_truncated:
             lines.append(f"{_rows(self.num_truncated)} with a reply cut to --max_seq_length")

@@ -1,19 +1,34 @@
 """A language-model head that never holds the logits of a whole microbatch.
 
-B rows, K label positions kept, D width of the model, V vocabulary.
+B rows, K label positions kept (all T of a row where none are chosen), N positions of a chunk, D width of the model,
+V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from olmo_core.nn.lm_head import LMHead, LMOutputWithLoss
+from olmo_core.distributed.utils import get_local_tensor
+from olmo_core.nn.lm_head import LMHead
 from olmo_core.nn.transformer import Transformer, TransformerConfig
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS_BYTES = 1 << 30
+
+
+class LabelLosses(NamedTuple):
+    """-log p of every label (nats, 0 where there is none), and the entropy of every position if it was asked for.
+
+    Both float32 of shape (B, K); under tensor parallelism DTensors that are split along K. Only `loss` has a gradient.
+    """
+
+    loss: torch.Tensor
+    entropy: torch.Tensor | None
 
 
 class LogprobHead(LMHead):
@@ -26,29 +41,77 @@ class LogprobHead(LMHead):
     """
 
     max_logits_bytes = MAX_LOGITS_BYTES
+    temperature = 1.0
+    with_entropy = False
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor | LMOutputWithLoss:
-        """See `LMHead.forward`; chunked when only the unreduced loss of given labels is asked for."""
-        labels, keep = kwargs.get("labels"), kwargs.get("logits_to_keep")
-        wants_loss_alone = kwargs.get("loss_reduction") == "none" and kwargs.get("return_logits") is False
-        if labels is None or not wants_loss_alone or not isinstance(keep, torch.Tensor) or self.tp_enabled:
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for."""
+        labels = kwargs.get("labels")
+        if labels is None or kwargs.get("loss_reduction") != "none" or kwargs.get("return_logits") is not False:
             return super().forward(x, **kwargs)
-        num_rows = max(1, self.max_logits_bytes // (4 * self.vocab_size))
-        if keep.numel() <= num_rows:
-            return super().forward(x, **kwargs)
+        h_BKD = x if self.norm is None else self.norm(x)
+        keep_BK = kwargs.get("logits_to_keep")
+        if isinstance(keep_BK, torch.Tensor):
+            assert not self.tp_enabled, "hidden states are split along T: no rank has all positions to choose from"
+            h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
+            labels = labels.gather(1, keep_BK)
+        # Under tensor parallelism these are the rank's own positions, as many on every rank, so that ranks cut them
+        # into the same chunks and meet in the head's collectives.
+        h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
+        num_positions = max(1, self.max_logits_bytes // (4 * self.vocab_size))
+        chunks = zip(h_BKD.flatten(0, 1).split(num_positions), labels_BK.flatten().split(num_positions), strict=True)
+        settings = (kwargs.get("ignore_index", -100), self.temperature, self.with_entropy)
+        if labels_BK.numel() <= num_positions:
+            parts = [self._losses(h_ND, labels_N, *settings) for h_ND, labels_N in chunks]
+        else:
+            parts = [
+                checkpoint(self._losses, h_ND, labels_N, *settings, use_reentrant=False) for h_ND, labels_N in chunks
+            ]
+        losses, entropies = zip(*parts, strict=True)
+        return LabelLosses(
+            loss=self._joined(losses, labels_BK),
+            entropy=self._joined(entropies, labels_BK) if self.with_entropy else None,
+        )
 
-        h_BKD = (x if self.norm is None else self.norm(x)).gather(1, keep.unsqueeze(-1).expand(-1, -1, x.size(-1)))
-        labels_BK = labels.gather(1, keep)
-        losses = [
-            checkpoint(self._losses, h, target, kwargs["ignore_index"], use_reentrant=False)
-            for h, target in zip(h_BKD.flatten(0, 1).split(num_rows), labels_BK.flatten().split(num_rows), strict=True)
-        ]
-        loss_BK = torch.cat(losses).view_as(labels_BK)
-        return LMOutputWithLoss(logits=None, loss=loss_BK, ce_loss=loss_BK.detach(), z_loss=None)
+    def _losses(
+        self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignore_index: int, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.tp_enabled:
+            assert self._tp_mesh is not None
+            h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self._tp_mesh, (Shard(1),), run_check=False)
+            logits_NV = get_local_tensor(self.w_out(h_1ND)).squeeze(0).float()
+        else:
+            logits_NV = self.w_out(h_ND).float()
+        if temperature != 1.0:
+            logits_NV = logits_NV / temperature
+        entropy_N = None
+        if with_entropy:
+            with torch.no_grad():
+                logprobs_NV = logits_NV.log_softmax(dim=-1)
+                entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
+        return F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none"), entropy_N
 
-    def _losses(self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        logits_NV = self.w_out(h_ND).float()
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
+    def _joined(self, parts: tuple[torch.Tensor, ...], labels_BK: torch.Tensor) -> torch.Tensor:
+        values_BK = torch.cat(parts).view_as(labels_BK)
+        if self.tp_enabled:
+            assert self._tp_mesh is not None
+            return DTensor.from_local(values_BK, self._tp_mesh, (Shard(1),), run_check=False)
+        return values_BK
+
+
+@contextmanager
+def head_settings(model: Transformer, *, temperature: float, with_entropy: bool) -> Iterator[None]:
+    """Within, the model's head divides its logits by `temperature`, and gives entropies if they are wanted.
+
+    A backward pass may come after: chunks that are computed again keep the settings of their forward pass.
+    """
+    head = model.lm_head
+    assert isinstance(head, LogprobHead), type(head)
+    head.temperature, head.with_entropy = temperature, with_entropy
+    try:
+        yield
+    finally:
+        head.temperature, head.with_entropy = 1.0, False
 
 
 def install_logprob_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:

@@ -131,16 +131,17 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
 
 def _append_labels(document: Document, index: int, labels: list[int], sequence_ids: list[int]) -> None:
     """Append the document's shifted labels and their sequence ids, one per token."""
-    start, stop = document.response.start, document.response.stop
-    # A response at 0 would have a first token that no position predicts.
-    assert 1 <= start < stop <= len(document), f"response {document.response} in {len(document)} tokens"
-    num_before, num_after = start - 1, len(document) - stop + 1
-    labels += [IGNORE_INDEX] * num_before
-    labels += document.token_ids[start:stop]
-    labels += [IGNORE_INDEX] * num_after
-    sequence_ids += [NO_SEQUENCE] * num_before
-    sequence_ids += [index] * (stop - start)
-    sequence_ids += [NO_SEQUENCE] * num_after
+    offset = len(labels)
+    labels += [IGNORE_INDEX] * len(document)
+    sequence_ids += [NO_SEQUENCE] * len(document)
+    assert document.responses, "a document without a response"
+    end = 1  # a response at 0 would have a first token that no position predicts
+    for response in document.responses:
+        start, stop = response.start, response.stop
+        assert end <= start < stop <= len(document), f"responses {document.responses} in {len(document)} tokens"
+        labels[offset + start - 1 : offset + stop - 1] = document.token_ids[start:stop]
+        sequence_ids[offset + start - 1 : offset + stop - 1] = [index] * len(response)
+        end = stop
 
 
 def _append_padding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from open_instruct.packing.balance import balanced, first_fit
 from open_instruct.packing.documents import empty_batch, pack_documents, pad_documents
 from open_instruct.records import PreferenceBatch, PreferenceExample
 
@@ -54,67 +55,16 @@ def plan_step(
     assert not packing or max_tokens_per_microbatch >= max_pairs_per_microbatch * max(num_tokens_of_pair, default=0), (
         f"{max_tokens_per_microbatch} tokens do not hold {max_pairs_per_microbatch} of the longest pair"
     )
-    plans: list[list[list[int]]] = []
-    for pairs in _deal_to_ranks(num_tokens_of_pair, num_ranks):
+
+    def cut(pairs: list[int]) -> list[list[int]]:
         if packing:
-            microbatches = _first_fit(pairs, num_tokens_of_pair, max_tokens_per_microbatch)
-        else:
-            microbatches = [
-                pairs[start : start + max_pairs_per_microbatch]
-                for start in range(0, len(pairs), max_pairs_per_microbatch)
-            ]
-        microbatches.sort(key=lambda microbatch: (-sum(num_tokens_of_pair[pair] for pair in microbatch), microbatch))
-        plans.append(microbatches)
+            return first_fit(pairs, num_tokens_of_pair, max_tokens_per_microbatch)
+        starts = range(0, len(pairs), max_pairs_per_microbatch)
+        return [pairs[start : start + max_pairs_per_microbatch] for start in starts]
 
-    num_microbatches = max(1, *(len(microbatches) for microbatches in plans))
-    assert num_microbatches <= max_microbatches
-    return StepPlan(
-        assignments=tuple(
-            tuple(tuple(sorted(microbatch)) for microbatch in microbatches)
-            + ((),) * (num_microbatches - len(microbatches))
-            for microbatches in plans
-        )
-    )
-
-
-def _deal_to_ranks(num_tokens_of_pair: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Each rank's pairs, longest first.
-
-    Pairs are dealt in rounds, longest first; within a round the longest goes to the rank with the fewest
-    tokens so far. If rank a leads rank b by d tokens before a round, b gets the longer pair, so afterwards
-    they differ by at most d, or by the spread of the round: never by more than the longest pair. Rounds,
-    because a full global batch leaves no choice but equal numbers of pairs.
-    """
-    longest_first = sorted(range(len(num_tokens_of_pair)), key=lambda pair: (-num_tokens_of_pair[pair], pair))
-    pairs_of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
-    tokens_of_rank = [0] * num_ranks
-    for start in range(0, len(longest_first), num_ranks):
-        lightest_first = sorted(range(num_ranks), key=lambda rank: (tokens_of_rank[rank], rank))
-        for rank, pair in zip(lightest_first, longest_first[start : start + num_ranks], strict=False):
-            pairs_of_rank[rank].append(pair)
-            tokens_of_rank[rank] += num_tokens_of_pair[pair]
-    return pairs_of_rank
-
-
-def _first_fit(pairs: Sequence[int], num_tokens_of_pair: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: each pair, longest first, into the first microbatch with room for it.
-
-    Where `capacity` holds m of the longest pair, a microbatch that turned one away holds at least m pairs,
-    so n * m pairs never need more than n microbatches.
-    """
-    microbatches: list[list[int]] = []
-    room: list[int] = []
-    for pair in pairs:
-        num_tokens = num_tokens_of_pair[pair]
-        for index, free in enumerate(room):
-            if num_tokens <= free:
-                microbatches[index].append(pair)
-                room[index] -= num_tokens
-                break
-        else:
-            microbatches.append([pair])
-            room.append(capacity - num_tokens)
-    return microbatches
+    plan = StepPlan(assignments=balanced(num_tokens_of_pair, num_ranks=num_ranks, cut=cut))
+    assert plan.num_microbatches <= max_microbatches
+    return plan
 
 
 def preference_batch(

@@ -57,6 +57,18 @@ def open_run(config: Any) -> Iterator[Run]:
     stop_process()
 
 
+def join_run(config: Any) -> Run:
+    """Join the ranks of a run whose folder another process keeps: this one writes to its log, and is silent.
+
+    :raises InputError: if the flags cannot work on these nodes.
+    """
+    process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
+    layout = layout_of(config.parallel, process.gpus_per_node)
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    log_to(directory.log, rank=process.rank)
+    return Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
+
+
 def make_ready(directory: RunDirectory, config: Any, layout: ShardLayout) -> None:
     """Make the folder of the run, and leave its layout and its flags there. One process does this for all.
 

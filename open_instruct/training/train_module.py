@@ -7,6 +7,7 @@ import resource
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,19 +23,27 @@ GIB = 1024**3
 
 
 class WeightedSums:
-    """Means gathered over microbatches without a device sync: sum of value x weight, and sum of weight."""
+    """Metrics gathered over microbatches without a device sync: means by (sum of value x weight, sum of weight)."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = {}
+        self._others: dict[str, Metric] = {}
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
         for name, metric in metrics.items():
-            total, weight = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (total + metric.value * metric.weight, weight + metric.weight)
+            if metric.reduction == "mean":
+                total, weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + metric.value * metric.weight, weight + metric.weight)
+            elif name not in self._others:
+                self._others[name] = metric
+            else:
+                combine = torch.add if metric.reduction == "sum" else torch.maximum
+                value = combine(torch.as_tensor(self._others[name].value), torch.as_tensor(metric.value))
+                self._others[name] = replace(metric, value=value)
 
     def means(self) -> dict[str, Metric]:
-        """One `Metric` a name, whose value is this rank's mean."""
-        return {
+        """One `Metric` a name, whose value is this rank's mean (or sum, or maximum)."""
+        return self._others | {
             name: Metric(value=total / weight if weight else 0.0, weight=weight)
             for name, (total, weight) in self._sums.items()
         }

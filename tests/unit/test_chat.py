@@ -87,7 +87,7 @@ EXPECTED["qwen"] = EXPECTED["chatml"]
 def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     messages: list[Message] = [{"role": "system", "content": "be kind"}, *conversation("hi", "hello")]
     document = chat(tokenizer, name).encode(messages)
-    start, stop = document.response.start, document.response.stop
+    start, stop = document.responses[0].start, document.responses[0].stop
     prompt, reply = EXPECTED[name]
     assert tokenizer.decode(list(document.token_ids[:start])) == prompt
     assert tokenizer.decode(list(document.token_ids[start:stop])) == reply
@@ -98,7 +98,7 @@ def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, na
 @pytest.mark.parametrize("name", list(CHAT_TEMPLATES))
 def test_earlier_assistant_turns_are_not_learned(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     document = chat(tokenizer, name).encode(conversation("one", "two", "three", "four"))
-    learned = tokenizer.decode(list(document.token_ids[document.response.start :]))
+    learned = tokenizer.decode(list(document.token_ids[document.responses[0].start :]))
     assert "four" in learned
     assert not any(word in learned for word in ("one", "two", "three"))
 
@@ -109,8 +109,8 @@ def test_merges_over_the_boundary_do_not_change_the_prompt(tokenizer: PreTrained
     assert text_ids[: len(prompt_ids)] != prompt_ids, "this tokenizer should merge line breaks"
     form = chat(tokenizer, "tulu")
     one, other = (form.encode(conversation("q", reply)) for reply in ("\n\nyes", "no"))
-    assert one.response.start == other.response.start
-    assert one.token_ids[: one.response.start] == other.token_ids[: other.response.start]
+    assert one.responses[0].start == other.responses[0].start
+    assert one.token_ids[: one.responses[0].start] == other.token_ids[: other.responses[0].start]
     assert str(tokenizer.decode(list(one.token_ids))).endswith(f"<|assistant|>\n\n\nyes{EOS}")
 
 
@@ -130,12 +130,12 @@ def test_spans_of_any_text(
     prompt = conversation(*turns)
     prompt_text, reply_texts = form.render(prompt, replies)
     documents = [form.encode([*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
-    starts = {document.response.start for document in documents}
+    starts = {document.responses[0].start for document in documents}
     assert len(starts) == 1, "one prompt, one boundary"
     start = starts.pop()
     assert start > 0
     for document, reply, reply_text in zip(documents, replies, reply_texts, strict=True):
-        assert len(document.response) > 0 and document.response.stop == len(document)
+        assert len(document.responses[0]) > 0 and document.responses[0].stop == len(document)
         assert tokenizer.decode(list(document.token_ids[:start])) == prompt_text
         assert tokenizer.decode(list(document.token_ids[start:])) == reply_text
         assert squeezed(reply) in squeezed(reply_text)
@@ -146,7 +146,7 @@ def test_spans_of_any_text(
 def test_tokenizer_that_composes_unicode() -> None:
     composing = make_tokenizer([], nfc=True)
     document = chat(composing, "tulu").encode(conversation("q", "cafe\u0301"))
-    assert composing.decode(list(document.token_ids[document.response.start :])) == f"caf\u00e9{EOS}"
+    assert composing.decode(list(document.token_ids[document.responses[0].start :])) == f"caf\u00e9{EOS}"
 
 
 # --- templates that do not fit --------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
     lossy = Tokenizer(models.WordLevel({"<unk>": 0, "yes": 1, EOS: 2}, unk_token="<unk>"))
     lossy.pre_tokenizer = pre_tokenizers.Whitespace()
     form = own(PreTrainedTokenizerFast(tokenizer_object=lossy, eos_token=EOS), TURNS + ASK)
-    assert len(form.encode(conversation("yes", "yes")).response) == 1
+    assert len(form.encode(conversation("yes", "yes")).responses[0]) == 1
     with pytest.raises(MalformedRow, match="cannot write the reply 'maybe'") as caught:
         form.encode(conversation("yes", "maybe"))
     assert caught.value.kind == "tokenizer"

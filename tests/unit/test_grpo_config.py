@@ -25,9 +25,9 @@ def refusal(*words: str) -> str:
 def test_a_minimal_command_is_good() -> None:
     config = config_of(
         *HELD_OUT,
-        *"--num_learners_per_node 2 --vllm_num_engines 1 --num_unique_prompts_rollout 8".split(),
-        *"--num_samples_per_prompt_rollout 8 --response_length 64 --max_prompt_token_length 128".split(),
-        *"--total_episodes 640".split(),
+        *["--num_learners_per_node", "2", "--vllm_num_engines", "1", "--num_unique_prompts_rollout", "8"],
+        *["--num_samples_per_prompt_rollout", "8", "--response_length", "64", "--max_prompt_token_length", "128"],
+        *["--total_episodes", "640"],
     )
     assert validate_grpo(config) == []
     assert (config.num_completions_per_step, config.num_steps) == (64, 10)

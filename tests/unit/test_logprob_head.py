@@ -7,7 +7,9 @@ import torch
 
 from open_instruct.models.build import build_model, materialize
 from open_instruct.models.tiny import SIZES, tiny_config
-from open_instruct.records import IGNORE_INDEX
+from open_instruct.packing.documents import pack_documents
+from open_instruct.records import IGNORE_INDEX, Document, Span
+from open_instruct.training.forward import token_logprobs
 
 VOCAB_SIZE = 300
 
@@ -65,3 +67,42 @@ def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
         logits_to_keep=torch.arange(10)[None],
     )
     assert [shape[0] for shape in shapes] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 1000])
+def test_temperature_and_entropy(rows_per_chunk: int) -> None:
+    torch.manual_seed(0)
+    model = build_model(tiny_config("olmo2", SIZES["tiny"], vocab_size=VOCAB_SIZE, tie=False))
+    materialize(model, device=torch.device("cpu"), max_seq_len=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    ids = torch.randint(0, VOCAB_SIZE, (9,)).tolist()
+    batch = pack_documents([document(ids[:5], num_prompt=2), document(ids[5:], num_prompt=1)], pad_to_multiple_of=12)
+    model.lm_head.max_logits_bytes = rows_per_chunk * 4 * VOCAB_SIZE
+    tokens = token_logprobs(model, batch, device=torch.device("cpu"), temperature=0.5, with_entropy=True)
+
+    lengths = torch.tensor([batch.document_lengths], dtype=torch.int32)
+    logits_TV = model(batch.input_ids_BT, doc_lens=lengths, max_doc_lens=[5])[0].float() / 0.5
+    logprobs_TV = logits_TV.log_softmax(dim=-1)
+    positions, labels = [1, 2, 3, 5, 6, 7], [*ids[2:5], *ids[6:9]]
+    torch.testing.assert_close(tokens.logprobs_N, logprobs_TV[positions, labels], rtol=1e-5, atol=1e-5)
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
+    assert tokens.entropy_N is not None and not tokens.entropy_N.requires_grad
+    torch.testing.assert_close(tokens.entropy_N, entropy_T[positions].detach(), rtol=1e-5, atol=1e-5)
+    assert tokens.sequence_ids_N.tolist() == [0, 0, 0, 1, 1, 1]
+
+    # The chunks that are computed again in the backward pass keep the temperature, and nobody else gets it.
+    ours, theirs = (
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        for loss in (tokens.logprobs_N.sum(), logprobs_TV[positions, labels].sum())
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    plain = token_logprobs(model, batch, device=torch.device("cpu"))
+    assert plain.entropy_N is None
+    assert not torch.allclose(plain.logprobs_N, tokens.logprobs_N)
+
+
+def document(ids: list[int], *, num_prompt: int) -> Document:
+    return Document(token_ids=tuple(ids), responses=(Span(start=num_prompt, stop=len(ids)),))

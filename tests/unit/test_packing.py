@@ -22,7 +22,7 @@ _ = IGNORE_INDEX
 
 def document(*token_ids: int, reply: int) -> Document:
     """A document whose last `reply` tokens are the response."""
-    return Document(token_ids=token_ids, response=Span(start=len(token_ids) - reply, stop=len(token_ids)))
+    return Document(token_ids=token_ids, responses=(Span(start=len(token_ids) - reply, stop=len(token_ids)),))
 
 
 FIRST, SECOND = document(5, 9, 2, 7, reply=1), document(4, 6, reply=1)
@@ -64,13 +64,13 @@ def test_padded_rows() -> None:
 
 
 def test_a_response_inside_a_document_is_labelled_to_its_end_and_no_further() -> None:
-    middle = Document(token_ids=(1, 2, 3, 4, 5, 6), response=Span(start=2, stop=4))
+    middle = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=2, stop=4),))
     assert pack_documents([middle]).labels_BT.tolist() == [[_, 3, 4, _, _, _]]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 2), (2, 2), (2, 4), (-1, 2)])
 def test_a_response_that_cannot_be_predicted_whole_is_refused(start: int, stop: int) -> None:
-    wrong = Document(token_ids=(1, 2, 3), response=Span(start=start, stop=stop))
+    wrong = Document(token_ids=(1, 2, 3), responses=(Span(start=start, stop=stop),))
     with pytest.raises(AssertionError, match="response"):
         pack_documents([wrong])
     with pytest.raises(AssertionError, match="response"):
@@ -114,7 +114,7 @@ def documents(draw: Any) -> Document:
     token_ids = draw(st.lists(st.integers(0, 97), min_size=2, max_size=12))
     start = draw(st.integers(1, len(token_ids) - 1))
     stop = draw(st.integers(start + 1, len(token_ids)))
-    return Document(token_ids=tuple(token_ids), response=Span(start=start, stop=stop))
+    return Document(token_ids=tuple(token_ids), responses=(Span(start=start, stop=stop),))
 
 
 @st.composite
@@ -133,7 +133,7 @@ def both_layouts(items: Sequence[Document], multiple: int) -> list[PackedBatch]:
 
 @given(st.lists(documents(), min_size=1, max_size=6), st.integers(1, 9))
 def test_both_layouts_hold_every_response_token_once_and_nothing_else(items: list[Document], multiple: int) -> None:
-    expected = [list(item.token_ids[item.response.start : item.response.stop]) for item in items]
+    expected = [list(item.token_ids[item.responses[0].start : item.responses[0].stop]) for item in items]
     for batch in both_layouts(items, multiple):
         num_rows, width = batch.input_ids_BT.shape
         assert width % multiple == 0

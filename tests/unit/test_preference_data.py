@@ -91,8 +91,8 @@ def test_a_pair_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path
     prompt = "<|user|>\nhi\n<|assistant|>\n"
     assert tokenizer.decode(list(example.chosen.token_ids)) == f"{prompt}hello{EOS}"
     assert tokenizer.decode(list(example.rejected.token_ids)) == f"{prompt}no{EOS}"
-    assert example.chosen.response.start == example.rejected.response.start == HEAD + 2
-    assert (len(example.chosen.response), len(example.rejected.response)) == (6, 3)
+    assert example.chosen.responses[0].start == example.rejected.responses[0].start == HEAD + 2
+    assert (len(example.chosen.responses[0]), len(example.rejected.responses[0])) == (6, 3)
     assert (len(example.chosen), len(example.rejected)) == (HEAD + 8, HEAD + 5)
     assert (dataset.chosen_response_lengths.tolist(), dataset.rejected_response_lengths.tolist()) == ([6], [3])
     assert dataset.chosen_lengths.tolist() == [HEAD + 8]
@@ -108,7 +108,7 @@ def test_keys_cover_ids_and_spans_and_nothing_else(load: Load, tmp_path: Path) -
     assert keys == [dataset.key(i) for i in range(4)]
     assert keys[0] == keys[2] and len(set(keys)) == 3
     first = dataset[0]
-    start = first.chosen.response.start
+    start = first.chosen.responses[0].start
     chosen, rejected = first.chosen.token_ids[start:], first.rejected.token_ids[start:]
     content = array("i", [start, len(chosen), len(rejected), *first.chosen.token_ids[:start], *chosen, *rejected])
     assert keys[0] == hashlib.sha256(content.tobytes()).hexdigest()
@@ -173,7 +173,7 @@ def test_replies_are_cut_on_the_right_and_prompts_never(
     room = HEAD + 2 + 5
     dataset, report = load(path, "1.0", max_seq_length=room)
     replies = [
-        tuple(tokenizer.decode(list(d.token_ids[d.response.start :])) for d in (example.chosen, example.rejected))
+        tuple(tokenizer.decode(list(d.token_ids[d.responses[0].start :])) for d in (example.chosen, example.rejected))
         for example in dataset
     ]
     assert replies == [("abcde", f"no{EOS}"), (f"yes{EOS}", f"no{EOS}"), (f"yes{EOS}", f"no{EOS}"), ("n", "o")]

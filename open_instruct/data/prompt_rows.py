@@ -1,0 +1,119 @@
+"""What a prompt row must look like: `{"messages": [...], "ground_truth": ..., "dataset": "verifier"}`.
+
+The last turn is the user's, and `"prompt": "text"` stands for a single one. `dataset` names the verifier that judges
+the answers; a list of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or
+`weight`) says how much each verifier counts, 1 where it is not given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from open_instruct.data.preference_rows import Message, kind_of, parse_conversation
+from open_instruct.data.rows import MalformedRow
+from open_instruct.records import Check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """A conversation that waits for a reply, and how the reply is judged.
+
+    Example::
+
+        PromptRow(
+            messages=({"role": "user", "content": "What is 2 + 2?"},),
+            checks=(Check(verifier="gsm8k", ground_truth="4"),),
+        )
+    """
+
+    messages: tuple[Message, ...]
+    checks: tuple[Check, ...]
+
+
+def parse_prompt_row(row: Mapping[str, Any], known_verifiers: Collection[str] | None) -> PromptRow:
+    """Checks one row and takes out what is used; other keys are left alone.
+
+    Where `known_verifiers` is None, any name will do.
+
+    Raises:
+        MalformedRow: with the kind and the reason.
+    """
+    return PromptRow(messages=_messages(row), checks=_checks(row, known_verifiers))
+
+
+def _messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    if row.get("messages") is None and row.get("prompt") is not None:
+        prompt = row["prompt"]
+        if not isinstance(prompt, str):
+            raise MalformedRow("bad_prompt", f"'prompt' must be text, not {kind_of(prompt)}; turns go into 'messages'")
+        row = {"messages": [{"role": "user", "content": prompt}]}
+    elif "messages" not in row:
+        keys = ", ".join(map(repr, row)) or "no keys"
+        raise MalformedRow("missing_key", f"neither 'messages' nor 'prompt'; the row has {keys}")
+    return parse_conversation(row, "messages", last_role="user")
+
+
+def _checks(row: Mapping[str, Any], known_verifiers: Collection[str] | None) -> tuple[Check, ...]:
+    for key in ("dataset", "ground_truth"):
+        if row.get(key) is None:
+            raise MalformedRow("missing_key", f"no {key!r}; the row has {', '.join(map(repr, row))}")
+    names, truths = row["dataset"], row["ground_truth"]
+    if not isinstance(names, list):
+        names, truths = [names], [truths]  # a list is then what this one verifier compares with
+    elif not isinstance(truths, list):
+        truths = [truths] * len(names)
+    if not names:
+        raise MalformedRow("bad_verifier", "'dataset' names no verifier")
+    if len(truths) != len(names):
+        raise MalformedRow(
+            "unpaired_ground_truth",
+            f"'ground_truth' has {len(truths)} entries for the {len(names)} verifiers in 'dataset'; give one each, or "
+            "one that is not a list for all",
+        )
+    weights = _weights(row, len(names))
+    return tuple(
+        Check(verifier=_verifier(name, known_verifiers), ground_truth=_json_value(truth), weight=weight)
+        for name, truth, weight in zip(names, truths, weights, strict=True)
+    )
+
+
+def _verifier(name: Any, known: Collection[str] | None) -> str:
+    if not isinstance(name, str) or not name:
+        raise MalformedRow("bad_verifier", f"'dataset' must name verifiers, and has {kind_of(name)}: {name!r}")
+    if known is not None and name not in known and name.lower() in known:
+        return name.lower()  # published rows write "MATH" beside "gsm8k"
+    if known is not None and name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        raise MalformedRow(
+            "unknown_verifier",
+            f"'dataset': there is no verifier {name!r}; "
+            + (f"did you mean {near[0]!r}? " if near else "")
+            + f"Known are {', '.join(sorted(known))}; add your own by --verifier module:Class",
+        )
+    return name
+
+
+def _weights(row: Mapping[str, Any], count: int) -> list[float]:
+    key = "weights" if row.get("weights") is not None else "weight"
+    value = 1.0 if row.get(key) is None else row[key]
+    weights = value if isinstance(value, list) else [value] * count
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            raise MalformedRow("bad_weight", f"{key!r} must be finite numbers of at least 0, not {weight!r}")
+    if len(weights) != count:
+        raise MalformedRow("bad_weight", f"{key!r} has {len(weights)} entries for {count} verifiers; give one each")
+    return [float(weight) for weight in weights]
+
+
+def _json_value(value: Any) -> Any:
+    """`value` itself, where JSON can say it: it is kept as JSON, and it travels to other processes."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MalformedRow("bad_ground_truth", f"'ground_truth' cannot be written as JSON: {error}") from error
+    return value

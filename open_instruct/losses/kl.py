@@ -1,0 +1,33 @@
+"""Estimators of the divergence KL(policy || reference) from one sampled token each.
+
+With d = log policy - log reference at a token that the policy sampled (J. Schulman, "Approximating KL divergence",
+2020, calls the first three k1, k2 and k3):
+
+    0  d                      unbiased, noisy; as a loss its expected gradient is zero, so it only shows, never pulls
+    1  d^2 / 2                biased, low noise; as a loss its expected gradient is that of the KL
+    2  exp(-d) - 1 + d        unbiased, never negative; as a loss its gradient is that of KL(reference || policy)
+    3  exp(l - stop(l)) * d   the value of 0; the factor is 1 and adds the score function's gradient d * grad l, so the
+                              expected gradient is that of the KL
+
+Legend: N labelled tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def kl_estimates(estimator: str, logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """The estimate at every token, in nats, shape (N,); differentiable in `logprobs_N`.
+
+    Example: policy log-prob -1 and reference -2, so d = 1: 1.0, 0.5, 0.3679 and 1.0.
+    """
+    difference_N = logprobs_N - reference_logprobs_N
+    if estimator == "0":
+        return difference_N
+    if estimator == "1":
+        return difference_N.square() / 2
+    if estimator == "2":
+        return torch.expm1(-difference_N) + difference_N
+    assert estimator == "3", estimator
+    return torch.exp(logprobs_N - logprobs_N.detach()) * difference_N

@@ -1,0 +1,94 @@
+"""What is done where the learner and the engine that sampled disagree: rho = learner / engine, token by token.
+
+The learner's log-probs are those at the start of the step, so rho holds both the rounding of two
+implementations and the staleness of the weights that sampled. It carries no gradient.
+
+Tokens that are left out still count in the loss's denominator: it is known before the forward pass and is the same
+however the batch is cut; and where little of a batch can be trusted its step is short, instead of resting on the few
+tokens that are left.
+
+Legend: N labelled tokens of a microbatch, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+HISTOGRAM_EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """`weights_N` multiplies the loss of every token; 0 leaves it out. `rho_N` is the ratio itself.
+
+    `is_corrected_N` marks the tokens that were clamped or left out.
+    """
+
+    weights_N: torch.Tensor
+    rho_N: torch.Tensor
+    is_corrected_N: torch.Tensor
+
+
+def correct_mismatch(
+    kind: str,
+    *,
+    learner_logprobs_N: torch.Tensor,
+    engine_logprobs_N: torch.Tensor,
+    sequence_ids_N: torch.Tensor,
+    num_sequences: int,
+    cap: float,
+) -> Correction:
+    """The weight of every token.
+
+    - "none": 1.
+    - "clamp": min(rho, cap): truncated importance sampling (Espeholt et al., IMPALA, arXiv 1802.01561, section 4.1).
+    - "token_mask": 1 where 1/cap <= rho <= cap, else 0.
+    - "sequence_mask": the same for the geometric mean of rho over a sequence: all of its tokens, or none.
+
+    Example: cap 2 and ratios (3, 1, 0.1) of one sequence: "clamp" (2, 1, 0.1), "token_mask" (0, 1, 0), and
+    "sequence_mask" (1, 1, 1), whose geometric mean is 0.67.
+    """
+    log_rho_N = (learner_logprobs_N - engine_logprobs_N).detach()
+    rho_N = log_rho_N.exp()
+    if kind == "none":
+        weights_N = torch.ones_like(rho_N)
+    elif kind == "clamp":
+        weights_N = rho_N.clamp(max=cap)
+    else:
+        if kind == "sequence_mask":
+            judged_N = sequence_means(log_rho_N, sequence_ids_N, num_sequences).exp()[sequence_ids_N]
+        else:
+            assert kind == "token_mask", kind
+            judged_N = rho_N
+        weights_N = ((judged_N >= 1 / cap) & (judged_N <= cap)).to(rho_N.dtype)
+    is_corrected_N = weights_N < rho_N if kind == "clamp" else weights_N == 0
+    return Correction(weights_N=weights_N, rho_N=rho_N, is_corrected_N=is_corrected_N)
+
+
+def sequence_means(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Mean over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
+    sums_S = values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, values_N)
+    counts_S = values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, torch.ones_like(values_N))
+    return sums_S / counts_S.clamp(min=1)
+
+
+def rho_values(correction: Correction) -> dict[str, torch.Tensor]:
+    """What is told of rho, token by token, by the name of the metric that is its mean.
+
+    `rho/hist_LOW_to_HIGH` is 1 where LOW < rho <= HIGH: its mean is the share of the tokens in that bucket.
+    """
+    rho_N = correction.rho_N
+    edges = torch.tensor(HISTOGRAM_EDGES, device=rho_N.device, dtype=rho_N.dtype)
+    buckets_N = torch.bucketize(rho_N, edges)
+    names = ["0", *(f"{edge:g}" for edge in HISTOGRAM_EDGES), "inf"]
+    return {
+        "rho/mean": rho_N,
+        "rho/corrected_fraction": correction.is_corrected_N.to(rho_N.dtype),
+        **{
+            f"rho/hist_{low}_to_{high}": (buckets_N == index).to(rho_N.dtype)
+            for index, (low, high) in enumerate(pairwise(names))
+        },
+    }

@@ -1,0 +1,66 @@
+"""Samples over data-parallel ranks, and into microbatches: what the plans of every kind of step share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Microbatches = tuple[tuple[int, ...], ...]
+"""`[microbatch]`: indices of samples, ascending."""
+
+
+def deal_to_ranks(num_tokens_of_sample: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Each rank's samples, longest first.
+
+    Samples are dealt in rounds, longest first; within a round the longest goes to the rank with the fewest
+    tokens so far. If rank a leads rank b by d tokens before a round, b gets the longer sample, so afterwards
+    they differ by at most d, or by the spread of the round: never by more than the longest sample. Rounds,
+    because a full global batch of pairs leaves no choice but equal numbers of them.
+    """
+    longest_first = sorted(range(len(num_tokens_of_sample)), key=lambda sample: (-num_tokens_of_sample[sample], sample))
+    samples_of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    tokens_of_rank = [0] * num_ranks
+    for start in range(0, len(longest_first), num_ranks):
+        lightest_first = sorted(range(num_ranks), key=lambda rank: (tokens_of_rank[rank], rank))
+        for rank, sample in zip(lightest_first, longest_first[start : start + num_ranks], strict=False):
+            samples_of_rank[rank].append(sample)
+            tokens_of_rank[rank] += num_tokens_of_sample[sample]
+    return samples_of_rank
+
+
+def first_fit(samples: Sequence[int], num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
+    """First-fit decreasing: each sample, longest first, into the first microbatch with room for it.
+
+    Where `capacity` holds m of the longest sample, a microbatch that turned one away holds at least m of them,
+    so n * m samples never need more than n microbatches.
+    """
+    microbatches: list[list[int]] = []
+    room: list[int] = []
+    for sample in samples:
+        num_tokens = num_tokens_of_sample[sample]
+        for index, free in enumerate(room):
+            if num_tokens <= free:
+                microbatches[index].append(sample)
+                room[index] -= num_tokens
+                break
+        else:
+            microbatches.append([sample])
+            room.append(capacity - num_tokens)
+    return microbatches
+
+
+def balanced(
+    num_tokens_of_sample: Sequence[int], *, num_ranks: int, cut: Callable[[list[int]], list[list[int]]]
+) -> tuple[Microbatches, ...]:
+    """`[rank][microbatch]`: deal the samples, and `cut` each rank's (longest first) into microbatches.
+
+    Every rank gets the same number of microbatches, at least 1, filled up with empty ones; a rank's go from many
+    tokens to few, so that ranks meet in each collective after about the same work.
+    """
+    plans = [cut(samples) for samples in deal_to_ranks(num_tokens_of_sample, num_ranks)]
+    num_microbatches = max(1, *(len(microbatches) for microbatches in plans))
+    for microbatches in plans:
+        microbatches.sort(key=lambda microbatch: (-sum(num_tokens_of_sample[i] for i in microbatch), microbatch))
+    return tuple(
+        tuple(tuple(sorted(microbatch)) for microbatch in microbatches) + ((),) * (num_microbatches - len(microbatches))
+        for microbatches in plans
+    )

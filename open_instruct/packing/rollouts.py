@@ -1,0 +1,154 @@
+"""The completions of one step: into mini-batches, over ranks, into microbatches, and at last into tensors.
+
+Every mini-batch is one optimizer update. Completions that nothing is learned from (groups without a signal, truncated
+ones that are masked) are left out before any of this, so they count in no denominator.
+
+Legend: B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from open_instruct.packing.balance import Microbatches, balanced, first_fit
+from open_instruct.packing.documents import empty_batch, pack_documents
+from open_instruct.records import RolloutBatch, RolloutSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMiniBatch:
+    """What one data-parallel rank is sent of a mini-batch, and the counts over all ranks.
+
+    `microbatches` are as many on every rank, some of them perhaps empty.
+    """
+
+    microbatches: tuple[tuple[RolloutSample, ...], ...]
+    num_label_tokens_global: int
+    num_completions_global: int
+    num_tokens_global: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """What one data-parallel rank is sent of a step: at least one mini-batch, if only an empty one."""
+
+    minibatches: tuple[RankMiniBatch, ...]
+
+    @property
+    def num_tokens_global(self) -> int:
+        """Tokens of the step on all ranks, prompts included, padding not."""
+        return sum(minibatch.num_tokens_global for minibatch in self.minibatches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMiniBatch:
+    """A `RankMiniBatch` as tensors."""
+
+    microbatches: tuple[RolloutBatch, ...]
+    num_label_tokens_global: int
+    num_completions_global: int
+
+
+def plan_rollouts(
+    num_tokens_of_sample: Sequence[int], *, num_ranks: int, max_tokens_per_microbatch: int, num_mini_batches: int
+) -> tuple[tuple[Microbatches, ...], ...]:
+    """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending. A pure function of its arguments.
+
+    - Mini-batches are runs of samples in the order given, their numbers of samples at most one apart. They do not
+      depend on the ranks, so neither does what is learned. With fewer samples than `num_mini_batches` there are as
+      many mini-batches as samples; without any there is one empty mini-batch.
+    - Ranks: within a mini-batch, numbers of samples differ by at most one, numbers of tokens by at most the longest
+      sample's.
+    - Microbatches hold at most `max_tokens_per_microbatch` tokens, which must hold the longest sample; within a
+      mini-batch every rank has as many, some of them perhaps empty.
+
+    Example: samples of 5, 3, 4 and 2 tokens, two ranks, 6 tokens a microbatch, two mini-batches::
+
+        ((((0,),), ((2,),)), (((1,),), ((3,),)))
+    """
+    assert num_ranks >= 1 and num_mini_batches >= 1
+    longest = max(num_tokens_of_sample, default=0)
+    assert longest <= max_tokens_per_microbatch, f"{max_tokens_per_microbatch} tokens do not hold a sample of {longest}"
+    count = min(num_mini_batches, max(1, len(num_tokens_of_sample)))
+    bounds = [len(num_tokens_of_sample) * index // count for index in range(count + 1)]
+    minibatches: list[tuple[Microbatches, ...]] = []
+    for start, stop in pairwise(bounds):
+        num_tokens = num_tokens_of_sample[start:stop]
+        cut = partial(first_fit, num_tokens_of_sample=num_tokens, capacity=max_tokens_per_microbatch)
+        minibatches.append(
+            tuple(
+                tuple(tuple(start + i for i in microbatch) for microbatch in microbatches)
+                for microbatches in balanced(num_tokens, num_ranks=num_ranks, cut=cut)
+            )
+        )
+    return tuple(zip(*minibatches, strict=True))
+
+
+def plan_steps_of_ranks(
+    samples: Sequence[RolloutSample], *, num_ranks: int, max_tokens_per_microbatch: int, num_mini_batches: int
+) -> tuple[RankStep, ...]:
+    """What each data-parallel rank is sent of the step that learns from `samples`; see `plan_rollouts`."""
+    plan = plan_rollouts(
+        [len(sample.document) for sample in samples],
+        num_ranks=num_ranks,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        num_mini_batches=num_mini_batches,
+    )
+    samples_of_minibatch = [
+        [samples[i] for microbatches in of_ranks for microbatch in microbatches for i in microbatch]
+        for of_ranks in zip(*plan, strict=True)
+    ]
+    return tuple(
+        RankStep(
+            minibatches=tuple(
+                RankMiniBatch(
+                    microbatches=tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches),
+                    num_label_tokens_global=sum(len(sample.engine_logprobs) for sample in everywhere),
+                    num_completions_global=len(everywhere),
+                    num_tokens_global=sum(len(sample.document) for sample in everywhere),
+                )
+                for microbatches, everywhere in zip(of_rank, samples_of_minibatch, strict=True)
+            )
+        )
+        for of_rank in plan
+    )
+
+
+def rollout_batch(samples: Sequence[RolloutSample], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> RolloutBatch:
+    """The tensors of one microbatch: its samples in one packed row, in order. No samples: one unlabelled document."""
+    if not samples:
+        packed = empty_batch(pad_token_id, num_tokens=pad_to_multiple_of)
+    else:
+        packed = pack_documents(
+            [sample.document for sample in samples], pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
+        )
+    # Labels lie in the row in the order of the samples and of their tokens.
+    has_label_BT = packed.sequence_ids_BT >= 0
+    num_values = sum(len(sample.engine_logprobs) for sample in samples)
+    assert num_values == int(has_label_BT.sum()), f"{num_values} log-probs for {int(has_label_BT.sum())} labels"
+    engine_logprobs_BT, advantages_BT = (torch.zeros(has_label_BT.shape, dtype=torch.float32) for _ in range(2))
+    engine_logprobs_BT[has_label_BT] = torch.tensor([value for sample in samples for value in sample.engine_logprobs])
+    advantages_BT[has_label_BT] = torch.tensor([sample.advantage for sample in samples for _ in sample.engine_logprobs])
+    return RolloutBatch(packed=packed, engine_logprobs_BT=engine_logprobs_BT, advantages_BT=advantages_BT)
+
+
+def rollout_minibatches(
+    step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1
+) -> tuple[RolloutMiniBatch, ...]:
+    """The tensors of everything that a rank was sent."""
+    return tuple(
+        RolloutMiniBatch(
+            microbatches=tuple(
+                rollout_batch(samples, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+                for samples in minibatch.microbatches
+            ),
+            num_label_tokens_global=minibatch.num_label_tokens_global,
+            num_completions_global=minibatch.num_completions_global,
+        )
+        for minibatch in step.minibatches
+    )

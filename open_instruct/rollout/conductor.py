@@ -1,0 +1,274 @@
+"""Keeps prompts in flight ahead of training, and hands out the groups of a step in the order they were asked in.
+
+Every asking of a prompt has a ticket, counted from the start of the run. A step's batch is the next
+`num_unique_prompts_rollout` accepted tickets, never those that happened to be done first: which engine was quick, and
+which verdict late, decide nothing. Tickets are drawn by the driver's own thread at fixed points of its walk, so which
+prompt a ticket asks does not depend on timing either.
+
+While step s waits for its batch the engines have version s - 1, and at most `async_steps` + 1 batches of groups are
+out: those of steps s to s + `async_steps`. A ticket drawn then is consumed by step s + `async_steps` at the latest,
+where the learners are at version s + `async_steps` - 1. So no token is more than `async_steps` steps stale, whether a
+sync waits for running completions or reaches into them (`inflight_updates`): a token is at least as new as its ticket.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
+from open_instruct.errors import RunError
+from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.rollout.plain import Generates, Judges, is_rejected, requests_of, solved_rows
+from open_instruct.rollout.samples import RolloutStepBatch
+
+if TYPE_CHECKING:
+    from open_instruct.data.prompt_stream import PromptStream
+
+NUM_JUDGING_THREADS = 16
+STALL_TIMEOUT_S = 3600.0
+# Groups that a step may reject for each that it needs, before the run is told that it learns nothing.
+MAX_REJECTED_PER_PROMPT = 50
+
+
+class _Asked:
+    """A group on its way. Guarded by the conductor's lock."""
+
+    def __init__(self, ticket: int, prompt: Prompt, *, num_samples: int, version: int) -> None:
+        self.ticket = ticket
+        self.prompt = prompt
+        self.version = version  # of the weights that were published when it was asked
+        self.answers: list[tuple[Completion, Verdict] | None] = [None] * num_samples
+        self.num_missing = num_samples
+        self.futures: list[Future[Completion]] = []
+
+    def group(self) -> RolloutGroup:
+        answers = [answer for answer in self.answers if answer is not None]
+        assert len(answers) == len(self.answers), "asked for before it was complete"
+        return RolloutGroup(
+            ticket=self.ticket,
+            prompt=self.prompt,
+            completions=tuple(completion for completion, _ in answers),
+            verdicts=tuple(verdict for _, verdict in answers),
+        )
+
+
+class Conductor:
+    """Asks the prompts of a run and hands out its batches; `start`, then `next_batch` and `weights_published` in turn.
+
+    Args:
+        prompts: the endless stream of tickets; nobody else may draw from it.
+        pool: where requests go.
+        reward: judges completions, on threads of the conductor's.
+        config: sizes of a step and of a group, `async_steps`, what is rejected.
+        data: the length of a response.
+        seed: of the run; with ticket and sample index it makes the seed of every request.
+        num_steps: of the run; no prompt is asked for steps after it.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptStream,
+        pool: Generates,
+        reward: Judges,
+        *,
+        config: RolloutSection,
+        data: PromptDataSection,
+        seed: int,
+        num_steps: int,
+    ) -> None:
+        self._prompts = prompts
+        self._pool = pool
+        self._reward = reward
+        self._config = config
+        self._num_steps = num_steps
+        self._requests_of = partial(requests_of, config=config, data=data, seed=seed)
+        self._version = 0
+        self._num_accepted = 0  # of the step at hand
+        self._outstanding: deque[_Asked] = deque()  # in ticket order
+        self._to_ask_again: list[tuple[int, Prompt]] = []
+        self._num_done = 0
+        self._num_at_engines = 0
+        self._num_at_verifiers = 0
+        self._num_verified = 0
+        self._failure: RunError | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
+
+    # The driver's side
+
+    def start(self, version: int) -> None:
+        """Begin to ask, once the engines have the weights of `version`: the steps that are done."""
+        self._version = version
+        for ticket, prompt in self._to_ask_again:
+            self._ask(ticket, prompt)
+        self._to_ask_again = []
+        self._ask_further()
+
+    def next_batch(self, step: int, *, timeout_s: float = STALL_TIMEOUT_S) -> RolloutStepBatch:
+        """Wait for the batch of `step` (1-based).
+
+        Active sampling replaces a rejected group at once, and prompts that need no resampling are left out of
+        the tickets drawn after this batch; those that are out already are still used.
+
+        Raises:
+            RunError: a completion could not be generated or judged; nothing arrived for `timeout_s` seconds; or active
+                sampling finds nothing to learn from.
+        """
+        assert step == self._version + 1, f"step {step} is asked for with the weights of version {self._version}"
+        groups: list[RolloutGroup] = []
+        rejected: list[RolloutGroup] = []
+        size = self._config.num_unique_prompts_rollout
+        while len(groups) < size:
+            group = self._next_group(timeout_s)
+            if is_rejected(group, self._config):
+                rejected.append(group)
+                if len(rejected) > MAX_REJECTED_PER_PROMPT * size:
+                    raise RunError(_nothing_to_learn(step, groups, rejected))
+                self._ask_further()
+            else:
+                groups.append(group)
+                self._num_accepted = len(groups)
+        batch = RolloutStepBatch(groups=tuple(groups), rejected=tuple(rejected))
+        for row_id in solved_rows(batch, self._config):
+            self._prompts.exclude(row_id)
+        return batch
+
+    def weights_published(self, version: int) -> None:
+        """Every engine has the weights of `version`, so the prompts of one more step may go out."""
+        self._version = version
+        self._num_accepted = 0
+        self._ask_further()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint between two steps needs, as JSON: the stream, and the tickets that are out.
+
+        Tickets that are out when a run stops are asked again with their own seeds, of the weights then current.
+        """
+        assert self._num_accepted == 0, "the groups of a step that is not finished would be lost"
+        out = [(asked.ticket, asked.prompt) for asked in self._outstanding] + self._to_ask_again
+        return {
+            "prompts": self._prompts.state_dict(),
+            "unconsumed": [[ticket, prompt.row_id] for ticket, prompt in out],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Stand where the checkpoint stood; comes before `start`."""
+        assert not self._outstanding, "prompts are out already"
+        self._prompts.load_state_dict(state["prompts"])
+        self._to_ask_again = [(ticket, self._prompts.dataset[row_id]) for ticket, row_id in state["unconsumed"]]
+
+    def stats(self) -> dict[str, float]:
+        """Where everything is, for the live view.
+
+        `in_flight` completions are with the engines, `verifying` with the verifiers; `waiting` groups are complete
+        and wait for their turn. `verified` completions and `done` groups count since `start`. `staleness` is how many
+        versions ago the oldest ticket was asked.
+        """
+        with self._changed:
+            return {
+                "in_flight": self._num_at_engines,
+                "verifying": self._num_at_verifiers,
+                "waiting": sum(not asked.num_missing for asked in self._outstanding),
+                "verified": self._num_verified,
+                "done": self._num_done,
+                "staleness": max((self._version - asked.version for asked in self._outstanding), default=0),
+            }
+
+    def close(self) -> None:
+        """Give up what is out. What arrives later is dropped."""
+        with self._changed:
+            self._is_closed = True
+            futures = [future for asked in self._outstanding for future in asked.futures]
+        for future in futures:
+            future.cancel()
+        self._judges.shutdown(wait=False, cancel_futures=True)
+
+    def _ask_further(self) -> None:
+        """Draw tickets until what is out and what this step has accepted are the batches that may be out at once."""
+        num_batches = min(self._config.async_steps + 1, self._num_steps - self._version)
+        size = num_batches * self._config.num_unique_prompts_rollout
+        while len(self._outstanding) + self._num_accepted < size:
+            self._ask(*self._prompts.next())
+
+    def _ask(self, ticket: int, prompt: Prompt) -> None:
+        num_samples = self._config.num_samples_per_prompt_rollout
+        asked = _Asked(ticket, prompt, num_samples=num_samples, version=self._version)
+        with self._changed:
+            self._outstanding.append(asked)
+            self._num_at_engines += num_samples
+        for index, request in enumerate(self._requests_of(ticket, prompt)):
+            future = self._pool.submit(request)
+            asked.futures.append(future)
+            future.add_done_callback(partial(self._arrived, asked, index))
+
+    def _next_group(self, timeout_s: float) -> RolloutGroup:
+        with self._changed:
+            head = self._outstanding[0]
+            while self._failure is None and head.num_missing:
+                # Woken by every verdict: the clock runs only while nothing at all arrives.
+                if not self._changed.wait(timeout_s):
+                    raise RunError(self._stalled(head, timeout_s))
+            if self._failure is not None:
+                raise self._failure
+            self._outstanding.popleft()
+            self._num_done += 1
+        return head.group()
+
+    def _stalled(self, head: _Asked, timeout_s: float) -> str:
+        last = self._outstanding[-1].ticket
+        return (
+            f"no completion came back for {timeout_s:g} s while ticket {head.ticket} (row {head.prompt.row_id}) waited "
+            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {last} are out: {self._num_at_engines} "
+            f"completions with the engines, {self._num_at_verifiers} with the verifiers"
+        )
+
+    # The side of the pool's threads and of ours
+
+    def _arrived(self, asked: _Asked, index: int, future: Future[Completion]) -> None:
+        """Hand over to a thread of ours: the pool's must not wait for a verifier."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._num_at_engines -= 1
+            self._num_at_verifiers += 1
+            self._judges.submit(self._judge, asked, index, future)
+
+    def _judge(self, asked: _Asked, index: int, future: Future[Completion]) -> None:
+        doing = "generated"
+        failure: RunError | None = None
+        answer: tuple[Completion, Verdict] | None = None
+        try:
+            completion = future.result()
+            doing = "judged"
+            answer = completion, self._reward.judge(asked.prompt, completion)
+        except RunError as error:
+            failure = error
+        except BaseException as error:  # a verifier that calls exit() must not leave the driver waiting
+            where = f"completion {index} of ticket {asked.ticket} (row {asked.prompt.row_id})"
+            failure = RunError(f"{where} could not be {doing}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        with self._changed:
+            self._num_at_verifiers -= 1
+            if answer is None:
+                self._failure = self._failure or failure
+            else:
+                asked.answers[index] = answer
+                asked.num_missing -= 1
+                self._num_verified += 1
+            self._changed.notify_all()
+
+
+def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> str:
+    rewards = [reward for group in rejected for reward in group.rewards]
+    return (
+        f"--active_sampling rejected {len(rejected)} groups of step {step}, each with the same reward for all of its "
+        f"completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn from. The "
+        "prompts are too easy or too hard for this policy: use others, raise --num_samples_per_prompt_rollout, or "
+        "leave --active_sampling out"
+    )

@@ -1,0 +1,135 @@
+"""From the groups of a step to what the learners train on, and the step's rollout metrics."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from open_instruct.config.rollout_sections import RolloutSection
+from open_instruct.losses.advantages import group_advantages, has_signal
+from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStepBatch:
+    """The groups of one step in ticket order, and those that active sampling replaced on the way."""
+
+    groups: tuple[RolloutGroup, ...]
+    rejected: tuple[RolloutGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSamples:
+    """What is learned from a batch.
+
+    `advantages[i][j]` and `is_used[i][j]` belong to completion j of group i; `samples` are the used ones, in that
+    order. `num_tokens` counts prompts and completions of the samples, `num_generated_tokens` everything that the
+    engines made for the step.
+    """
+
+    samples: tuple[RolloutSample, ...]
+    advantages: tuple[tuple[float, ...], ...]
+    is_used: tuple[tuple[bool, ...], ...]
+    metrics: dict[str, float]
+    num_tokens: int
+    num_generated_tokens: int
+
+
+def is_right(verdict: Verdict) -> bool:
+    """Whether every verifier accepted the completion in full."""
+    return bool(verdict.scores) and min(verdict.scores.values()) >= 1.0
+
+
+def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version: int) -> StepSamples:
+    """Choose what is trained on, and with which advantage; `version` is that of the weights about to be trained.
+
+    A group without signal is left out with `filter_zero_std_samples`. With `mask_truncated_completions` a truncated
+    completion is left out too, but its reward still counts in the mean of its group.
+    """
+    advantages: list[tuple[float, ...]] = []
+    is_used: list[tuple[bool, ...]] = []
+    samples: list[RolloutSample] = []
+    for group in batch.groups:
+        advantages.append(group_advantages(group.rewards, config.advantage_normalization_type))
+        learns = has_signal(group.rewards) or not config.filter_zero_std_samples
+        is_used.append(
+            tuple(
+                learns
+                and len(completion.token_ids) > 0
+                and not (config.mask_truncated_completions and completion.is_truncated)
+                for completion in group.completions
+            )
+        )
+        samples += (
+            _sample(group, completion, advantage)
+            for completion, advantage, used in zip(group.completions, advantages[-1], is_used[-1], strict=True)
+            if used
+        )
+    everything = (*batch.groups, *batch.rejected)
+    num_generated_tokens = sum(len(each.token_ids) for group in everything for each in group.completions)
+    metrics = {
+        **verdict_metrics(everything),
+        **length_metrics(everything),
+        **_staleness_metrics(batch.groups, version),
+        "zero_std_fraction": mean([float(not has_signal(group.rewards)) for group in everything]),
+        "num_rejected_groups": float(len(batch.rejected)),
+        "num_trained_completions": float(len(samples)),
+        "num_generated_tokens": float(num_generated_tokens),
+    }
+    return StepSamples(
+        samples=tuple(samples),
+        advantages=tuple(advantages),
+        is_used=tuple(is_used),
+        metrics=metrics,
+        num_tokens=sum(len(sample.document) for sample in samples),
+        num_generated_tokens=num_generated_tokens,
+    )
+
+
+def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
+    """`reward`, `verifier/NAME` (means over the completions it judged), and `num_verifier_problems`."""
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    for verdict in verdicts:
+        for name, score in verdict.scores.items():
+            scores[name].append(score)
+    return {
+        "reward": mean([verdict.reward for verdict in verdicts]),
+        **{f"verifier/{name}": mean(scores[name]) for name in sorted(scores)},
+        "num_verifier_problems": float(sum(len(verdict.problems) for verdict in verdicts)),
+    }
+
+
+def length_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
+    """`sequence_length/…` in generated tokens, and `truncated_fraction`."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "sequence_length/mean": mean(lengths),
+        "sequence_length/min": float(min(lengths, default=0)),
+        "sequence_length/max": float(max(lengths, default=0)),
+        "truncated_fraction": mean([float(completion.is_truncated) for completion in completions]),
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 where there is nothing to average."""
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _staleness_metrics(groups: Iterable[RolloutGroup], version: int) -> dict[str, float]:
+    """How many steps behind the learners the weights were that made each token."""
+    behind = [version - made for group in groups for completion in group.completions for made in completion.versions]
+    return {"staleness/mean": mean(behind), "staleness/max": float(max(behind, default=0))}
+
+
+def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> RolloutSample:
+    token_ids = group.prompt.token_ids + completion.token_ids
+    response = Span(start=len(group.prompt.token_ids), stop=len(token_ids))
+    return RolloutSample(
+        document=Document(token_ids=token_ids, responses=(response,)),
+        engine_logprobs=completion.logprobs,
+        advantage=advantage,
+    )

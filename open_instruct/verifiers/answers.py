@@ -1,0 +1,108 @@
+"""Verifiers that compare texts and numbers: fast, and with nothing foreign in them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from decimal import Decimal, InvalidOperation
+from typing import Any, ClassVar
+
+from open_instruct.verifiers.verifier import Verifier
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_ARTICLES = {"a", "an", "the"}
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class GSM8K(Verifier):
+    """1 if the last number of the completion equals the last number of the ground truth.
+
+    Thousands separators, a leading $ and a trailing % or full stop do not count; 72.0 equals 72.
+    """
+
+    name: ClassVar[str] = "gsm8k"
+    isolated: ClassVar[bool] = False
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        expected, given = last_number(str(ground_truth)), last_number(completion)
+        return float(expected is not None and given == expected)
+
+
+class StringMatcher(Verifier):
+    """1 if the answer is the ground truth, or one of a list of them, but for case, articles, punctuation and spaces.
+
+    The answer is what follows the last "Answer:" on its line; without one, the whole completion.
+    """
+
+    name: ClassVar[str] = "string_matcher"
+    isolated: ClassVar[bool] = False
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+        return float(words_of(answer_of(completion)) in [words_of(str(truth)) for truth in accepted])
+
+
+class StringF1(Verifier):
+    """Harmonic mean of precision and recall over words, the best over a list of ground truths.
+
+    As SQuAD counts it (Rajpurkar et al., arXiv 1606.05250, section 6.1).
+    """
+
+    name: ClassVar[str] = "string_f1"
+    isolated: ClassVar[bool] = False
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        given = words_of(answer_of(completion))
+        accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+        return max((_f1(given, words_of(str(truth))) for truth in accepted), default=0.0)
+
+
+class Passthrough(Verifier):
+    """1 for every completion: for rows whose reward comes from elsewhere, such as the format alone."""
+
+    name: ClassVar[str] = "passthrough"
+    isolated: ClassVar[bool] = False
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        return 1.0
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`, or None. A minus directly after a digit is a subtraction: "7-2" ends in 2.
+
+    Example: `last_number("that is $1,250.50 in all.") == Decimal("1250.50")`.
+    """
+    found = None
+    for match in _NUMBER.finditer(text):
+        word = match.group()
+        if word.startswith("-") and match.start() > 0 and text[match.start() - 1].isalnum():
+            word = word[1:]
+        found = word
+    if found is None:
+        return None
+    try:
+        return Decimal(found.replace(",", ""))
+    except InvalidOperation:
+        return None
+
+
+def answer_of(completion: str) -> str:
+    """What follows the last "Answer:" (in any case) on its line, or the whole completion."""
+    found = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
+    return found[-1] if found else completion
+
+
+def words_of(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles."""
+    return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
+
+
+def _f1(given: list[str], expected: list[str]) -> float:
+    if not given or not expected:
+        return float(given == expected)
+    num_shared = sum((Counter(given) & Counter(expected)).values())
+    if num_shared == 0:
+        return 0.0
+    precision, recall = num_shared / len(given), num_shared / len(expected)
+    return 2 * precision * recall / (precision + recall)

@@ -1,0 +1,52 @@
+"""Every verifier there is: ours, those of installed packages, and those named by `--verifier`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from open_instruct.errors import InputError
+from open_instruct.verifiers.answers import GSM8K, Passthrough, StringF1, StringMatcher
+from open_instruct.verifiers.math_answers import Math
+from open_instruct.verifiers.verifier import Verifier
+
+BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, Math, StringMatcher, StringF1, Passthrough)
+ENTRY_POINT_GROUP = "open_instruct.verifiers"
+
+
+def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
+    """Verifiers by name; `user` are words of `--verifier`, each `module:Class`.
+
+    Raises:
+        InputError: one cannot be imported, is not a `Verifier`, or has the name of another.
+    """
+    verifiers = {kind.name: kind() for kind in BUILT_IN}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        _add(verifiers, f"the entry point {point.name} = {point.value}", point.value)
+    for word in user:
+        _add(verifiers, f"--verifier {word}", word)
+    return verifiers
+
+
+def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
+    module_name, _, class_name = word.partition(":")
+    try:
+        kind: Any = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # it is foreign code, which may raise anything
+        raise InputError(
+            f"{origin} cannot be loaded ({type(error).__name__}: {error}); it takes module:Class, and the module must "
+            "be importable from where the run is started"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Verifier) and isinstance(getattr(kind, "name", None), str)):
+        raise InputError(
+            f"{origin} is not a verifier; make it a subclass of open_instruct.verifiers.verifier.Verifier with a name "
+            "and a score method"
+        )
+    if kind.name in verifiers:
+        raise InputError(f"{origin} is called {kind.name!r}, as another verifier is; give it a name of its own")
+    try:
+        verifiers[kind.name] = kind()
+    except Exception as error:
+        raise InputError(f"{origin} cannot be made without arguments ({type(error).__name__}: {error})") from error

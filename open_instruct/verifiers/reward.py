@@ -1,0 +1,53 @@
+"""From the scores of a prompt's verifiers to the reward that a completion is trained with."""
+
+from __future__ import annotations
+
+import re
+
+from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.records import Completion, Prompt, Verdict
+from open_instruct.verifiers.pool import VerifierPool
+
+_THINK_THEN_ANSWER = re.compile(r"\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*", flags=re.DOTALL)
+
+
+def has_r1_format(text: str) -> bool:
+    """Whether a completion is `<think>…</think><answer>…</answer>`; the first tag may be part of the prompt."""
+    return _THINK_THEN_ANSWER.fullmatch(text) is not None
+
+
+class RewardModel:
+    """Verifiers, format and penalty, as `RewardSection` weighs them."""
+
+    def __init__(self, pool: VerifierPool, config: RewardSection) -> None:
+        self._pool = pool
+        self._config = config
+
+    def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
+        """The verdict on one completion; callable from many threads.
+
+        The reward is `verification_reward` times the mean of the scores, weighted by the checks' weights. With the
+        format reward, `r1_style_format_reward` is added where the form is right, and the verifiers' part counts
+        only there, unless `additive_format_reward`. With the non-stop penalty a completion that was cut gets
+        `non_stop_penalty_value` instead of all that. Scores of a verifier that appears twice are averaged.
+        """
+        config = self._config
+        outcomes = [(check, self._pool.score(check, completion.text)) for check in prompt.checks]
+        by_name: dict[str, list[float]] = {}
+        for check, outcome in outcomes:
+            by_name.setdefault(check.verifier, []).append(outcome.score)
+        scores = {name: sum(values) / len(values) for name, values in by_name.items()}
+        total_weight = sum(check.weight for check in prompt.checks)
+        reward = config.verification_reward * sum(check.weight * outcome.score for check, outcome in outcomes)
+        reward = reward / total_weight if total_weight else 0.0
+        if config.apply_r1_style_format_reward:
+            is_formatted = has_r1_format(completion.text)
+            scores["format"] = float(is_formatted)
+            if is_formatted:
+                reward += config.r1_style_format_reward
+            elif not config.additive_format_reward:
+                reward = 0.0
+        if config.non_stop_penalty and completion.is_truncated:
+            reward = config.non_stop_penalty_value
+        problems = tuple(outcome.problem for _, outcome in outcomes if outcome.problem)
+        return Verdict(reward=reward, scores=scores, problems=problems)

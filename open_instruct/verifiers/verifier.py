@@ -1,0 +1,27 @@
+"""What a verifier is: it scores a completion against a row's ground truth, from 0 to 1."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+THINKING_ENDS = "</think>"
+
+
+class Verifier(ABC):
+    """One kind of answer. `isolated` verifiers run foreign or unbounded code, so they get a process that can be killed.
+
+    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`.
+    """
+
+    name: ClassVar[str]
+    isolated: ClassVar[bool] = True
+
+    @abstractmethod
+    def score(self, completion: str, ground_truth: Any) -> float:
+        """How right the answer is, from 0 to 1. `completion` comes without what was thought before it."""
+
+
+def without_thinking(completion: str) -> str:
+    """What follows the last `</think>`; all of it where there is none."""
+    return completion.rpartition(THINKING_ENDS)[2]

@@ -1,0 +1,46 @@
+"""One local Ray for all the tests of this folder: starting it takes longer than most of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
+OBJECT_STORE_BYTES = 128 << 20
+
+# Read when Ray is imported, which test modules may do at their top: nodes have the loopback address.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A Ray of this machine alone, connected to; every port binds to loopback."""
+    import ray
+
+    from open_instruct.rollout.watchdog import Watchdog
+
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Unix sockets lie in it
+    watchdog = Watchdog(Path(folder), logs_folder=None)
+    with watchdog.marking():
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPU_SLOTS,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+            configure_logging=False,
+        )
+    yield
+    ray.shutdown()
+    watchdog.finish()

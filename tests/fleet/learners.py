@@ -1,0 +1,70 @@
+"""Small learners for tests: what a process group needs of them, and ways to fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.parallel.process import start_process
+
+
+class Recruit:
+    """Joins the process group when it is constructed."""
+
+    def __init__(self, *, greeting: str = "", fault: str = "") -> None:
+        self.greeting = greeting
+        self.seen_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if fault == "input" and os.environ["RANK"] == "0":
+            raise InputError("the checkpoint lacks blocks.0.w1")
+        self.process = start_process(timeout_s=60, seed=0)
+
+    def whereabouts(self) -> dict[str, Any]:
+        import ray
+
+        return {
+            "rank": self.process.rank,
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "gpus_per_node": self.process.gpus_per_node,
+            "local_rank": self.process.local_rank,
+            "seen_gpus": self.seen_gpus,
+            "own_gpus": ray.get_runtime_context().get_accelerator_ids()["GPU"],
+            "environment": {name: os.environ.get(name) for name in ("NUM_NODES", "MASTER_ADDR", "OMP_NUM_THREADS")},
+        }
+
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        return resolve_layout(self.process.gpus_per_node).shard_groups
+
+    def sum_of_ranks(self) -> int:
+        ranks = torch.tensor(self.process.rank)
+        dist.all_reduce(ranks)
+        return int(ranks)
+
+    def add(self, left: int, right: int) -> int:
+        return left + right
+
+    def meet(self, late_rank: int, seconds: float) -> None:
+        """All meet in a collective, for which one rank is late."""
+        if self.process.rank == late_rank:
+            time.sleep(seconds)
+        dist.barrier()
+
+    def fail(self, kind: str, rank: int) -> None:
+        """One rank fails; where it fails by "run" or "freeze", the others wait for it."""
+        if self.process.rank == rank:
+            if kind == "input":
+                raise InputError("row 7 has no prompt")
+            if kind == "run":
+                raise RunError("the disk is full")
+            if kind == "bug":
+                raise KeyError("no such key")
+            if kind == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        if kind in ("run", "freeze"):
+            dist.barrier()

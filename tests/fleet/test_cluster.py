@@ -1,0 +1,250 @@
+"""Places on a simulated cluster of several nodes, on this machine, and on machines that have too little."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
+from open_instruct.errors import InputError, RunError
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.placement import FleetShape, learner_layout, place
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def shape_of(*learners_per_node: int, engines: int = 1, devices: int = 1, shares_device: bool = False) -> FleetShape:
+    return FleetShape(
+        learners_per_node=learners_per_node,
+        num_engines=engines,
+        devices_per_engine=devices,
+        shares_device=shares_device,
+    )
+
+
+# A process can be connected to one Ray only, so the simulated cluster has processes of its own. Its nodes have 4 and
+# 3 pretended GPUs; the smaller one comes second, so that the order of the list is not the order of the nodes.
+SIMULATED_CLUSTER = """
+import os, sys, tempfile
+from pathlib import Path
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
+from ray.cluster_utils import Cluster
+from open_instruct.rollout.watchdog import Watchdog
+folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+watchdog = Watchdog(Path(folder), logs_folder=None)
+with watchdog.marking():
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 << 20, include_dashboard=False, temp_dir=folder)
+    for num_gpus in (4, 3):
+        cluster.add_node(num_cpus=6, num_gpus=num_gpus, object_store_memory=80 << 20, temp_dir=folder)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+watchdog.finish()
+"""
+
+DRIVER = """
+import json, os, sys
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.errors import RunError
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.learner_group import LearnerGroup
+from open_instruct.rollout.placement import FleetShape
+from tests.fleet.learners import Recruit
+
+def shape_of(*nodes):
+    return FleetShape(learners_per_node=nodes, num_engines=1, devices_per_engine=1, shares_device=False)
+
+said = []
+fleet = FleetSection(ray_address=sys.argv[1], cluster_timeout_s=3)
+with start_cluster(fleet, shape_of(2, 4), say=said.append) as cluster:
+    with cluster.placing(shape_of(2, 4)) as placement:
+        group = LearnerGroup(Recruit, placement)
+        group.wait_ready(120)
+        learners = group.call("whereabouts", timeout_s=60)
+        shard_groups = group.call("shard_groups", timeout_s=60)
+        sums = group.call("sum_of_ranks", timeout_s=60)
+        group.shutdown()
+    try:
+        with cluster.placing(shape_of(4, 4)):
+            refusal = "none"
+    except RunError as error:
+        refusal = str(error)
+print(json.dumps({"learners": learners, "shard_groups": shard_groups, "sums": sums, "refusal": refusal, "said": said}))
+"""
+
+
+# What a later program finds.
+VISITOR = """
+import json, sys, time, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+deadline = time.monotonic() + 20
+while ray.available_resources().get("GPU") != 7 and time.monotonic() < deadline:
+    time.sleep(0.2)
+print(json.dumps({"nodes": sum(node["Alive"] for node in ray.nodes()), "free": ray.available_resources()["GPU"]}))
+"""
+
+
+def run(program: str, *arguments: str) -> Any:
+    """The last line that a Python program prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class TestSimulatedNodes:
+    @pytest.fixture(scope="class")
+    def report(self) -> dict[str, Any]:
+        """What a driver saw of the cluster that it joined, and what it left behind."""
+        cluster = subprocess.Popen(
+            [sys.executable, "-c", SIMULATED_CLUSTER],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert cluster.stdout is not None
+        try:
+            address = next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
+            return run(DRIVER, address) | {"left": run(VISITOR, address)}
+        finally:
+            cluster.communicate()
+
+    def test_learners_of_a_node_are_on_one_node(self, report: dict[str, Any]) -> None:
+        nodes = [learner["node_id"] for learner in report["learners"]]
+        assert len(set(nodes[:2])) == 1
+        assert len(set(nodes[2:])) == 1
+        assert nodes[0] != nodes[2]
+
+    def test_ranks_are_node_major_and_the_sizes_arrive_as_they_are(self, report: dict[str, Any]) -> None:
+        learners = report["learners"]
+        assert [learner["rank"] for learner in learners] == list(range(6))
+        assert [learner["local_rank"] for learner in learners] == [0, 1, 0, 1, 2, 3]
+        assert all(learner["gpus_per_node"] == [2, 4] for learner in learners)
+
+    def test_six_ranks_meet_and_shard_within_nodes(self, report: dict[str, Any]) -> None:
+        assert report["sums"] == [15] * 6
+        assert report["shard_groups"] == [[[0, 1], [2, 3], [4, 5]]] * 6
+
+    def test_a_learner_sees_the_gpus_of_its_node_and_finds_its_own(self, report: dict[str, Any]) -> None:
+        for learner in report["learners"]:
+            seen = learner["seen_gpus"].split(",")
+            assert len(set(seen)) == [2, 4][learner["rank"] >= 2]
+            assert [seen[learner["local_rank"]]] == learner["own_gpus"]
+
+    def test_what_never_fits_is_said_in_the_end(self, report: dict[str, Any]) -> None:
+        assert (
+            "asked: 2 nodes with 4 GPUs each for learners, and 1 engine of 1 GPU; the cluster has nodes with 3 and 4 "
+            "GPUs, of which" in report["refusal"]
+        )
+        assert "--cluster_timeout_s" in report["refusal"]
+
+    def test_progress_is_told(self, report: dict[str, Any]) -> None:
+        assert report["said"][0].startswith("joined Ray at 127.0.0.1:")
+
+    def test_a_joined_cluster_is_left_running_and_its_places_free(self, report: dict[str, Any]) -> None:
+        assert report["left"] == {"nodes": 3, "free": 7}
+
+
+class TestOneMachine:
+    def test_a_cpu_stands_for_several_nodes_and_says_so(self, local_ray: None) -> None:
+        said: list[str] = []
+        placement = place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True)
+        placement.release()
+        assert said == ["this machine stands for 2 nodes of learners"]
+        assert [placement.node_and_local_rank(rank) for rank in range(3)] == [(0, 0), (0, 1), (1, 0)]
+
+    def test_nodes_of_a_joined_cluster_are_never_pretended(self, local_ray: None) -> None:
+        with pytest.raises(RunError, match=r"nodes with 2 and 1 CPU slots for learners.*has a node with 16 CPU slots"):
+            place(shape_of(2, 1), timeout_s=0.5, say=lambda text: None, is_one_machine=False)
+
+    def test_progress_is_told_while_it_waits(self, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("open_instruct.rollout.placement.SECONDS_BETWEEN_REPORTS", 0.2)
+        said: list[str] = []
+        with pytest.raises(RunError):
+            place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False)
+        assert said[0].startswith("waiting for the cluster (0 of 1 s): asked: a node with 17 CPU slots")
+
+    def test_too_much_is_refused_at_once(self, local_ray: None) -> None:
+        with pytest.raises(
+            InputError, match=r"1 engine of 2 CPU slots; this machine has 16 CPU slots\. .*--ray_address"
+        ):
+            place(shape_of(15, devices=2), timeout_s=60, say=lambda text: None, is_one_machine=True)
+
+    def test_learner_and_engine_share_a_device(self, local_ray: None) -> None:
+        shape = shape_of(1, shares_device=True)
+        placement = place(shape, timeout_s=30, say=lambda text: None, is_one_machine=True)
+        learner, engine = placement.learner_options(0), placement.engine_options(0)
+        placement.release()
+        assert learner == engine | {"scheduling_strategy": learner["scheduling_strategy"]}
+        assert learner["scheduling_strategy"].placement_group.id == engine["scheduling_strategy"].placement_group.id
+
+
+class TestRefusals:
+    def test_sharding_flags_are_refused_without_ray(self) -> None:
+        parallel = LearnerParallelSection(num_learners_per_node=[8], fsdp_shard_degree=3)
+        with pytest.raises(InputError, match="--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4 or 8"):
+            learner_layout(parallel)
+
+    def test_node_sizes_reach_the_layout_as_they_are(self) -> None:
+        layout = learner_layout(LearnerParallelSection(num_learners_per_node=[2, 4]))
+        assert (layout.gpus_per_node, layout.shard_degree, layout.num_replicas) == ((2, 4), 2, 3)
+
+    @pytest.mark.parametrize(
+        ("address", "message"),
+        [
+            ("127.0.0.1:9", "--ray_address 127.0.0.1:9: nothing answers there"),
+            ("ray://127.0.0.1:10001", "takes 'auto', or HOST:PORT"),
+            ("here", "takes 'auto', or HOST:PORT"),
+        ],
+    )
+    def test_an_address_without_a_cluster(self, address: str, message: str) -> None:
+        with (
+            pytest.raises(InputError, match=message),
+            start_cluster(FleetSection(ray_address=address), shape_of(1), say=lambda text: None),
+        ):
+            pass
+
+
+LOCAL_RUN = """
+import json, os, sys
+from pathlib import Path
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.placement import FleetShape
+
+fleet = FleetSection()
+shape = FleetShape(learners_per_node=(4,), num_engines=1, devices_per_engine=1, shares_device=False)
+with start_cluster(fleet, shape, say=print) as cluster, cluster.placing(shape) as placement:
+    import psutil, ray
+    me = psutil.Process()
+    processes = [me, *me.children(recursive=True)]
+    listening = [
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+print(json.dumps({"listening": sorted(set(listening)), "marked": "OPEN_INSTRUCT_FLEET" in os.environ}))
+"""
+
+
+def test_a_local_cluster_has_places_enough_and_listens_to_this_machine_only() -> None:
+    report = run(LOCAL_RUN)
+    assert report["listening"]
+    assert set(report["listening"]) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert not report["marked"]  # programs that the driver starts later are their own masters

@@ -1,0 +1,203 @@
+"""Learners start together, fail with the first cause, and come back; whatever ends the driver ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from open_instruct.errors import InputError, RunError
+from open_instruct.rollout.learner_call import LearnerLost
+from open_instruct.rollout.learner_group import LearnerGroup
+from open_instruct.rollout.pids import remove_pids, write_pids
+from open_instruct.rollout.placement import FleetShape, Placement, place
+from open_instruct.rollout.watchdog import MARK_VARIABLE
+from tests.fleet.learners import Recruit
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+READY_TIMEOUT_S = 120.0
+SHAPE = FleetShape(learners_per_node=(2,), num_engines=1, devices_per_engine=1, shares_device=False)
+
+
+def silent(text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def placement(local_ray: None) -> Iterator[Placement]:
+    placement = place(SHAPE, timeout_s=60, say=silent, is_one_machine=True)
+    yield placement
+    placement.release()
+
+
+@pytest.fixture(scope="module")
+def group_of_two(placement: Placement) -> Iterator[LearnerGroup]:
+    group = LearnerGroup(Recruit, placement)
+    group.wait_ready(READY_TIMEOUT_S)
+    yield group
+    group.shutdown()
+
+
+@pytest.fixture
+def group(group_of_two: LearnerGroup) -> Iterator[LearnerGroup]:
+    """Both learners live and are free; a test may leave them in ruins."""
+    try:
+        group_of_two.call("sum_of_ranks", timeout_s=3)
+    except (LearnerLost, RuntimeError):
+        group_of_two.restart(timeout_s=60)
+        group_of_two.wait_ready(READY_TIMEOUT_S)
+    return group_of_two
+
+
+def test_every_rank_answers_in_rank_order(group: LearnerGroup) -> None:
+    assert group.call("add", 10, per_rank=[1, 2], timeout_s=30) == [11, 12]
+    assert group.call("sum_of_ranks", timeout_s=30) == [1, 1]
+    assert len(set(group.pids())) == 2
+
+
+def test_ray_knows_learners_by_the_name_of_their_class(group: LearnerGroup) -> None:
+    titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in group.pids()]
+    assert all(title.startswith("ray::Recruit") for title in titles)
+
+
+def test_a_call_runs_beside_the_driver(group: LearnerGroup) -> None:
+    first, second = group.start("add", 1, 2), group.start("add", 3, 4)
+    assert (second.result(30), first.result(30)) == ([7, 7], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error_type", "message"),
+    [("input", InputError, "row 7 has no prompt"), ("run", RunError, "the disk is full"), ("bug", KeyError, "no such")],
+)
+def test_what_a_learner_raises_arrives_as_it_was(
+    group: LearnerGroup, kind: str, error_type: type[Exception], message: str
+) -> None:
+    with pytest.raises(error_type) as caught:
+        group.call("fail", kind, 1, timeout_s=30)
+    assert type(caught.value) is error_type
+    assert message in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_killed_rank_is_named_and_not_those_that_missed_it(group: LearnerGroup) -> None:
+    pid = group.pids()[1]
+    call = group.start("meet", 1, 600.0)
+    time.sleep(1.0)  # into the barrier
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(LearnerLost, match=rf"rank 1 .*pid {pid}\) was lost during meet: .*killed") as caught:
+        call.result(timeout_s=60)  # far below the ten minutes for which rank 1 would sleep
+    assert caught.value.ranks == (1,)
+
+
+def test_a_restarted_group_meets_anew(group: LearnerGroup) -> None:
+    before = group.pids()
+    group.restart(timeout_s=60)
+    group.wait_ready(READY_TIMEOUT_S)
+    assert group.call("sum_of_ranks", timeout_s=60) == [1, 1]
+    assert not set(before) & set(group.pids())
+
+
+def test_a_frozen_rank_is_told_from_those_that_wait_for_it(group: LearnerGroup) -> None:
+    with pytest.raises(LearnerLost, match=r"no answer to fail within 3 s .*the process of rank 0 is stopped") as caught:
+        group.call("fail", "freeze", 0, timeout_s=3)
+    assert caught.value.ranks == (0,)
+
+
+def test_a_constructor_refuses_in_its_own_words(local_ray: None) -> None:
+    placement = place(SHAPE, timeout_s=60, say=silent, is_one_machine=True)
+    refused = LearnerGroup(Recruit, placement, arguments={"fault": "input"})
+    with pytest.raises(InputError, match=r"^the checkpoint lacks blocks\.0\.w1$"):
+        refused.wait_ready(READY_TIMEOUT_S)
+    refused.shutdown()
+    placement.release()
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.learner_group import LearnerGroup
+from open_instruct.rollout.pids import write_pids
+from open_instruct.rollout.placement import FleetShape
+from tests.fleet.learners import Recruit
+
+shape = FleetShape(learners_per_node=(1, 1), num_engines=1, devices_per_engine=1, shares_device=False)
+start = start_cluster(FleetSection(), shape, say=print, logs_folder=Path("logs"))
+with start as cluster, cluster.placing(shape) as places:
+    group = LearnerGroup(Recruit, places)
+    group.wait_ready(120)
+    import ray
+    Path("folder").write_text(ray._private.worker._global_node.get_session_dir_path())
+    # As the sender of weights does.
+    read_mark = ray.remote(num_cpus=0)(lambda: __import__("os").environ["OPEN_INSTRUCT_FLEET"])
+    Path("/dev/shm", ray.get(read_mark.remote())).touch()
+    group.start("fail", "freeze", 1)
+    write_pids(Path("pids.json"), driver=0, learners=group.pids(), engines=[])
+    if sys.argv[1] == "wait":
+        time.sleep(600)
+"""
+
+
+def processes_of(driver: int, folder: Path) -> list[int]:
+    """Living processes of a local Ray: those that carry the driver's mark, and those that were given its folder."""
+    mark = f"{MARK_VARIABLE}=open_instruct-{driver}-".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile; one that waits to be reaped has neither
+            marked = mark in (process / "environ").read_bytes()
+            if marked or (str(folder).encode() in (process / "cmdline").read_bytes()):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("end", ["kill", "leave"])
+def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "127.0.0.1:1"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, "wait" if end == "kill" else "leave"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        pids_file = tmp_path / "pids.json"
+        deadline = time.monotonic() + 120
+        while not pids_file.exists():
+            assert driver.poll() is None, "the driver ended early"
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        folder = Path((tmp_path / "folder").read_text()).parent
+        if end == "kill":
+            assert {*json.loads(pids_file.read_text())["learners"]} < {*processes_of(driver.pid, folder)}
+            driver.kill()
+        assert driver.wait(60) == (0 if end == "leave" else -signal.SIGKILL)
+    finally:
+        driver.kill()
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (folder.exists() or processes_of(driver.pid, folder)):
+        time.sleep(0.1)
+    assert processes_of(driver.pid, folder) == []
+    assert not folder.exists()
+    assert not {name for name in os.listdir("/dev/shm") if f"open_instruct-{driver.pid}-" in name}
+    assert list((tmp_path / "logs").glob("worker-*"))
+
+
+def test_the_file_of_process_ids_is_whole_and_goes_away(tmp_path: Path) -> None:
+    path = tmp_path / "pids.json"
+    write_pids(path, driver=1, learners=[2, 3], engines=[4])
+    assert json.loads(path.read_text()) == {"driver": 1, "learners": [2, 3], "engines": [4]}
+    write_pids(path, driver=1, learners=[5, 6], engines=[4])
+    assert json.loads(path.read_text())["learners"] == [5, 6]
+    remove_pids(path)
+    remove_pids(path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,197 @@
+"""What a GRPO step learns does not depend on how its completions are cut or how the model is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.dpo_case import free_ports
+
+RunRanks = Callable[..., list[Any]]
+Rows = list[dict[str, float]]
+
+JOB = "tests.ranks.jobs.grpo_steps:run_each"
+# Packed rows hold several completions; the last step has fewer than the four ranks of some tests.
+COMPLETIONS = [13, 9, 3]
+
+# The settings under which layouts are compared: a reference policy, and engines that disagree.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"beta": 0.05, "kl_estimator": 2, "record_entropy": True},
+    "minibatches": {"beta": 0.05, "num_mini_batches": 2, "num_epochs": 2, "loss_fn": "grpo", "clip_higher": 0.001},
+}
+
+
+class GRPOCase:
+    """A tiny model and the cases over it; `add` and then `run` all of them in the same ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+
+    def case(self, name: str, *, completions: list[int] = COMPLETIONS, flags: dict[str, Any], **job: Any) -> dict:
+        out = self.folder / name
+        out.mkdir()
+        settings: dict[str, Any] = {
+            "model_name_or_path": self.model,
+            "dataset_mixer_list": ["prompts.jsonl", "1.0"],
+            "output_dir": out,
+            "max_prompt_token_length": 24,
+            "response_length": 24,
+            "pack_length": 120,
+            "temperature": 0.7,
+            "param_dtype": "float32",
+            "learning_rate": 1e-4,
+            "warmup_ratio": 0.0,
+        } | flags
+        words: list[str] = []
+        for flag, value in settings.items():
+            words.append(f"--{flag}")
+            words.extend(str(word) for word in (value if isinstance(value, list) else [value]))
+        return {"flags": words, "completions": completions} | job
+
+    def run(self, run_ranks: RunRanks, num_ranks: int, cases: dict[str, dict]) -> dict[str, Rows]:
+        results = run_ranks(num_ranks, JOB, timeout_s=240, cases=list(cases.values()), ports=free_ports(len(cases)))
+        for rank in range(1, num_ranks):
+            for ours, first in zip(results[rank], results[0], strict=True):
+                # Every rank tells the same, but for what tensor-parallel ranks measure of themselves.
+                assert [_told(row) for row in ours] == [_told(row) for row in first]
+        return dict(zip(cases, results[0], strict=True))
+
+
+def _told(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name not in ("peak_memory_gib", "has_moved")}
+
+
+@pytest.fixture(scope="module")
+def grpo_case(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
+    return GRPOCase(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture(scope="module")
+def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
+    """Runs of one process: those that every layout must follow, and other ways to cut and to lose."""
+    from tests.ranks.launch import run_ranks
+
+    cases = {way: grpo_case.case(way, flags=flags) for way, flags in WAYS.items()}
+    for way, flags in WAYS.items():
+        cases[f"{way}/single"] = grpo_case.case(f"{way}_single", flags=flags, one_at_a_time=True)
+        cases[f"{way}/accumulated"] = grpo_case.case(f"{way}_accumulated", flags=flags | {"pack_length": 48})
+        cases[f"{way}/chunked"] = grpo_case.case(f"{way}_chunked", flags=flags, logits_per_chunk=5)
+    for loss_fn in ("cispo", "dr_grpo", "gspo"):
+        for name, job in {"": {}, "/single": {"one_at_a_time": True}}.items():
+            flags = {"loss_fn": loss_fn, "rho_correction": "sequence_mask", "rho_cap": 1.3}
+            cases[loss_fn + name] = grpo_case.case(
+                (loss_fn + name).replace("/", "_"), flags=flags, completions=[6, 6], **job
+            )
+    cases["constant"] = grpo_case.case("constant", flags={"loss_denominator": 24}, completions=[6])
+    cases["tokens"] = grpo_case.case("tokens", flags={}, completions=[6])
+    cases["single_device"] = grpo_case.case("single_device", flags=WAYS["plain"] | {"single_gpu_mode": True})
+    cases["nothing"] = grpo_case.case("nothing", flags=WAYS["plain"], completions=[6, 0, 6])
+    return grpo_case.run(run_ranks, 1, cases)
+
+
+def assert_same_trajectory(ours: Rows, theirs: Rows) -> None:
+    assert len(ours) == len(theirs)
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
+        assert a.keys() == b.keys()
+        for name in ("loss", "policy_loss", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), f"{name} of step {step}"
+        for name in a.keys() - {"peak_memory_gib", "padding_fraction", "has_moved"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), f"{name} of step {step}"
+
+
+def test_there_is_something_to_compare(one_process: dict[str, Rows]) -> None:
+    for way in WAYS:
+        rows = one_process[way]
+        assert all(row["has_moved"] and row["grad_norm"] > 1e-3 and abs(row["loss"]) > 1e-4 for row in rows)
+        assert all(row["rho/corrected_fraction"] > 0.01 for row in rows)
+    assert any(row["clip_fraction"] > 0.01 for row in one_process["minibatches"])
+    assert all(row["kl"] > 0 for row in one_process["plain"][1:])
+
+
+def test_metrics_of_a_step(one_process: dict[str, Rows]) -> None:
+    first = one_process["plain"][0]
+    assert first.keys() > {
+        *("loss", "policy_loss", "kl", "clip_fraction", "entropy", "padding_fraction", "grad_norm", "lr"),
+        *("rho/mean", "rho/max", "rho/corrected_fraction", "rho/hist_0.95_to_1.05"),
+        *("logprob_diff/mean", "logprob_diff/max"),
+    }
+    # The policy is its own reference and its own old policy before the first update.
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert first["clip_fraction"] == 0
+    assert first["rho/max"] > first["rho/mean"] > 0
+    assert first["logprob_diff/max"] > first["logprob_diff/mean"] > 0
+    histogram = [value for name, value in first.items() if name.startswith("rho/hist_")]
+    assert len(histogram) == 7 and sum(histogram) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cut", ["single", "accumulated", "chunked"])
+def test_cutting_does_not_matter(one_process: dict[str, Rows], way: str, cut: str) -> None:
+    assert_same_trajectory(one_process[f"{way}/{cut}"], one_process[way])
+
+
+@pytest.mark.parametrize("loss_fn", ["cispo", "dr_grpo", "gspo"])
+def test_cutting_does_not_matter_to_other_losses(one_process: dict[str, Rows], loss_fn: str) -> None:
+    assert_same_trajectory(one_process[f"{loss_fn}/single"], one_process[loss_fn])
+
+
+def test_single_device_mode(one_process: dict[str, Rows]) -> None:
+    assert_same_trajectory(one_process["single_device"], one_process["plain"])
+
+
+def test_a_constant_denominator_only_scales(one_process: dict[str, Rows]) -> None:
+    (constant,), (tokens,) = one_process["constant"], one_process["tokens"]
+    for name in ("loss", "grad_norm"):
+        assert constant[name] * 6 * 24 == pytest.approx(tokens[name] * tokens["num_labels"], rel=1e-5)
+
+
+def test_a_step_with_nothing_to_learn_from_changes_nothing(one_process: dict[str, Rows]) -> None:
+    before, empty, after = one_process["nothing"]
+    assert before["has_moved"] and after["has_moved"] and not empty["has_moved"]
+    assert empty["loss"] == empty["grad_norm"] == 0
+    assert "rho/max" not in empty and "logprob_diff/max" not in empty
+
+
+def test_two_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
+    tensor = {"tensor_parallel_degree": 2}
+    check_layouts(
+        2,
+        [
+            ("plain", "fsdp_2", {}, {}),
+            ("minibatches", "fsdp_2", {}, {}),
+            ("plain", "tensor_2", tensor, {}),
+            # Every rank has its own part of the positions, and cuts it into chunks too.
+            ("minibatches", "tensor_2_chunked", tensor, {"logits_per_chunk": 5}),
+        ],
+        grpo_case,
+        one_process,
+        run_ranks,
+    )
+
+
+def test_four_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
+    layouts = [("plain", "fsdp_4", {}, {}), ("minibatches", "hsdp_2x2", {"fsdp_shard_degree": 2}, {})]
+    check_layouts(4, layouts, grpo_case, one_process, run_ranks)
+
+
+def check_layouts(
+    num_ranks: int,
+    layouts: list[tuple[str, str, dict[str, Any], dict[str, Any]]],
+    grpo_case: GRPOCase,
+    one_process: dict[str, Rows],
+    run_ranks: RunRanks,
+) -> None:
+    """Run (way, name, flags of the layout, arguments of the job), and compare each with its way in one process."""
+    cases = {
+        (way, name): grpo_case.case(
+            f"{way}_{name}", flags=WAYS[way] | degrees | {"num_learners_per_node": num_ranks}, **job
+        )
+        for way, name, degrees, job in layouts
+    }
+    for (way, _), rows in grpo_case.run(run_ranks, num_ranks, cases).items():
+        assert_same_trajectory(rows, one_process[way])

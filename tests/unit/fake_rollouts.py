@@ -1,0 +1,127 @@
+"""Engines and verifiers that a test can steer: what they answer depends on the request alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from open_instruct.records import Check, Completion, Prompt, Verdict
+from open_instruct.rollout.requests import GenerationRequest
+
+
+class FakeDataset:
+    """As much of a prompt data set as streams and conductors read."""
+
+    fingerprint = "fake"
+
+    def __init__(self, num_prompts: int) -> None:
+        self._num_prompts = num_prompts
+
+    def __len__(self) -> int:
+        return self._num_prompts
+
+    def __getitem__(self, row_id: int) -> Prompt:
+        assert 0 <= row_id < self._num_prompts
+        check = Check(verifier="fake", ground_truth=str(row_id))
+        return Prompt(row_id=row_id, token_ids=(1, row_id + 10), text=f"prompt {row_id}", checks=(check,))
+
+
+def answer(request: GenerationRequest, *, version: int = 0) -> Completion:
+    """What the fake engines make of a request."""
+    num_tokens = request.seed % 3 + 1
+    return Completion(
+        token_ids=tuple(range(num_tokens)),
+        logprobs=(-0.5,) * num_tokens,
+        versions=(version,) * num_tokens,
+        text=f"answer {request.seed}",
+        finish_reason="stop",
+        seed=request.seed,
+    )
+
+
+class FakePool:
+    """Engines that answer when they are told to. `version` is what `submit` finds: the oldest a token may be."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.requests: list[GenerationRequest] = []
+        self.pending: list[tuple[GenerationRequest, int, Future[Completion]]] = []
+        self.most_pending = 0
+        self.changed = threading.Condition()
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        with self.changed:
+            self.requests.append(request)
+            self.pending.append((request, self.version, future))
+            self.most_pending = max(self.most_pending, len(self.pending))
+            self.changed.notify_all()
+        return future
+
+    def finish(self, index: int = 0, *, error: Exception | None = None) -> None:
+        request, version, future = self.pending.pop(index)
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer(request, version=version))
+
+    def finish_all(self) -> None:
+        while self.pending:
+            self.finish()
+
+
+class BusyPool(FakePool):
+    """Answers on a thread of its own, in an order that `seed` shuffles."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> BusyPool:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self.changed:
+            self._is_closed = True
+            self.changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.pending or self._is_closed)
+                if self._is_closed:
+                    return
+                chosen = self.pending[self._random.randrange(len(self.pending))]
+                self.pending.remove(chosen)
+            request, version, future = chosen
+            if future.set_running_or_notify_cancel():
+                future.set_result(answer(request, version=version))
+
+
+class FakeReward:
+    """Judges by a rule of the prompt and the completion."""
+
+    def __init__(self, rule: Callable[[Prompt, Completion], float]) -> None:
+        self.rule = rule
+
+    def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
+        score = self.rule(prompt, completion)
+        return Verdict(reward=score, scores={"fake": score})
+
+
+def coin(prompt: Prompt, completion: Completion) -> float:
+    """1 or 0, as good as at random."""
+    return float(completion.seed >> 7 & 1)
+
+
+def without_versions(completion: Completion) -> Completion:
+    return replace(completion, versions=(0,) * len(completion.versions))

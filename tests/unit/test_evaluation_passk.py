@@ -1,0 +1,126 @@
+"""Evaluation on held-out prompts: what is asked, what is reported, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from itertools import combinations
+
+import pytest
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.errors import RunError
+from open_instruct.records import Completion, Prompt, Verdict
+from open_instruct.rollout.evaluation import evaluate, pass_at_k
+from open_instruct.rollout.requests import GenerationRequest
+from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin
+
+PROMPTS = [FakeDataset(5)[i] for i in range(5)]
+
+
+def config_of(*words: str) -> GRPOConfig:
+    required = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+    return parse(GRPOConfig, [*required, "--dataset_mixer_eval_list", "held_out.jsonl", "1.0", *words])
+
+
+@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(num_right: int, k: int) -> None:
+    draws = list(combinations([True] * num_right + [False] * (5 - num_right), k))
+    assert pass_at_k(5, num_right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_metrics() -> None:
+    # Row 0: both samples right; row 1: the first; the others: none.
+    def rule(prompt: Prompt, completion: Completion) -> float:
+        return float(prompt.row_id == 0 or (prompt.row_id == 1 and completion.seed == first_of_row_1))
+
+    words = ("--eval_num_samples", "2", "--eval_pass_at_k", "1", "2")
+    with BusyPool() as pool:
+        evaluate(PROMPTS, pool, FakeReward(rule=lambda *_: 0.0), config=config_of(*words))
+        first_of_row_1 = pool.requests[2].seed
+        metrics = evaluate(PROMPTS, pool, FakeReward(rule), config=config_of(*words)).metrics
+    lengths = [request.seed % 3 + 1 for request in pool.requests[:10]]
+    assert metrics == {
+        "eval/reward": 3 / 10,
+        "eval/verifier/fake": 3 / 10,
+        "eval/num_verifier_problems": 0,
+        "eval/pass_at_1": pytest.approx((1 + 1 / 2) / 5),
+        "eval/pass_at_2": 2 / 5,
+        "eval/truncated_fraction": 0,
+        "eval/sequence_length/mean": sum(lengths) / 10,
+        "eval/sequence_length/min": min(lengths),
+        "eval/sequence_length/max": max(lengths),
+    }
+
+
+def test_pass_at_1_is_there_without_being_asked_for() -> None:
+    with BusyPool() as pool:
+        words = ("--eval_num_samples", "4", "--eval_pass_at_k", "4")
+        metrics = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of(*words)).metrics
+    assert metrics["eval/pass_at_1"] == pytest.approx(metrics["eval/reward"])
+    assert metrics["eval/pass_at_4"] >= metrics["eval/pass_at_1"]
+
+
+def test_every_evaluation_asks_the_same_whatever_comes_back_first() -> None:
+    results = []
+    words = ("--eval_num_samples", "3", "--eval_temperature", "0.5", "--response_length", "9", "--stop_strings", "##")
+    for order in (1, 2):
+        with BusyPool(order) as pool:
+            results.append((evaluate(PROMPTS, pool, FakeReward(coin), config=config_of(*words)), pool.requests))
+    assert results[0] == results[1]
+    requests = results[0][1]
+    assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 15
+    sampling = requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 1.0, 9)
+    assert sampling.stop_strings == ("##",)
+
+
+def test_another_seed_asks_otherwise() -> None:
+    seeds = []
+    for seed in ("1", "2"):
+        with BusyPool() as pool:
+            evaluate(PROMPTS, pool, FakeReward(coin), config=config_of("--seed", seed))
+            seeds.append({request.seed for request in pool.requests})
+    assert not seeds[0] & seeds[1]
+
+
+def test_the_samples_to_show_are_those_of_the_first_prompts() -> None:
+    with BusyPool() as pool:
+        samples = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of()).samples
+    assert [sample["prompt"] for sample in samples] == ["prompt 0", "prompt 1", "prompt 2"]
+    first = pool.requests[0].seed
+    assert samples[0]["completion"] == f"answer {first}"
+    assert samples[0]["ground_truth"] == ["0"]
+    assert json.loads(json.dumps(samples)) == samples
+
+
+class FailingPool(FakePool):
+    """Answers at once, but for one request."""
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        future = super().submit(request)
+        self.finish(error=RunError("no engine is left") if len(self.requests) == 3 else None)
+        return future
+
+
+def test_a_failure_of_the_engines_is_passed_on() -> None:
+    with pytest.raises(RunError, match="no engine is left"):
+        evaluate(PROMPTS, FailingPool(), FakeReward(coin), config=config_of())
+
+
+def test_a_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
+    class Broken:
+        def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
+            raise ValueError("bad")
+
+    with BusyPool() as pool, pytest.raises(RunError, match="the evaluation failed: ValueError: bad"):
+        evaluate(PROMPTS, pool, Broken(), config=config_of())
+
+
+def test_what_never_comes_back_is_counted_and_given_up() -> None:
+    pool = FakePool()
+    with pytest.raises(RunError, match="--step_timeout_s 1: 0 of 5 completions had come back"):
+        evaluate(PROMPTS, pool, FakeReward(coin), config=config_of("--step_timeout_s", "1"))
+    assert all(future.cancelled() for _, _, future in pool.pending)

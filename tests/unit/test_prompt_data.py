@@ -1,0 +1,351 @@
+"""From files of prompts to the tokenised data set, and the order in which prompts are asked."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from open_instruct.data import prompt_dataset
+from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.preference_rows import Message
+from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
+from open_instruct.data.prompt_rows import parse_prompt_row
+from open_instruct.data.prompt_stream import PromptStream
+from open_instruct.data.report import DataReport
+from open_instruct.data.rows import MalformedRow
+from open_instruct.errors import InputError, RunError
+from open_instruct.models.tiny import train_tokenizer
+from open_instruct.records import Check, Prompt
+
+Load = Callable[..., tuple[PromptDataset, DataReport]]
+VERIFIERS = ("gsm8k", "ifeval", "string_matcher")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes are tokens, so that lengths can be counted by hand."""
+    return train_tokenizer([""], vocab_size=262)
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+    def load(*mixer_list: str | Path, **changes: Any) -> tuple[PromptDataset, DataReport]:
+        arguments: dict[str, Any] = {
+            "mixer_list": list(map(str, mixer_list)),
+            "splits": ["train"],
+            "tokenizer": tokenizer,
+            "chat_template_name": None,
+            "max_prompt_token_length": 64,
+            "on_bad_row": "error",
+            "seed": 0,
+            "cache_dir": tmp_path / "cache",
+            "known_verifiers": VERIFIERS,
+        }
+        return load_prompt_dataset(**(arguments | changes))
+
+    return load
+
+
+def row(question: str, truth: Any = "1", verifier: Any = "gsm8k", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], "ground_truth": truth, "dataset": verifier} | more
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def numbered(path: Path, count: int) -> Path:
+    return write(path, *(row(f"q{i}", str(i)) for i in range(count)))
+
+
+HEAD = len("BU\n") + len("\nA\n")  # bos, the role tokens and their line breaks
+
+
+# --- one row --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "checks"),
+    [
+        ({"ground_truth": "42", "dataset": "gsm8k"}, [("gsm8k", "42", 1.0)]),
+        ({"ground_truth": ["a", "b"], "dataset": "string_matcher"}, [("string_matcher", ["a", "b"], 1.0)]),
+        (
+            {"ground_truth": ["42", {"n": 3}], "dataset": ["gsm8k", "ifeval"]},
+            [("gsm8k", "42", 1.0), ("ifeval", {"n": 3}, 1.0)],
+        ),
+        (
+            {"ground_truth": "42", "dataset": ["gsm8k", "string_matcher"], "weights": [1, 0.5]},
+            [("gsm8k", "42", 1.0), ("string_matcher", "42", 0.5)],
+        ),
+        ({"ground_truth": 42, "dataset": ["gsm8k", "ifeval"], "weight": 2}, [("gsm8k", 42, 2.0), ("ifeval", 42, 2.0)]),
+        ({"ground_truth": "42", "dataset": "GSM8K", "weights": None}, [("gsm8k", "42", 1.0)]),
+    ],
+)
+def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[tuple[str, Any, float]]) -> None:
+    parsed = parse_prompt_row({"prompt": "?"} | keys, VERIFIERS)
+    assert parsed.messages == ({"role": "user", "content": "?"},)
+    assert [(check.verifier, check.ground_truth, check.weight) for check in parsed.checks] == checks
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "told"),
+    [
+        ({"messages": None}, "not_messages", "'messages' must be a list"),
+        ({"messages": []}, "not_messages", "empty list"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "roles_out_of_order", "'user' should follow"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+            "roles_out_of_order",
+            "must be 'user'",
+        ),
+        ({"messages": [{"role": "user", "content": " "}]}, "empty_prompt", "last turn"),
+        ({"messages": None, "prompt": ["q"]}, "bad_prompt", "a list"),
+        ({"ground_truth": None}, "missing_key", "no 'ground_truth'"),
+        ({"dataset": None}, "missing_key", "no 'dataset'"),
+        ({"dataset": []}, "bad_verifier", "names no verifier"),
+        ({"dataset": 7}, "bad_verifier", "a number"),
+        ({"dataset": "gsm8"}, "unknown_verifier", "did you mean 'gsm8k'?"),
+        ({"dataset": ["gsm8k", "ifeval"], "ground_truth": ["1"]}, "unpaired_ground_truth", "1 entries for the 2"),
+        ({"weights": [1, 2]}, "bad_weight", "2 entries for 1"),
+        ({"weight": -1}, "bad_weight", "not -1"),
+        ({"weight": "1"}, "bad_weight", "not '1'"),
+        ({"weight": True}, "bad_weight", "not True"),
+        ({"ground_truth": float("nan")}, "bad_ground_truth", "JSON"),
+        ({"ground_truth": b"1"}, "bad_ground_truth", "JSON"),
+    ],
+)
+def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
+    with pytest.raises(MalformedRow) as raised:
+        parse_prompt_row(row("q") | change, VERIFIERS)
+    assert raised.value.kind == kind
+    assert told in raised.value.reason
+
+
+def test_a_row_without_a_prompt() -> None:
+    with pytest.raises(MalformedRow, match="neither 'messages' nor 'prompt'; the row has 'dataset'"):
+        parse_prompt_row({"dataset": "gsm8k"}, None)
+
+
+def test_any_verifier_will_do_where_none_are_known() -> None:
+    assert parse_prompt_row(row("q", verifier="mine"), None).checks == (Check(verifier="mine", ground_truth="1"),)
+
+
+# --- the data set ---------------------------------------------------------------------------------------
+
+
+def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    dataset, report = load(write(tmp_path / "rows.jsonl", row("hi", "5")), "1.0")
+    text = "<|bos|><|user|>\nhi\n<|assistant|>\n"
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert len(ids) == HEAD + 2
+    assert list(dataset) == [
+        Prompt(row_id=0, token_ids=ids, text=text, checks=(Check(verifier="gsm8k", ground_truth="5"),))
+    ]
+    assert (len(dataset), dataset.num_tokens.tolist(), report.num_tokens) == (1, [HEAD + 2], HEAD + 2)
+    assert dataset[-1] == dataset[0]
+    with pytest.raises(IndexError):
+        dataset[1]
+
+
+def test_a_prompt_has_the_tokens_of_a_supervised_row(
+    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    turns: list[Message] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "And 4 + 4? ✓"},
+    ]
+    dataset, _ = load(
+        write(tmp_path / "rows.jsonl", row("?") | {"messages": turns}), "1.0", max_prompt_token_length=200
+    )
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
+    whole = chat.encode([*turns, {"role": "assistant", "content": "8"}])
+    assert dataset[0].token_ids == whole.token_ids[: whole.responses[0].start]
+
+
+def test_long_prompts_are_left_out_and_counted(load: Load, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", row("12345678"), row("123456789"), row("1"))
+    dataset, report = load(rows, "1.0", max_prompt_token_length=HEAD + 8)
+    assert [len(prompt.token_ids) for prompt in dataset] == [HEAD + 8, HEAD + 1]
+    assert [prompt.row_id for prompt in dataset] == [0, 1]
+    assert report.filtered == {"long_prompt": 1}
+    assert report.num_rows == report.num_bad + report.num_filtered + report.num_kept
+    told = "\n".join(report.lines())
+    assert "1 row left out: the prompt is longer than --max_prompt_token_length" in told
+    assert f"2 prompts, {2 * HEAD + 9} tokens, {HEAD + 4} tokens a prompt" in told
+
+
+def test_nothing_left_says_what_would_be_enough(load: Load, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"--max_prompt_token_length 4 .* the shortest prompt has {HEAD + 2} tokens"):
+        load(numbered(tmp_path / "rows.jsonl", 3), "1.0", max_prompt_token_length=4)
+
+
+def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", row("q"), row("q", verifier="math1"), row("q", verifier="string_match"))
+    with pytest.raises(InputError) as raised:
+        load(rows, "1.0")
+    told = str(raised.value)
+    assert "2 rows of 3 cannot be used (unknown_verifier 2)" in told
+    assert f"{rows}, line 2: 'dataset': there is no verifier 'math1'" in told
+    assert f"{rows}, line 3: 'dataset': there is no verifier 'string_match'; did you mean 'string_matcher'?" in told
+
+    dataset, report = load(rows, "1.0", on_bad_row="skip")
+    assert (len(dataset), report.num_bad, report.num_kept) == (1, 2, 1)
+    with pytest.raises(InputError, match="2 rows of 2 cannot be used"):
+        load(write(tmp_path / "bad.jsonl", *[row("q", verifier="no")] * 2), "1.0", on_bad_row="skip")
+
+
+def test_parquet_rows_are_the_same_prompts(load: Load, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        row("one", ["1", "one"], ["gsm8k", "string_matcher"], weights=[1.0, 0.5]),
+        row("two", ["2"], ["gsm8k"], weights=None),
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    from_lines, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0")
+    from_table, _ = load(tmp_path / "rows.parquet", "1.0")
+    assert list(from_table) == list(from_lines)
+    assert from_table.fingerprint == from_lines.fingerprint
+
+
+def test_repeated_rows_share_their_tokens(load: Load, tmp_path: Path) -> None:
+    dataset, report = load(numbered(tmp_path / "rows.jsonl", 4), "2.5")
+    counts = Counter(prompt.checks[0].ground_truth for prompt in dataset)
+    assert sorted(counts.values()) == [2, 2, 3, 3]
+    assert (report.num_kept, report.num_pairs) == (4, 10)
+    assert len(dataset.token_ids_T) == 4 * (HEAD + 2)
+
+
+def test_the_cache_gives_the_same_back(load: Load, tmp_path: Path) -> None:
+    rows = numbered(tmp_path / "rows.jsonl", 20)
+    seen: list[tuple[int, int]] = []
+    dataset, report = load(rows, "0.5", on_progress=lambda done, total: seen.append((done, total)))
+    again, from_cache = load(rows, "0.5", on_progress=lambda done, total: pytest.fail("read again"))
+    assert seen == [(10, 10)]
+    assert (report.from_cache, from_cache.from_cache) == (False, True)
+    assert from_cache.unit == "prompt"
+    assert list(again) == list(dataset)
+    assert again.fingerprint == dataset.fingerprint
+    Path(report.cache_file).write_bytes(b"damaged")
+    rebuilt, report = load(rows, "0.5")
+    assert not report.from_cache and rebuilt.fingerprint == dataset.fingerprint
+
+
+def test_the_cache_is_not_asked_where_anything_differs(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = numbered(tmp_path / "rows.jsonl", 4)
+    load(rows, "0.5")
+    others: list[dict[str, Any]] = [
+        {"known_verifiers": ("gsm8k",)},
+        {"max_prompt_token_length": 63},
+        {"seed": 1},
+        {"chat_template_name": "tulu"},
+    ]
+    for other in others:
+        assert not load(rows, "0.5", **other)[1].from_cache, other
+    assert load(rows, "0.5", known_verifiers=reversed(VERIFIERS))[1].from_cache
+    monkeypatch.setattr(prompt_dataset, "CACHE_VERSION", -1)
+    assert not load(rows, "0.5")[1].from_cache
+
+
+def test_the_fingerprint_covers_prompts_and_checks(load: Load, tmp_path: Path) -> None:
+    fingerprints = {
+        load(write(tmp_path / f"{i}.jsonl", *rows), "1.0")[0].fingerprint
+        for i, rows in enumerate(
+            [
+                [row("q"), row("r")],
+                [row("r"), row("q")],
+                [row("q"), row("s")],
+                [row("q"), row("r", "2")],
+                [row("q"), row("r", weight=2)],
+            ]
+        )
+    }
+    assert len(fingerprints) == 5
+
+
+# --- the stream -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dataset(load: Load, tmp_path: Path) -> PromptDataset:
+    return load(numbered(tmp_path / "rows.jsonl", 5), "1.0")[0]
+
+
+def asked(stream: PromptStream, count: int) -> list[int]:
+    """Row ids of the next `count` prompts."""
+    return [stream.next()[1].row_id for _ in range(count)]
+
+
+def test_each_epoch_is_another_permutation_of_all(dataset: PromptDataset) -> None:
+    rows = asked(PromptStream(dataset, seed=0), 50)
+    epochs = [rows[i : i + 5] for i in range(0, 50, 5)]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 5
+    assert rows == asked(PromptStream(dataset, seed=0), 50)
+    assert rows != asked(PromptStream(dataset, seed=1), 50)
+    for epoch, order in enumerate(epochs):
+        assert order == np.random.default_rng([0, epoch]).permutation(5).tolist()
+
+
+def test_tickets_count_what_is_asked(dataset: PromptDataset) -> None:
+    stream = PromptStream(dataset, seed=0)
+    stream.exclude(2)
+    drawn = [stream.next() for _ in range(9)]
+    assert [ticket for ticket, _ in drawn] == list(range(9))
+    assert all(prompt == dataset[prompt.row_id] for _, prompt in drawn)
+
+
+def test_excluded_prompts_do_not_come_again(dataset: PromptDataset) -> None:
+    stream, whole = PromptStream(dataset, seed=3), PromptStream(dataset, seed=3)
+    assert asked(stream, 2) == asked(whole, 2)
+    stream.exclude(4)
+    stream.exclude(4)
+    assert stream.num_left == 4
+    # The others come in the order in which they would have come.
+    assert asked(stream, 20) == list(islice((row for row in asked(whole, 40) if row != 4), 20))
+
+
+def test_one_prompt_left_is_asked_again_and_again_and_none_is_an_error(dataset: PromptDataset) -> None:
+    stream = PromptStream(dataset, seed=0)
+    for row_id in range(4):
+        stream.exclude(row_id)
+    assert asked(stream, 3) == [4, 4, 4]
+    stream.exclude(4)
+    with pytest.raises(RunError, match="all 5 prompts have reached --no_resampling_pass_rate"):
+        stream.next()
+
+
+@pytest.mark.parametrize("num_before", [0, 3, 5, 12])
+def test_a_resumed_stream_goes_on(dataset: PromptDataset, num_before: int) -> None:
+    stream = PromptStream(dataset, seed=7)
+    asked(stream, num_before)
+    stream.exclude(1)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(dataset, seed=7)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert [stream.next() for _ in range(17)] == [resumed.next() for _ in range(17)]
+
+
+def test_a_state_of_other_prompts_or_another_seed_is_refused(
+    load: Load, dataset: PromptDataset, tmp_path: Path
+) -> None:
+    state = PromptStream(dataset, seed=0).state_dict()
+    with pytest.raises(InputError, match=r"seed 0, this run has 1: give --seed 0"):
+        PromptStream(dataset, seed=1).load_state_dict(state)
+    other, _ = load(numbered(tmp_path / "others.jsonl", 6), "1.0")
+    with pytest.raises(InputError, match="give the same prompts"):
+        PromptStream(other, seed=0).load_state_dict(state)

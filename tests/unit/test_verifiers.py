@@ -1,0 +1,226 @@
+"""Verifiers, the processes they are killed in, and the reward made of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.errors import InputError
+from open_instruct.records import Check, Completion, Prompt
+from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.reward import RewardModel, has_r1_format
+
+USER_MODULE = """
+import os, time
+from open_instruct.verifiers.verifier import Verifier
+
+class Odd(Verifier):
+    name = "odd"
+    def score(self, completion, ground_truth):
+        print("not a verdict")
+        if completion == "hang":
+            while True:
+                time.sleep(1)
+        if completion == "die":
+            os._exit(3)
+        if completion == "pid":
+            return 1 / os.getpid()
+        return float(completion)
+
+class NotOne:
+    name = "not_one"
+
+class Clash(Verifier):
+    name = "gsm8k"
+    def score(self, completion, ground_truth):
+        return 0.0
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "odd_verifiers.py").write_text(USER_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    sys.modules.pop("odd_verifiers", None)
+    return "odd_verifiers"
+
+
+@pytest.fixture
+def pool(user_module: str) -> Iterator[VerifierPool]:
+    pool = VerifierPool([f"{user_module}:Odd"], num_processes=2, timeout_s=0.5)
+    yield pool
+    pool.close()
+
+
+def check(verifier: str, ground_truth: Any = None, weight: float = 1.0) -> Check:
+    return Check(verifier=verifier, ground_truth=ground_truth, weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "completion", "ground_truth", "expected"),
+    [
+        ("gsm8k", "3 + 4 is 7, so 7 * 6 = 42.", "42", 1.0),
+        ("gsm8k", "#### 1,250", "1250", 1.0),
+        ("gsm8k", "it costs $72.00", 72, 1.0),
+        ("gsm8k", "72%", "so she has\n#### 72", 1.0),
+        ("gsm8k", "-3", "3", 0.0),
+        ("gsm8k", "7-2", "2", 1.0),
+        ("gsm8k", "42 then 43", "42", 0.0),
+        ("gsm8k", "no number", "42", 0.0),
+        ("gsm8k", "42", "no number", 0.0),
+        ("string_matcher", "I think.\nAnswer: The Eiffel Tower!", "eiffel tower", 1.0),
+        ("string_matcher", "Paris", ["Lyon", "paris"], 1.0),
+        ("string_matcher", "Answer: Paris\nAnswer: Lyon", "Paris", 0.0),
+        ("string_matcher", "It is Paris", "Paris", 0.0),
+        ("string_f1", "a big red dog", "the red cat", 0.4),
+        ("string_f1", "x", ["y", "x"], 1.0),
+        ("string_f1", "", "x", 0.0),
+        ("passthrough", "anything", None, 1.0),
+    ],
+)
+def test_scores(verifier: str, completion: str, ground_truth: Any, expected: float) -> None:
+    assert known_verifiers()[verifier].score(completion, ground_truth) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("completion", "ground_truth", "expected"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{\dfrac12}", "1/2", 1.0),
+        (r"\boxed{1} no, \boxed{2}", "2", 1.0),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2 + 2x + 1", 1.0),
+        (r"\boxed{x^2 + 1}", "x^2 + 2x + 1", 0.0),
+        (r"\boxed{(1, \pi)}", r"\left(1,\pi\right)", 1.0),
+        (r"\boxed{(\pi, 1)}", r"(1, \pi)", 0.0),
+        (r"\boxed{1{,}000\text{ cm}}", "1000", 1.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{\text{even}}", "even", 1.0),
+        ("The final answer is 3/4.", r"\frac{3}{4}", 1.0),
+        ("I get $x=7$", "7", 1.0),
+        ("I do not know", "7", 0.0),
+        (r"\boxed{", "7", 0.0),
+        (r"\boxed{__import__('os').getpid()}", "7", 0.0),
+    ],
+)
+def test_answers_of_mathematics(completion: str, ground_truth: str, expected: float) -> None:
+    assert known_verifiers()["math"].score(completion, ground_truth) == expected
+
+
+class TestPool:
+    @pytest.mark.parametrize("answer", ["9^9^9^9^9", "(" * 5000 + "1" + ")" * 5000, "factorial(10^9)", "x" * 200_000])
+    def test_mathematics_that_does_not_end_is_ended(self, pool: VerifierPool, answer: str) -> None:
+        pool.score(check("math", "2"), r"\boxed{2}")  # loads sympy, which takes its time, or is killed and does not
+        assert pool.score(check("math", "7"), rf"\boxed{{{answer}}}").score == 0.0
+
+    def test_what_was_thought_is_not_judged(self, pool: VerifierPool) -> None:
+        assert pool.score(check("gsm8k", "5"), "5</think> it is 6").score == 0.0
+        assert pool.score(check("gsm8k", "6"), "5</think> it is 6").score == 1.0
+
+    def test_a_verifier_of_the_users_runs_elsewhere(self, pool: VerifierPool) -> None:
+        assert pool.score(check("odd"), "0.25").score == 0.25
+        assert pool.score(check("odd"), "pid").score not in (0.0, 1 / os.getpid())
+
+    @pytest.mark.parametrize(
+        ("completion", "problem"),
+        [
+            ("hang", "odd took more than 0.5 s, or died"),
+            ("die", "odd took more than 0.5 s, or died"),
+            ("not a number", "odd: ValueError"),
+            ("7", "odd gave 7.0, which is not between 0 and 1"),
+            ("nan", "odd gave nan, which is not between 0 and 1"),
+        ],
+    )
+    def test_what_goes_wrong_is_a_score_of_nothing(self, pool: VerifierPool, completion: str, problem: str) -> None:
+        outcome = pool.score(check("odd"), completion)
+        assert outcome.score == 0.0
+        assert outcome.problem is not None
+        assert outcome.problem.startswith(problem)
+        assert pool.score(check("odd"), "0.5").score == 0.5
+
+    def test_many_threads_share_few_processes(self, pool: VerifierPool) -> None:
+        wanted = [index / 40 for index in range(40)]
+        with ThreadPoolExecutor(8) as threads:
+            assert [o.score for o in threads.map(lambda x: pool.score(check("odd"), str(x)), wanted)] == wanted
+
+    def test_workers_end_with_a_parent_that_is_killed(self, user_module: str) -> None:
+        code = f"""
+import os, signal
+from open_instruct.records import Check
+from open_instruct.verifiers.pool import VerifierPool
+pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=60)
+outcome = pool.score(Check(verifier="odd", ground_truth=None), "pid")
+print(round(1 / outcome.score), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        worker = Path("/proc", run.stdout.strip())
+        assert run.stdout.strip().isdecimal(), run.stderr
+        deadline = time.monotonic() + 20
+        while worker.exists() and "Z" not in (worker / "stat").read_text().split()[2]:
+            assert time.monotonic() < deadline, "the worker outlived its parent"
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("no_such_module:X", "cannot be loaded"),
+        ("odd_verifiers:NoSuchClass", "cannot be loaded"),
+        ("odd_verifiers:NotOne", "is not a verifier"),
+        ("odd_verifiers:Clash", "'gsm8k', as another verifier is"),
+    ],
+)
+def test_a_verifier_that_cannot_be_used_is_refused(user_module: str, word: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        known_verifiers([word])
+
+
+def test_the_form_of_thinking_and_answering() -> None:
+    assert has_r1_format("<think>hm\nhm</think>\n<answer>5</answer>")
+    assert has_r1_format("hm</think><answer>5</answer>")
+    for text in ("<answer>5</answer>", "<think>hm</think>5", "<think>a</think><answer>5</answer> more", ""):
+        assert not has_r1_format(text)
+
+
+class TestReward:
+    def reward(self, pool: VerifierPool, text: str, *checks: Check, truncated: bool = False, **config: Any) -> float:
+        prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=checks)
+        completion = Completion(
+            token_ids=(), logprobs=(), versions=(), text=text, finish_reason="length" if truncated else "stop", seed=0
+        )
+        return RewardModel(pool, RewardSection(**config)).judge(prompt, completion).reward
+
+    def test_scores_are_weighted(self, pool: VerifierPool) -> None:
+        checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "no", weight=1.0))
+        assert self.reward(pool, "5", *checks, verification_reward=10.0) == pytest.approx(7.5)
+
+    def test_the_format_gates_or_adds(self, pool: VerifierPool) -> None:
+        good, bad = "x</think><answer>5</answer>", "5"
+        config: dict[str, Any] = {"apply_r1_style_format_reward": True, "r1_style_format_reward": 0.5}
+        assert self.reward(pool, good, check("gsm8k", "5"), **config) == 1.5
+        assert self.reward(pool, bad, check("gsm8k", "5"), **config) == 0.0
+        assert self.reward(pool, bad, check("gsm8k", "5"), **config, additive_format_reward=True) == 1.0
+
+    def test_a_completion_that_was_cut_gets_the_penalty(self, pool: VerifierPool) -> None:
+        config: dict[str, Any] = {"non_stop_penalty": True, "non_stop_penalty_value": -1.0}
+        assert self.reward(pool, "5", check("gsm8k", "5"), truncated=True, **config) == -1.0
+        assert self.reward(pool, "5", check("gsm8k", "5"), **config) == 1.0
+
+    def test_problems_are_reported(self, pool: VerifierPool) -> None:
+        prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=(check("odd"),))
+        completion = Completion(token_ids=(), logprobs=(), versions=(), text="die", finish_reason="stop", seed=0)
+        verdict = RewardModel(pool, RewardSection()).judge(prompt, completion)
+        assert (verdict.reward, verdict.scores, len(verdict.problems)) == (0.0, {"odd": 0.0}, 1)
