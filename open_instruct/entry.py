@@ -52,12 +52,14 @@ def run_entry(
     *,
     program: str,
     validate: Callable[[ConfigT], list[str]],
+    gpus_per_node: Callable[[ConfigT], Sequence[int]] | None = None,
 ) -> int:
     """Parse `argv` (default: the command line), check it, run `main`, and return the exit code.
 
     Flags, and the layout they ask of the nodes, are checked before `main` is called, so an entry that
     imports torch inside `main` refuses bad flags, and answers `--help`, without loading it. `validate`
-    returns warnings, which are printed.
+    returns warnings, which are printed. `gpus_per_node` reads the nodes from the flags, where no launcher
+    tells of them.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     speaks = _rank() == 0
@@ -68,7 +70,10 @@ def run_entry(
     try:
         config = parse(config_class, words)
         warnings = validate(config)
-        check_layout(config.parallel, os.environ)
+        if gpus_per_node is None:
+            check_layout(config.parallel, os.environ)
+        else:
+            layout_of(config.parallel, gpus_per_node(config))
     except InputError as error:
         # Every rank has the same words, so none can be the only one that knows.
         lines = (f"{program}: {error}", f"Nothing was started. `{program} --help` lists every flag.")

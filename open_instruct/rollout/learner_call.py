@@ -90,7 +90,7 @@ class LearnerCall:
                 raise error.cause from None
             raise error.cause from error  # whose text is the traceback over there
         rank = self._refs.index(ref)
-        raise LearnerLost(f"{self._name(rank)} was lost during {self._what}: {_reason(error)}", [rank]) from None
+        raise LearnerLost(f"{self._name(rank)} was lost during {self._what}: {reason_of_loss(error)}", [rank]) from None
 
     def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
         ranks = [self._refs.index(ref) for ref in pending]
@@ -125,7 +125,7 @@ def _distance_from_cause(error: Exception) -> int:
     return 1
 
 
-def _reason(error: Exception) -> str:
+def reason_of_loss(error: Exception) -> str:
     """The one thing to know out of the page that Ray has for a lost actor."""
     text = str(error)
     for words, reason in REASONS.items():

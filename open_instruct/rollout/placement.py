@@ -88,6 +88,19 @@ class Placement:
     learner_bundles: PlacementGroup
     engine_bundles: PlacementGroup
 
+    def is_on_one_host(self) -> bool:
+        """Whether all places are on one host, so that processes there can share memory."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        nodes = {
+            node
+            for bundles in (self.learner_bundles, self.engine_bundles)
+            for node in placement_group_table(bundles)["bundles_to_node_id"].values()
+        }
+        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] in nodes}
+        return len(hosts) == 1
+
     def learner_options(self, rank: int) -> dict[str, Any]:
         """For `.options(**…)` of the actor of a learner."""
         node, _ = self.node_and_local_rank(rank)

@@ -22,23 +22,27 @@ class Console:
 
     def __init__(self, *, speaks: bool) -> None:
         self.speaks = speaks
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
+        self.rich = RichConsole(highlight=False, soft_wrap=True)
 
     @property
     def is_live(self) -> bool:
-        return self.speaks and self._rich.is_terminal
+        return self.speaks and self.rich.is_terminal
 
     def say(self, text: str, style: str | None = None) -> None:
         """One line for people."""
         log.info(text)
         if self.speaks:
-            self._rich.print(text, style=style, markup=False)
+            self.rich.print(text, style=style, markup=False)
+
+    def log(self, text: str) -> None:
+        """One line for `run.log` alone."""
+        log.info(text)
 
     def warn(self, text: str) -> None:
         """One line that people should not miss."""
         log.warning(text)
         if self.speaks:
-            self._rich.print(f"warning: {text}", style="yellow", markup=False)
+            self.rich.print(f"warning: {text}", style="yellow", markup=False)
 
     @contextmanager
     def counting(self, title: str) -> Iterator[OnProgress]:
@@ -84,5 +88,5 @@ class Console:
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
             # Last, because in a narrow terminal the end of it is what can be missed.
             TextColumn("{task.fields[detail]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=self._rich,
+            console=self.rich,
         )

@@ -41,6 +41,10 @@ class RunDirectory:
         return self.path / "eval.jsonl"
 
     @property
+    def pids(self) -> Path:
+        return self.path / "pids.json"
+
+    @property
     def hf_model(self) -> Path:
         return self.path / "hf_model"
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.parser import parse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHELL_SCRIPTS = [*sorted(REPOSITORY.glob("scripts/*.sh")), REPOSITORY / ".ci" / "run"]
@@ -219,6 +227,176 @@ def test_slurm_from_a_wrong_folder_says_so(stubs: Stubs, tmp_path: Path) -> None
     done = stubs.run("scripts/launch_slurm.sh", "x.py", **(JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}))
     assert done.returncode == 2
     assert "not the repository's root" in done.stderr
+
+
+# --- scripts/launch_ray_slurm.sh --------------------------------------------------------------------
+
+RAY_JOB = JOB | {"SLURM_JOB_NUM_NODES": "3", "HEAD_ADDR": "127.0.0.1"}
+LISTEN = (
+    "import socket, sys; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); [s.accept() for _ in iter(int, 1)]"
+)
+
+
+def add_ray_cluster(stubs: Stubs) -> dict[str, str]:
+    """Three nodes; srun runs its command once, `ray start` stays until it is told to end. Returns a job's variables."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    stubs.add("scontrol", 'if [[ $1 == show ]]; then printf "node07\\nnode08\\nnode09\\n"; fi')
+    stubs.add("srun", "while [[ $1 == --* ]]; do shift; done", 'exec "$@"')
+    stubs.add(
+        "ray",
+        'trap \'echo "ended: ray $2" >>"$CALLS"; kill $!; exit 0\' TERM',
+        f'if [[ $2 == --head ]]; then {sys.executable} -c "{LISTEN}" 127.0.0.1 {port} & else sleep {DEADLINE_S:g} & fi',
+        "wait",
+    )
+    return RAY_JOB | {"RAY_PORT": port}
+
+
+def test_ray_slurm_starts_ray_on_every_node_and_the_program_on_the_first(stubs: Stubs) -> None:
+    job = add_ray_cluster(stubs)
+    stubs.add(
+        "python",
+        "until grep -q '^ray start --address' \"$CALLS\"; do sleep 0.02; done",
+        'echo "$RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}"; exit 7',
+    )
+    done = stubs.run("scripts/launch_ray_slurm.sh", "open_instruct/x.py", "a.yaml", "--output_dir", "out dir", **job)
+    assert done.returncode == 7, done.stderr
+    address = f"127.0.0.1:{job['RAY_PORT']}"
+    head = (
+        f"ray start --head --node-ip-address=127.0.0.1 --port={job['RAY_PORT']} --include-dashboard=false "
+        "--temp-dir=/tmp/ray-41234 --block"
+    )
+    worker = f"ray start --address={address} --block"
+    program = f"python open_instruct/x.py a.yaml --output_dir out dir --ray_address {address}"
+    assert sorted(stubs.calls) == sorted(
+        [
+            "scontrol show hostnames node[07-08]",
+            f"srun --nodes=1 --ntasks=1 --nodelist=node07 {head}",
+            head,
+            f"srun --nodes=2 --ntasks=2 --nodelist=node08,node09 {worker}",
+            worker,
+            program,
+            "ended: ray --head",
+            f"ended: ray --address={address}",
+        ]
+    )
+    assert stubs.calls.index(head) < stubs.calls.index(program) < stubs.calls.index("ended: ray --head")
+    assert "token 64\n" in done.stdout
+
+
+@pytest.mark.parametrize(("exit_code", "requeued"), [(143, True), (0, False)])
+def test_ray_slurm_warning_reaches_the_program_alone_and_requeues_it_unless_it_finished(
+    stubs: Stubs, exit_code: int, requeued: bool
+) -> None:
+    job = add_ray_cluster(stubs)
+    stubs.add(
+        "python",
+        f"trap 'sleep 0.3; echo checkpointed >>\"$CALLS\"; exit {exit_code}' TERM",
+        'echo ready >>"$CALLS"',
+        f"for _ in {{1..{int(DEADLINE_S * 50)}}}; do sleep 0.02; done",
+    )
+    batch = subprocess.Popen(
+        ["bash", REPOSITORY / "scripts/launch_ray_slurm.sh", "x.py"], env=stubs.environment | job, cwd=REPOSITORY
+    )
+    stubs.wait_for_call("ready")
+    stubs.wait_for_call("ray start --address")
+    batch.send_signal(signal.SIGTERM)
+    assert batch.wait(timeout=DEADLINE_S) == exit_code
+    after = [call.split("=")[0] for call in stubs.calls if call.startswith(("ended", "checkpointed", "scontrol r"))]
+    assert after[0] == "checkpointed"
+    assert sorted(after[1:3]) == ["ended: ray --address", "ended: ray --head"]
+    assert after[3:] == (["scontrol requeue 41234"] if requeued else [])
+
+
+def test_ray_slurm_when_ray_does_not_start(stubs: Stubs) -> None:
+    job = add_ray_cluster(stubs)
+    stubs.add("ray", 'echo "the port is taken" >&2; exit 3')
+    stubs.add("python")
+    done = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **job)
+    assert done.returncode == 1
+    assert "the port is taken" in done.stderr
+    assert "Ray did not start on node07" in done.stderr
+    assert not any(call.startswith("python") for call in stubs.calls)
+
+
+def test_ray_slurm_takes_an_address_that_the_other_nodes_can_reach(stubs: Stubs) -> None:
+    job = add_ray_cluster(stubs) | {"HEAD_ADDR": "", "RAY_START_TIMEOUT_S": "1"}
+    stubs.add("getent", 'printf "127.0.1.1 STREAM node07\\n203.0.113.7 STREAM\\n"')
+    done = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **job)
+    assert done.returncode == 1
+    assert f"nothing answers at 203.0.113.7:{job['RAY_PORT']}" in done.stderr
+    assert any("--node-ip-address=203.0.113.7 " in call for call in stubs.calls)
+    assert "getent ahostsv4 node07" in stubs.calls
+    assert stubs.calls[-1] == "ended: ray --head"
+
+    stubs.add("getent", 'echo "127.0.1.1 STREAM node07"')
+    done = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **job)
+    assert done.returncode == 2
+    assert "HEAD_ADDR" in done.stderr
+
+
+def test_ray_slurm_says_what_is_wrong(stubs: Stubs, tmp_path: Path) -> None:
+    assert "sbatch" in stubs.run("scripts/launch_ray_slurm.sh", "x.py").stderr
+    assert "no program given" in stubs.run("scripts/launch_ray_slurm.sh", **RAY_JOB).stderr
+    elsewhere = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **(RAY_JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}))
+    assert "not the repository's root" in elsewhere.stderr
+    done = stubs.run("scripts/launch_ray_slurm.sh", "x.py", **RAY_JOB)
+    assert done.returncode == 2
+    assert "source .venv/bin/activate" in done.stderr
+
+
+# --- scripts/kuberay_grpo.yaml ----------------------------------------------------------------------
+
+
+def kuberay_job() -> dict[str, Any]:
+    (job,) = yaml.safe_load_all((REPOSITORY / "scripts" / "kuberay_grpo.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec: dict[str, Any] = job["spec"]
+    return spec
+
+
+def test_kuberay_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(kuberay_job()["entrypoint"].replace("/opt/open_instruct/", ""))
+    assert words[:2] == ["python", "open_instruct/grpo_olmo_core_actor.py"]
+    assert words[2].startswith("configs/grpo/")
+    monkeypatch.chdir(REPOSITORY)
+    config = parse(GRPOConfig, words[2:])
+    assert validate_grpo(config) == []
+    assert config.fleet.ray_address == "auto"
+    assert config.run.output_dir.startswith("/shared/")
+
+    cluster = kuberay_job()["rayClusterSpec"]
+    gpus_of_workers = [
+        int(container["resources"]["limits"]["nvidia.com/gpu"])
+        for group in cluster["workerGroupSpecs"]
+        for container in group["template"]["spec"]["containers"]
+        for _ in range(group["replicas"])
+    ]
+    learners = config.parallel.num_learners_per_node
+    engines = config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size
+    assert sum(gpus_of_workers) == sum(learners) + engines
+    assert all(a >= b for a, b in zip(sorted(gpus_of_workers)[::-1], sorted(learners)[::-1], strict=False))
+
+
+def test_kuberay_lets_in_nobody_without_the_token_and_goes_when_the_run_is_over() -> None:
+    job = kuberay_job()
+    cluster = job["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert job["shutdownAfterJobFinishes"] is True
+    # Actors must not be put where there is no GPU.
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
+    requirements = (REPOSITORY / "pyproject.toml").read_text()
+    assert f'"ray>={cluster["rayVersion"].rpartition(".")[0]},' in requirements
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        (container,) = pod["containers"]
+        assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {
+            "shared": "/shared",
+            "memory": "/dev/shm",
+        }
+        assert volumes == {"shared", "memory"}
+        assert container["resources"]["limits"] == container["resources"]["requests"]
 
 
 # --- scripts/install.sh -----------------------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""Train GRPO: engines generate, verifiers judge, sharded learners train, weights flow back.
+
+    python open_instruct/grpo_olmo_core_actor.py --model_name_or_path DIR --dataset_mixer_list prompts.jsonl 1.0 \
+        --num_learners_per_node 2 --vllm_num_engines 1 --output_dir OUT
+
+This process is the driver: it starts (or joins) Ray, places learners and engines, and walks the steps. A learner is
+an actor of `PolicyTrainerOLMoCoreProcess`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    # Our own folder must not come first: a file of ours would shadow a library of the same name.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.entry import leave, run_entry
+
+if TYPE_CHECKING:
+    from open_instruct.packing.rollouts import RankStep
+    from open_instruct.rollout.weight_sync import WeightSender
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with the flags in `argv` (default: the command line) and return the exit code."""
+    return run_entry(
+        GRPOConfig,
+        train,
+        argv,
+        program="grpo_olmo_core_actor.py",
+        validate=validate_grpo,
+        gpus_per_node=lambda config: config.parallel.num_learners_per_node,
+    )
+
+
+def train(config: GRPOConfig) -> int:
+    """The whole run, as the driver walks it. Returns the exit code."""
+    # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
+    from open_instruct.rollout.driver import Driver
+    from open_instruct.rollout.fleet import start_fleet
+    from open_instruct.rollout.opening import open_rollout_run
+
+    run = open_rollout_run(config)
+    with start_fleet(PolicyTrainerOLMoCoreProcess, run) as fleet:
+        return Driver(run, fleet).fit()
+
+
+class PolicyTrainerOLMoCoreProcess:
+    """A learner: one process, one device, one rank of the sharded policy. Usable once constructed.
+
+    Ray makes one of each rank, with torchrun's variables in its environment. Every method is collective: the driver
+    calls it on all ranks at once.
+    """
+
+    def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, engine_dtype: str) -> None:
+        """Join the other learners and load the start model.
+
+        Args:
+            config: of the run.
+            weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
+            engine_dtype: that weights travel in.
+        """
+        from open_instruct.training.pretrained import open_pretrained
+        from open_instruct.training.run import join_run
+
+        self.config = config
+        self.run = join_run(config)
+        self.pretrained = open_pretrained(
+            config.model, max_seq_length=config.data.max_seq_length, export_folder=self.run.directory.hf_model
+        )
+        self.setup_model()
+        self.sender = self._weight_sender(weight_sync_backend, engine_dtype)
+
+    def setup_model(self) -> None:
+        """FSDP-first: build without weights, parallelize, stream the checkpoint into the shards."""
+        from open_instruct.olmo_core_train_modules import GRPOTrainModule
+        from open_instruct.training.policy import build_policy
+        from open_instruct.training.reference_policy import build_reference
+        from open_instruct.training.stepwise import StepwiseTrainer
+
+        config = self.config
+        self.policy = build_policy(
+            GRPOTrainModule,
+            self.pretrained,
+            run=self.run,
+            config=config,
+            num_steps=config.num_steps,
+            loss=config.loss,
+            temperature=config.rollout.temperature,
+            response_length=config.data.response_length,
+        )
+        if config.loss.beta > 0:
+            self.policy.reference = build_reference(self.pretrained, run=self.run, config=config)
+        self.trainer = StepwiseTrainer(
+            self.policy,
+            folder=self.run.directory.path,
+            num_steps=config.num_steps,
+            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
+        )
+
+    def step(self, work: RankStep) -> dict[str, float]:
+        """Learn from the completions of one step; returns its metrics, the same on every rank."""
+        from open_instruct.packing.rollouts import rollout_minibatches
+
+        minibatches = self.policy.fill_logprobs(
+            rollout_minibatches(
+                work,
+                pad_token_id=self.pretrained.pad_token_id,
+                pad_to_multiple_of=self.run.layout.tensor_parallel_degree,
+            )
+        )
+        return self.trainer.take_step(
+            [minibatch for _ in range(self.config.loss.num_epochs) for minibatch in minibatches],
+            num_tokens=work.num_tokens_global,
+        )
+
+    def resume(self) -> dict[str, Any] | None:
+        """Stand where the newest checkpoint stands; returns what `save_state` was given for it, None at the start."""
+        return self.trainer.resume()
+
+    def save_state(self, drivers_state: dict[str, Any]) -> None:
+        """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own."""
+        self.trainer.save(drivers_state, keep_last_n=self.config.run.keep_last_n_checkpoints)
+
+    def save_model(self) -> None:
+        """Write OUT/hf_model."""
+        from open_instruct.training.closing import export_policy
+
+        export_policy(self.policy, self.pretrained, run=self.run, config=self.config)
+
+    def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
+        """What the engines need to connect; see `WeightSender.open`."""
+        return self.sender.open(num_receivers)
+
+    def join_weight_channel(self) -> None:
+        """Wait until every engine has connected."""
+        self.sender.join()
+
+    def send_weights(self, version: int) -> None:
+        """Stream the policy from its shards to the engines."""
+        self.sender.send(version)
+
+    def _weight_sender(self, backend: str, engine_dtype: str) -> WeightSender:
+        import torch
+
+        from open_instruct.rollout.weight_sync import WeightSender
+
+        fleet = self.config.fleet
+        return WeightSender(
+            self.policy.model,
+            self.pretrained.names,
+            backend=backend,
+            dtype=getattr(torch, engine_dtype),
+            bucket_bytes=fleet.weight_sync_bucket_mib << 20,
+            timeout_s=fleet.weight_sync_timeout_s,
+        )
+
+
+if __name__ == "__main__":
+    # Ray knows a learner's class by its module's name, which must not be `__main__` there.
+    from open_instruct.grpo_olmo_core_actor import main as main_of_package
+
+    leave(main_of_package())

@@ -1,0 +1,207 @@
+"""The walk of a GRPO run: rollouts, one optimisation step, weights to the engines, and again.
+
+Where learners die the walk goes back to the last checkpoint; engines that die are the pool's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from open_instruct.config.resolved import as_flat_dict
+from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunError
+from open_instruct.packing.rollouts import plan_steps_of_ranks
+from open_instruct.rollout.agreement import check_agreement
+from open_instruct.rollout.evaluation import evaluate
+from open_instruct.rollout.fleet import Fleet, engine_dtype
+from open_instruct.rollout.learner_group import LearnerLost
+from open_instruct.rollout.opening import RolloutRun
+from open_instruct.rollout.samples import training_samples
+from open_instruct.rollout.traces import write_traces
+from open_instruct.rollout.view import FleetView
+from open_instruct.training.metrics_log import MetricsFile
+from open_instruct.training.trackers import build_trackers
+
+log = logging.getLogger(__name__)
+
+
+class Driver:
+    """Owns the loop. The learners own weights and optimizer, the conductor owns what is asked and in which order."""
+
+    def __init__(self, run: RolloutRun, fleet: Fleet) -> None:
+        config = run.config
+        self.run = run
+        self.config = config
+        self.fleet = fleet
+        self.console = run.console
+        self.metrics = MetricsFile(run.directory.metrics)
+        self.trackers = build_trackers(config.logging, folder=run.directory.path, config=as_flat_dict(config))
+        self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
+        self.step = 0
+        self.num_restarts = 0
+        self.num_tokens = 0
+        self._signal: int | None = None
+
+    def fit(self) -> int:
+        """Every step that is left, and the export. Returns the exit code."""
+        self._resume()
+        with self._signals_noted(), self.view.shown():
+            while self.step < self.config.num_steps and self._signal is None:
+                try:
+                    if self.step == 0 and self.config.evaluation.eval_on_step_0:
+                        self._evaluate()
+                    self._take_step()
+                except LearnerLost as lost:
+                    self._restart_learners(lost)
+            if self._signal is not None:
+                return self._stop_early()
+        with self.view.phase("exporting"):
+            self._learners("save_model")
+        for tracker in self.trackers:
+            tracker.close()
+        self.console.say(f"the trained model is in {self.run.directory.hf_model}", style="green")
+        return 0
+
+    # One step
+
+    def _take_step(self) -> None:
+        began_s = time.monotonic()
+        config, step = self.config, self.step + 1
+        with self.view.phase("waiting for rollouts"):
+            groups = self.conductor.next_batch(step)
+        rollouts = training_samples(groups, config=config.rollout, version=self.step)
+        if config.run.save_traces:
+            write_traces(self.run.directory.path, step, groups, rollouts)
+        generated_s = time.monotonic()
+        with self.fleet.publisher.learners_at_work():
+            with self.view.phase("training"):
+                learned = self._train(rollouts.samples)
+            trained_s = time.monotonic()
+            self.step = step
+            with self.view.phase("sending weights"):
+                sync_time_s = self.fleet.publisher.publish(step)
+        self.conductor.weights_published(step)
+        if step == 1:
+            check_agreement(learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config))
+        self.num_tokens += rollouts.num_tokens
+        row: dict[str, float] = {
+            "step": step,
+            **learned,
+            **rollouts.metrics,
+            "num_tokens": self.num_tokens,
+            "time/generate": generated_s - began_s,
+            "time/train": trained_s - generated_s,
+            "time/sync": sync_time_s,
+        }
+        is_last = step == config.num_steps
+        every = config.evaluation.local_eval_every
+        if self.run.held_out is not None and (is_last or (every and step % every == 0)):
+            row |= self._evaluate()
+        row["time/step"] = time.monotonic() - began_s
+        row["tokens_per_second/learners"] = rollouts.num_tokens / max(row["time/train"], 1e-9)
+        row["tokens_per_second/engines"] = rollouts.num_generated_tokens / max(row["time/step"], 1e-9)
+        self._write(row)
+        if is_last or step % config.run.checkpointing_steps == 0:
+            self._save()
+
+    def _train(self, samples: Any) -> dict[str, float]:
+        work = plan_steps_of_ranks(
+            samples,
+            num_ranks=self.run.layout.data_parallel_world_size,
+            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+            num_mini_batches=self.config.loss.num_mini_batches,
+        )
+        degree = self.run.layout.model_parallel_degree
+        per_rank = [work[rank // degree] for rank in range(self.run.layout.world_size)]
+        return self._learners("step", per_rank=per_rank)[0]
+
+    def _evaluate(self) -> dict[str, float]:
+        """Answer the held-out prompts with the weights that the engines have."""
+        assert self.run.held_out is not None
+        with self.view.phase("evaluating"):
+            result = evaluate(self.run.held_out, self.fleet.engines, self.fleet.rewards, config=self.config)
+        self.run.directory.write_evaluation({"step": self.step} | result.metrics | {"samples": result.samples})
+        return result.metrics
+
+    def _write(self, row: Mapping[str, float]) -> None:
+        self.metrics.append(row)
+        for tracker in self.trackers:
+            tracker.log(self.step, row)
+        self.view.finished(row)
+
+    # Checkpoints, and what goes wrong
+
+    def _save(self) -> None:
+        state = {"step": self.step, "num_tokens": self.num_tokens, "conductor": self.conductor.state_dict()}
+        with self.view.phase("saving"):
+            self._learners("save_state", state)
+
+    def _resume(self) -> None:
+        """Stand where the newest checkpoint stands, or at the start."""
+        state = self._learners("resume")[0]
+        self.conductor = self.fleet.new_conductor()
+        if state is not None:
+            self.step, self.num_tokens = state["step"], state["num_tokens"]
+            self.conductor.load_state_dict(state["conductor"])
+            self.console.say(f"resuming after step {self.step} of {self.config.num_steps}")
+        else:
+            self.step = self.num_tokens = 0
+        self.metrics.keep_until(self.step)
+        if self.step != self.fleet.publisher.version:
+            with self.view.phase("sending weights"):
+                self.fleet.publisher.publish(self.step)
+        self.conductor.start(self.step)
+
+    def _restart_learners(self, lost: LearnerLost) -> None:
+        self.num_restarts += 1
+        if self.num_restarts > self.config.fleet.max_restarts:
+            raise RunError(
+                f"{lost}. That was the last of --max_restarts {self.config.fleet.max_restarts}; give the same command "
+                "again to go on from the last checkpoint"
+            ) from lost
+        self.console.warn(
+            f"{lost}; starting the learners again from the last checkpoint "
+            f"({self.num_restarts} of {self.config.fleet.max_restarts})"
+        )
+        self.conductor.close()
+        with self.view.phase("restarting learners"):
+            self.fleet.restart_learners()
+            self._resume()
+
+    def _stop_early(self) -> int:
+        assert self._signal is not None
+        name = signal.Signals(self._signal).name
+        self._save()
+        self.console.say(
+            f"{name}: stopped after step {self.step}; the checkpoint is {self.run.directory.path / f'step{self.step}'}. "
+            "Give the same command again to go on from there"
+        )
+        return EXIT_PREEMPTED if self._signal == signal.SIGTERM else EXIT_FAILURE
+
+    @contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        """A first SIGTERM or Ctrl-C ends the run after the step that it falls in; a second one at once."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            del frame
+            if self._signal is not None:
+                raise KeyboardInterrupt
+            self._signal = number
+            self.console.say(f"{signal.Signals(number).name}: stopping after this step")
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _learners(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
+        timeout_s = self.config.fleet.step_timeout_s
+        return self.fleet.learners.call(method, *args, per_rank=per_rank, timeout_s=timeout_s)

@@ -1,0 +1,184 @@
+"""Everything that a GRPO run has going beside its driver: Ray, learners, engines, verifiers, and the weights between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.data.prompt_stream import PromptStream
+from open_instruct.data.turn_end import turn_end_token_ids
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.conductor import Conductor
+from open_instruct.rollout.engine_host import RayEngine
+from open_instruct.rollout.engine_pool import EnginePool
+from open_instruct.rollout.learner_group import LearnerGroup
+from open_instruct.rollout.opening import RolloutRun
+from open_instruct.rollout.pids import remove_pids, write_pids
+from open_instruct.rollout.placement import FleetShape, Placement
+from open_instruct.rollout.publisher import WeightPublisher
+from open_instruct.rollout.requests import EngineSettings
+from open_instruct.rollout.vllm_core import engine_environment
+from open_instruct.rollout.weight_backend import check_backend, choose_backend
+from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.reward import RewardModel
+
+LOGS_FOLDER = "logs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """A running fleet. `publisher` brings the learners' weights to the engines."""
+
+    run: RolloutRun
+    learners: LearnerGroup
+    engines: EnginePool
+    rewards: RewardModel
+    publisher: WeightPublisher
+
+    def new_conductor(self) -> Conductor:
+        """One that stands at the start of the run, until it loads another state."""
+        config = self.run.config
+        return Conductor(
+            PromptStream(self.run.prompts, config.optim.seed),
+            self.engines,
+            self.rewards,
+            config=config.rollout,
+            data=config.data,
+            seed=config.optim.seed,
+            num_steps=config.num_steps,
+        )
+
+    def restart_learners(self) -> None:
+        """New learners in the same places, which hold the start model.
+
+        Raises:
+            RunError: a node was lost and none took its place, or they could not be constructed.
+        """
+        timeout_s = self.run.config.fleet.cluster_timeout_s
+        self.publisher.learners_restarted()
+        self.learners.restart(timeout_s=timeout_s)
+        self.learners.wait_ready(self.run.config.fleet.step_timeout_s)
+        self.write_pids()
+
+    def write_pids(self) -> None:
+        write_pids(
+            self.run.directory.pids, driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids()
+        )
+
+
+@contextmanager
+def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
+    """Place and start everything; whatever ends the block ends it all.
+
+    Raises:
+        InputError: the cluster, a flag or the checkpoint will not do.
+        RunError: something did not start in time; says what.
+    """
+    config, console = run.config, run.console
+    shape = FleetShape.of(config.fleet, config.parallel)
+    with ExitStack() as stack:
+        verifiers = VerifierPool(
+            config.reward.verifier,
+            num_processes=config.reward.num_verifier_processes,
+            timeout_s=config.reward.verifier_timeout_s,
+        )
+        stack.callback(verifiers.close)
+        cluster = stack.enter_context(
+            start_cluster(config.fleet, shape, say=console.say, logs_folder=run.directory.path / LOGS_FOLDER)
+        )
+        placement = stack.enter_context(cluster.placing(shape))
+        console.say(f"starting {len(shape.learners_per_node)} node(s) of learners and {shape.num_engines} engine(s)")
+        # They import and load side by side.
+        learners = LearnerGroup(
+            learner_class,
+            placement,
+            arguments={
+                "config": config,
+                "weight_sync_backend": _weight_sync_backend(config, placement),
+                "engine_dtype": engine_dtype(config),
+            },
+            say=console.say,
+        )
+        stack.callback(learners.shutdown)
+        make_engine = partial(_start_engine, run=run, placement=placement)
+        handles = [make_engine(index) for index in range(shape.num_engines)]
+        learners.wait_ready(config.fleet.step_timeout_s)
+        for handle in handles:
+            handle.wait_ready(config.fleet.engine_timeout_s)
+        publisher = WeightPublisher(learners, config.fleet, drain=not config.rollout.inflight_updates)
+        fleet: Fleet | None = None
+
+        def made_again(index: int) -> RayEngine:
+            handle = make_engine(index)
+            handle.wait_ready(config.fleet.engine_timeout_s)
+            return handle
+
+        def restarted(index: int) -> None:
+            publisher.engine_restarted(index)
+            if fleet is not None:
+                fleet.write_pids()
+
+        engines = EnginePool(
+            handles,
+            make_engine=made_again,
+            on_restart=restarted,
+            timeout_s=config.fleet.engine_timeout_s,
+            max_restarts=config.fleet.max_restarts,
+            say=console.warn,
+        )
+        stack.callback(engines.close)
+        publisher.attach(engines)
+        fleet = Fleet(
+            run=run,
+            learners=learners,
+            engines=engines,
+            rewards=RewardModel(verifiers, config.reward),
+            publisher=publisher,
+        )
+        stack.callback(remove_pids, run.directory.pids)
+        fleet.write_pids()
+        yield fleet
+
+
+def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
+    """The dtype that engines compute in, and that weights travel in."""
+    return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
+
+
+def _weight_sync_backend(config: GRPOConfig, placement: Placement) -> str:
+    circumstances = {
+        "on_cuda": placement.on_gpus,
+        "single_device": placement.shape.shares_device,
+        "same_host": placement.is_on_one_host(),
+    }
+    check_backend(config.fleet, **circumstances)
+    return choose_backend(config.fleet.weight_sync_backend, **circumstances)
+
+
+def _start_engine(index: int, *, run: RolloutRun, placement: Placement) -> RayEngine:
+    config = run.config
+    fleet = config.fleet
+    settings = EngineSettings(
+        model_folder=str(run.pretrained.folder.resolve()),
+        tokenizer_folder=str(run.pretrained.tokenizer_folder.resolve()),
+        dtype=engine_dtype(config),
+        max_model_len=config.data.max_seq_length,
+        max_num_seqs=fleet.vllm_max_num_seqs,
+        tensor_parallel_size=fleet.vllm_tensor_parallel_size,
+        gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
+        kv_cache_bytes=None if fleet.vllm_kv_cache_mib is None else fleet.vllm_kv_cache_mib << 20,
+        enable_prefix_caching=fleet.vllm_enable_prefix_caching,
+        enforce_eager=fleet.vllm_enforce_eager,
+        seed=config.optim.seed,
+        stop_token_ids=turn_end_token_ids(run.chat),
+    )
+    environment = engine_environment(on_cuda=placement.on_gpus)
+    if not placement.on_gpus:
+        # Ray would leave it one thread; learners and engines seldom compute at the same time.
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // placement.shape.num_engines))
+    return RayEngine(index, settings, placement, environment=environment)

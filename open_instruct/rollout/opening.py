@@ -1,0 +1,91 @@
+"""What the driver opens before any learner or engine exists, so that what cannot work is refused at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
+from open_instruct.records import ShardLayout
+from open_instruct.rollout.placement import learner_layout
+from open_instruct.training.console import Console
+from open_instruct.training.pretrained import Pretrained, open_pretrained
+from open_instruct.training.run import make_ready
+from open_instruct.training.run_directory import RunDirectory, log_to
+from open_instruct.verifiers.registry import known_verifiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRun:
+    """A run whose flags, folder, checkpoint and prompts are known to be good."""
+
+    config: GRPOConfig
+    layout: ShardLayout
+    directory: RunDirectory
+    console: Console
+    pretrained: Pretrained
+    chat: ChatFormat
+    prompts: PromptDataset
+    held_out: PromptDataset | None
+
+
+def open_rollout_run(config: GRPOConfig) -> RolloutRun:
+    """Check everything that needs no cluster, and make the run's folder ready.
+
+    Raises:
+        InputError: naming the flag, row, file or tensor that will not do.
+    """
+    layout = learner_layout(config.parallel)
+    verifiers = known_verifiers(config.reward.verifier)
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    console = Console(speaks=True)
+    make_ready(directory, config, layout)
+    log_to(directory.log, rank=0)
+    for warning in layout.warnings:
+        console.warn(warning)
+    pretrained = open_pretrained(
+        config.model, max_seq_length=config.data.max_seq_length, export_folder=directory.hf_model
+    )
+    data = config.data
+    chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
+
+    def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> PromptDataset:
+        with console.counting(title) as on_progress:
+            prompts, report = load_prompt_dataset(
+                mixer_list=mixer_list,
+                splits=splits,
+                tokenizer=pretrained.tokenizer,
+                chat_template_name=data.chat_template_name,
+                max_prompt_token_length=data.max_prompt_token_length,
+                on_bad_row=data.on_bad_row,
+                seed=config.optim.seed,
+                cache_dir=data.cache_dir,
+                flag=flag,
+                known_verifiers=verifiers,
+                on_progress=on_progress,
+            )
+        for line in report.lines():
+            console.say(f"{title}: {line}")
+        return prompts
+
+    held_out = None
+    prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+    if data.dataset_mixer_eval_list:
+        held_out = load(
+            "held-out prompts",
+            "--dataset_mixer_eval_list",
+            data.dataset_mixer_eval_list,
+            data.dataset_mixer_eval_list_splits,
+        )
+    return RolloutRun(
+        config=config,
+        layout=layout,
+        directory=directory,
+        console=console,
+        pretrained=pretrained,
+        chat=chat,
+        prompts=prompts,
+        held_out=held_out,
+    )

@@ -1,0 +1,100 @@
+"""What a person sees of a GRPO run: a live panel on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from open_instruct.training.console import Console
+from open_instruct.training.curves import draw_curve
+
+REFRESHES_PER_S = 2
+CURVE_HEIGHT = 6
+
+
+class FleetView:
+    """Phases, queues, the reward so far and staleness. `queues` is asked for the depths at every refresh."""
+
+    def __init__(self, console: Console, *, num_steps: int, queues: Callable[[], Mapping[str, float]]) -> None:
+        self.console = console
+        self.num_steps = num_steps
+        self.queues = queues
+        self.rewards: list[float] = []
+        self._step = 0
+        self._phase = "starting"
+        self._phase_began_s = time.monotonic()
+        self._latest: Mapping[str, float] = {}
+        self._live: Live | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[FleetView]:
+        """Draw while the block runs; lines that are said meanwhile appear above the panel."""
+        if not self.console.is_live:
+            yield self
+            return
+        with Live(
+            console=self.console.rich,
+            get_renderable=self._draw,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+        ) as live:
+            self._live = live
+            yield self
+        self._live = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what is waited for while the block runs."""
+        self._phase, self._phase_began_s = name, time.monotonic()
+        yield
+        self._phase, self._phase_began_s = "between steps", time.monotonic()
+
+    def finished(self, row: Mapping[str, float]) -> None:
+        """Take in the metrics of a step."""
+        self._step, self._latest = int(row["step"]), row
+        self.rewards.append(row["reward"])
+        line = f"step {self._step}/{self.num_steps}  {describe(row)}"
+        interval = max(1, self.num_steps // 40)
+        if self._live is not None or self._step % interval == 0 or self._step in (1, self.num_steps):
+            self.console.say(line)
+        else:
+            self.console.log(line)
+
+    def _draw(self) -> RenderableType:
+        waited_s = time.monotonic() - self._phase_began_s
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("step", f"{self._step} of {self.num_steps}")
+        facts.add_row("now", f"{self._phase}, {waited_s:.0f} s")
+        facts.add_row("queues", "  ".join(f"{name} {value:g}" for name, value in self.queues().items()))
+        if self._latest:
+            facts.add_row("staleness", f"{self._latest['staleness/mean']:.2f} steps")
+            facts.add_row(
+                "seconds a step",
+                "  ".join(f"{name} {self._latest[f'time/{name}']:.1f}" for name in ("generate", "train", "sync")),
+            )
+        parts: list[RenderableType] = [facts]
+        if len(self.rewards) > 1:
+            width = max(20, self.console.rich.width - 6)
+            parts.append(Text(draw_curve(self.rewards, width=width, height=CURVE_HEIGHT, title="reward")))
+        return Panel(Group(*parts), title="GRPO", title_align="left")
+
+
+def describe(row: Mapping[str, float]) -> str:
+    """The numbers that a person follows, in one line."""
+    parts = [
+        f"reward {row['reward']:.3f}",
+        f"loss {row['loss']:+.4f}",
+        f"length {row['sequence_length/mean']:.1f}",
+        f"stale {row['staleness/mean']:.1f}",
+        *(f"{name} {row[f'time/{name}']:.1f}s" for name in ("generate", "train", "sync")),
+    ]
+    if "eval/reward" in row:
+        parts.append(f"held-out {row['eval/reward']:.3f}")
+    return "  ".join(parts)
