@@ -30,6 +30,7 @@ class RenderedRow:
     """A row as the pieces of text that are tokenised apart.
 
     `replies[i]` is what the model should learn to say with piece i, as it was given; None where the piece is prompt.
+    `details` is what is kept beside the tokens.
 
     Example::
 
@@ -38,6 +39,7 @@ class RenderedRow:
 
     texts: tuple[str, ...]
     replies: tuple[str | None, ...]
+    details: bytes = b""
 
 
 class RowBuilder(ABC):
@@ -47,6 +49,7 @@ class RowBuilder(ABC):
     """
 
     unit: ClassVar[Unit]
+    too_long: ClassVar[str] = "prompt_too_long"
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
         if max_seq_length < 2:
@@ -58,6 +61,8 @@ class RowBuilder(ABC):
         self.on_bad_row = on_bad_row
         self.token_ids = array("i")
         self.edges: list[list[int]] = []  # of each row kept: where its pieces start in token_ids, and the last stops
+        self.details = bytearray()
+        self.details_edges = [0]  # where the details of each row kept start, and the last stop
         self.keys = bytearray()
         self.bad = BadRowLog()
         self.filtered: Counter[str] = Counter()
@@ -80,6 +85,10 @@ class RowBuilder(ABC):
     @abstractmethod
     def arrays(self, order_N: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
         """The arrays that only this kind of data set has, for rows `order_N` of those kept; and all their tokens."""
+
+    def limit(self) -> str:
+        """The flag that leaves long prompts out, with its value."""
+        return f"--max_seq_length {self.max_seq_length}"
 
     def remedy(self) -> str:
         """What to change when nothing is left."""
@@ -176,26 +185,25 @@ class RowBuilder(ABC):
             )
             self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
             if len(pieces[0]) >= self.max_seq_length:
-                self.filtered["prompt_too_long"] += 1
+                self.filtered[self.too_long] += 1
             elif (kept := self.cut(pieces)) is not None:
                 self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
-                self._keep(kept)
+                self._keep(kept, item.details)
                 yield index, len(self.edges) - 1
 
     def _add_bad(self, row: RawRow, error: MalformedRow) -> None:
         self.bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason))
 
-    def _keep(self, pieces: Sequence[Sequence[int]]) -> None:
+    def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
         lengths, tokens = array("i", map(len, pieces)), array("i", chain.from_iterable(pieces))
         self.edges.append(list(accumulate(lengths, initial=len(self.token_ids))))
         self.token_ids.extend(tokens)
-        self.keys += hashlib.sha256(lengths.tobytes() + tokens.tobytes()).digest()
+        self.details += details
+        self.details_edges.append(len(self.details))
+        self.keys += hashlib.sha256(lengths.tobytes() + tokens.tobytes() + details).digest()
 
     def _nothing_left(self, num_rows: int) -> InputError:
         if not self.filtered:
             return self.bad.error(num_rows)
         counts = ", ".join(f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items())
-        return InputError(
-            f"no {self.unit} of {num_rows:,} rows is left at --max_seq_length {self.max_seq_length} "
-            f"({counts}); {self.remedy()}."
-        )
+        return InputError(f"no {self.unit} of {num_rows:,} rows is left at {self.limit()} ({counts}); {self.remedy()}.")

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class TokenDataset(ABC, Generic[ItemT]):
 
     Attributes:
         token_ids_T: int32; the tokens of every distinct row.
-        keys_N32: uint8; sha256 of each row's token ids and of where its pieces start and stop.
+        keys_N32: uint8; sha256 of each row: its token ids, where its pieces start and stop, what is kept beside them.
         num_tokens: int64 (N,); tokens that each row puts before the model.
     """
 
@@ -59,7 +59,7 @@ class TokenDataset(ABC, Generic[ItemT]):
     def __getitem__(self, index: int) -> ItemT: ...
 
     def key(self, index: int) -> str:
-        """Hex hash of the token ids and pieces of row `index`: equal rows, and only they, share it."""
+        """Hex hash of row `index`: equal rows, and only they, share it."""
         return self.keys_N32[index].tobytes().hex()
 
     @property
@@ -79,18 +79,18 @@ def load_token_dataset(
     splits: Sequence[str],
     tokenizer: PreTrainedTokenizerFast,
     chat_template_name: str | None,
-    max_seq_length: int,
     on_bad_row: Literal["error", "skip"],
     seed: int,
     cache_dir: str | Path | None,
     flag: str = "--mixer_list",
     on_progress: Callable[[int, int], None] | None = None,
+    **own: Any,
 ) -> tuple[DatasetT, DataReport]:
     """The tokenised mixture, from the cache where the same has been asked for before.
 
-    `dataset_of` takes the arrays that the builder makes. Nothing here speaks of ranks: let one rank call it first,
-    then, past a barrier, the others; they find the file. `on_progress(done, total)` counts distinct rows while they
-    are tokenised.
+    `dataset_of` takes the arrays that the builder makes; `own` are the arguments of this kind of builder, such as
+    `max_seq_length`, as JSON can write them. Nothing here speaks of ranks: let one rank call it first, then, past a
+    barrier, the others; they find the file. `on_progress(done, total)` counts distinct rows while they are tokenised.
 
     Raises:
         InputError: see `parse_mixer_list`, `open_rows` and `choose_chat_template`; a row is malformed and
@@ -98,7 +98,7 @@ def load_token_dataset(
         RunError: the disk is full.
     """
     chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, chat_template_name))
-    builder = builder_of(chat, max_seq_length=max_seq_length, on_bad_row=on_bad_row)
+    builder = builder_of(chat, on_bad_row=on_bad_row, **own)
     entries = parse_mixer_list(mixer_list, splits, flag=flag)
     sources = [open_rows(entry.name, entry.split, flag=flag) for entry in entries]
     identity = {
@@ -108,9 +108,9 @@ def load_token_dataset(
             for source, entry in zip(sources, entries, strict=True)
         ],
         "chat": chat.fingerprint,
-        "max_seq_length": max_seq_length,
         "on_bad_row": on_bad_row,
         "seed": seed,
+        "own": own,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
     path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"

@@ -46,7 +46,7 @@ WITHOUT_TORCH = [
 LIGHT_TO_IMPORT = ["dpo.py", "sft.py"]
 
 MAX_LINES_OF_A_FILE = 500
-MAX_CODE_LINES = 11000
+MAX_CODE_LINES = 13000
 NOT_CODE = {
     *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

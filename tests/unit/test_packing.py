@@ -182,6 +182,7 @@ def reply_logps(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return sum_by_sequence(logprobs_BK, kept.sequence_ids_BK, batch.num_sequences)
 
 
+@settings(deadline=None)
 @given(st.lists(preference_examples(), min_size=1, max_size=4), st.integers(1, 16))
 def test_log_probs_do_not_depend_on_the_layout(examples: list[PreferenceExample], multiple: int) -> None:
     alone = [reply_logps(pack_documents([example.chosen])) for example in examples]

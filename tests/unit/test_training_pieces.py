@@ -224,9 +224,9 @@ class TestMemory:
 
 class TestRunDirectory:
     def test_overwriting_spares_what_is_not_ours(self, tmp_path: Path) -> None:
-        for name in ("step10", "hf_model", "step_by_step"):
+        for name in ("step10", "hf_model", "traces", "step_by_step"):
             (tmp_path / name).mkdir()
-        for name in ("metrics.jsonl", "eval.jsonl", "notes.txt"):
+        for name in ("metrics.jsonl", "eval.jsonl", "pids.json", "notes.txt"):
             (tmp_path / name).write_text("")
         RunDirectory(path=tmp_path).create(overwrite=True)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_by_step"]
