@@ -102,14 +102,14 @@ def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase)
     for row in read(one_process.rows):
         ids, is_reply = [], []
         for turn in range(len(row["messages"])):
+            if row["messages"][turn]["role"] != "assistant":
+                continue
             before, after = (
                 tokenizer.apply_chat_template(
                     row["messages"][:stop], tokenize=False, add_generation_prompt=stop == turn
                 )
                 for stop in (turn, turn + 1)
             )
-            if row["messages"][turn]["role"] != "assistant":
-                continue
             known = tokenizer.decode(ids)
             for text, learned in ((before.removeprefix(known), False), (after.removeprefix(before).rstrip(), True)):
                 piece = tokenizer(text, add_special_tokens=False)["input_ids"]
