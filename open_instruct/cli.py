@@ -31,6 +31,11 @@ COMMANDS = {
         module="open_instruct.dpo",
         function="main",
     ),
+    "sft": Command(
+        summary="train on conversations, as a warm start (several ranks: torchrun open_instruct/sft.py)",
+        module="open_instruct.sft",
+        function="main",
+    ),
     "layout": Command(
         summary="show how a model would be sharded over nodes of GPUs",
         module="open_instruct.parallel.layout_command",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -27,31 +28,36 @@ def train(config: DPOConfig) -> int:
     """The whole run, as every rank walks it. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
+    from open_instruct.data.preference_dataset import load_preference_dataset
     from open_instruct.losses.preference import LOSSES
     from open_instruct.olmo_core_train_modules import DPOTrainModule
     from open_instruct.training.closing import export_policy, preempted
+    from open_instruct.training.datasets import load_datasets
     from open_instruct.training.evaluation import Heldout
     from open_instruct.training.policy import build_policy
-    from open_instruct.training.preference_data import load_pairs
-    from open_instruct.training.preference_loader import BatchShape, PreferenceLoader
+    from open_instruct.training.preference_steps import preference_step
     from open_instruct.training.pretrained import open_pretrained
-    from open_instruct.training.reference_cache import PairScorer, open_reference_cache, reference_logprobs
+    from open_instruct.training.reference_cache import open_reference_cache, reference_logprobs
     from open_instruct.training.run import open_run
+    from open_instruct.training.sample_loader import BatchShape, SampleLoader
+    from open_instruct.training.scoring import Scorer
     from open_instruct.training.trainer import build_trainer
 
     with open_run(config) as run:
         pretrained = open_pretrained(
             config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
         )
-        pairs, heldout_pairs = load_pairs(
-            config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
+        pairs, heldout_pairs = load_datasets(
+            load_preference_dataset, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )
-        shape = BatchShape.of(config.optim, config.data, run.layout, pad_token_id=pretrained.pad_token_id)
+        shape = BatchShape.of(
+            config.optim, config.data, run.layout, documents_per_sample=2, pad_token_id=pretrained.pad_token_id
+        )
         num_steps = shape.num_steps(len(pairs), optim=config.optim, layout=run.layout)
 
         policy = build_policy(DPOTrainModule, pretrained, run=run, config=config, num_steps=num_steps, loss=config.loss)
 
-        scorer = PairScorer(policy, shape=shape, console=run.console)
+        scorer = Scorer(policy, preference_step, shape=shape, console=run.console)
         reference = heldout_reference = None
         if LOSSES[config.loss.loss_type].needs_reference:
             cache = open_reference_cache(cache_root(config.data.cache_dir), pretrained, model=config.model)
@@ -69,9 +75,9 @@ def train(config: DPOConfig) -> int:
             heldout = Heldout(heldout_pairs, reference=heldout_reference, loss=config.loss, run=run)
             heldout.evaluate(scorer, step=0)
 
-        loader = PreferenceLoader(
+        loader = SampleLoader(
             pairs,
-            reference=reference,
+            partial(preference_step, reference=reference),
             shape=shape,
             seed=config.optim.seed,
             work_dir=run.directory.path,

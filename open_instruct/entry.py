@@ -36,10 +36,16 @@ LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class EntryConfig(Protocol):
-    """What an entry needs of a config class, whichever other sections it has."""
+    """What an entry needs of a config class, whichever other sections it has.
 
-    parallel: ParallelSection
-    run: RunSection
+    Read-only, so that a section may be of a subclass.
+    """
+
+    @property
+    def parallel(self) -> ParallelSection: ...
+
+    @property
+    def run(self) -> RunSection: ...
 
 
 ConfigT = TypeVar("ConfigT", bound=EntryConfig)

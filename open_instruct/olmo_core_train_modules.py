@@ -1,7 +1,7 @@
-"""One optimisation step each: `DPOTrainModule`, `GRPOTrainModule`.
+"""One optimisation step each: `SFTTrainModule`, `DPOTrainModule`, `GRPOTrainModule`.
 
-DPO: P preference pairs, S = 2P documents of a microbatch (chosen first). GRPO: S completions, N labelled tokens of them
-in the order of the row(s); B rows, T tokens of a row.
+SFT: N labelled tokens of a microbatch. DPO: P preference pairs, S = 2P documents of a microbatch (chosen first).
+GRPO: S completions, N labelled tokens of them in the order of the row(s); B rows, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -24,10 +24,22 @@ from open_instruct.losses.policy import PolicyLossInputs, global_denominator, kl
 from open_instruct.losses.preference import PreferenceLossInputs, PreferenceLossOutputs, preference_loss
 from open_instruct.models.shards import reshard
 from open_instruct.packing.rollouts import RolloutMiniBatch
-from open_instruct.records import Metric, PackedBatch, PreferenceBatch, RolloutBatch
+from open_instruct.records import Metric, PackedBatch, PreferenceBatch, RolloutBatch, SFTBatch
 from open_instruct.training.forward import sequence_logprobs, token_logprobs
-from open_instruct.training.preference_loader import PreferenceStep
+from open_instruct.training.preference_steps import PreferenceStep
+from open_instruct.training.sft_steps import SFTStep
 from open_instruct.training.train_module import SegmentTrainModule
+
+
+class SFTTrainModule(SegmentTrainModule):
+    """Supervised tuning: the cross-entropy of OLMo-core's language-model head, a mean over the tokens of the replies.
+
+    Every argument is `TransformerTrainModule`'s.
+    """
+
+    def microbatch_loss(self, microbatch: SFTBatch, step: SFTStep) -> tuple[torch.Tensor, dict[str, Metric]]:
+        logprobs_N = token_logprobs(self.model, microbatch.packed, device=self.device).logprobs_N
+        return -logprobs_N.sum() / step.num_label_tokens_global, token_metrics({"loss": -logprobs_N.detach()})
 
 
 class DPOTrainModule(SegmentTrainModule):

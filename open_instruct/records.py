@@ -253,6 +253,14 @@ class PreferenceBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SFTBatch:
+    """One microbatch of conversations, sequence i being row `row_ids[i]`; of none, one unlabelled document."""
+
+    packed: PackedBatch
+    row_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """A number to be reduced over ranks: `sum(value)`, `sum(value * weight) / sum(weight)` or `max(value)`.
 

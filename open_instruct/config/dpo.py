@@ -8,28 +8,16 @@ from typing import ClassVar
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.sections import (
+    DataSection,
     LoggingSection,
     MemorySection,
     ModelSection,
     OptimSection,
     ParallelSection,
-    PreferenceDataSection,
     PreferenceLossSection,
     RunSection,
 )
-from open_instruct.config.validation import (
-    above_zero,
-    at_least,
-    changed,
-    logging_problems,
-    memory_problems,
-    mixer_warnings,
-    optim_problems,
-    parallel_problems,
-    preference_data_problems,
-    run_problems,
-)
-from open_instruct.errors import InputError
+from open_instruct.config.validation import above_zero, at_least, changed, refuse, training_problems, training_warnings
 
 SMOOTHED_LOSSES = ("dpo", "dpo_norm", "wpo", "simpo")
 REFERENCE_FREE_LOSSES = ("simpo",)
@@ -45,7 +33,7 @@ class DPOConfig:
     )
 
     model: ModelSection
-    data: PreferenceDataSection
+    data: DataSection
     loss: PreferenceLossSection
     optim: OptimSection
     parallel: ParallelSection
@@ -63,19 +51,8 @@ def validate_dpo(config: DPOConfig) -> list[str]:
     Raises:
         InputError: listing every problem, each with its remedy.
     """
-    problems = [
-        *preference_data_problems(config.data),
-        *loss_problems(config.loss),
-        *optim_problems(config.optim),
-        *parallel_problems(config.parallel),
-        *memory_problems(config.memory),
-        *run_problems(config.run),
-        *logging_problems(config.logging),
-        *_unused_flag_problems(config),
-    ]
-    if problems:
-        raise InputError("\n".join(problems))
-    return list(_warnings(config))
+    refuse([*training_problems(config), *loss_problems(config.loss), *_unused_flag_problems(config)])
+    return list(training_warnings(config))
 
 
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
@@ -101,20 +78,3 @@ def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
     if config.loss.loss_type != "simpo":
         for given in changed(config, "gamma_beta_ratio"):
             yield f"{given}: only --loss_type simpo has a target margin; leave it out or use simpo"
-    if config.memory.activation_checkpointing != "selected_modules":
-        for given in changed(config, "activation_checkpointing_modules"):
-            yield (
-                f"{given}: is read only with --activation_checkpointing selected_modules, and it is "
-                f"{config.memory.activation_checkpointing}; leave one out"
-            )
-    if not config.data.eval_mixer_list:
-        for given in changed(config, "eval_mixer_list_splits"):
-            yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out pairs"
-
-
-def _warnings(config: DPOConfig) -> Iterator[str]:
-    yield from mixer_warnings("mixer_list", config.data.mixer_list)
-    yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
-    if "wandb" not in config.logging.report_to:
-        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
-            yield f"{given} is read only with --report_to wandb"

@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 
@@ -29,7 +30,7 @@ MARKDOWN_HEAD = """\
 
 Written by `python -m open_instruct.config.help > docs/flags.md`; a test holds it up to date.
 
-`open-instruct dpo` and `torchrun open_instruct/dpo.py` take the same flags.
+A command and its script take the same flags: {commands}.
 
 - The first word may be a YAML file, a flat mapping of flag names: `run.yaml --beta 5`. Flags replace its values.
 - `--flag value` and `--flag=value` are the same, and so are `--max-seq-length` and `--max_seq_length`.
@@ -42,7 +43,8 @@ Written by `python -m open_instruct.config.help > docs/flags.md`; a test holds i
 MARKDOWN_UPSTREAM = """\
 ## Flags of open-instruct that mean nothing here
 
-A command written for open-instruct's `dpo_tune_cache.py` may carry these. Each is refused with its sentence.
+A command written for open-instruct's `dpo_tune_cache.py` or `finetune.py` may carry these. Each is refused with its
+sentence, or, where that names a flag which the command lacks, as unknown.
 
 | flag | |
 |---|---|
@@ -116,23 +118,49 @@ def _default(flag: Flag) -> str:
     return f"  [default: {spelled(flag.default)}]"
 
 
-def markdown(config_class: type) -> str:
-    """The page `docs/flags.md`: a table for every section, and upstream's flags that are refused."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandFlags:
+    """A command of the page of flags: its name, the script that does the same, and what it reads."""
+
+    name: str
+    script: str
+    config_class: type
+
+
+def commands_with_flags() -> tuple[CommandFlags, ...]:
+    """Every command that trains, in the order of the page."""
+    from open_instruct.config.dpo import DPOConfig
+    from open_instruct.config.sft import SFTConfig
+
+    return (
+        CommandFlags(name="dpo", script="open_instruct/dpo.py", config_class=DPOConfig),
+        CommandFlags(name="sft", script="open_instruct/sft.py", config_class=SFTConfig),
+    )
+
+
+def markdown(commands: Sequence[CommandFlags]) -> str:
+    """The page `docs/flags.md`: for every command a table a section, and upstream's flags that are refused."""
     from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
 
-    flags = flags_of(config_class).values()
-    parts = [MARKDOWN_HEAD]
+    pairs = ", ".join(f"`open-instruct {command.name}` and `{command.script}`" for command in commands)
+    parts = [MARKDOWN_HEAD.format(commands=pairs)]
+    for command in commands:
+        parts.append(f"## {command.name}\n\n{inspect.getdoc(command.config_class)}\n")
+        parts += _section_tables(command.config_class)
+    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
+    parts.append(MARKDOWN_UPSTREAM + rows + "\n")
+    return "\n".join(parts)
+
+
+def _section_tables(config_class: type) -> Iterator[str]:
     for section, section_class in sections_of(config_class).items():
         rows = "\n".join(
             f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
             f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.help)} |"
-            for flag in flags
+            for flag in flags_of(config_class).values()
             if flag.section == section
         )
-        parts.append(f"## {_title(section_class)}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n")
-    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
-    parts.append(MARKDOWN_UPSTREAM + rows + "\n")
-    return "\n".join(parts)
+        yield f"### {_title(section_class)}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
 
 
 def _escaped(text: str) -> str:
@@ -145,6 +173,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    from open_instruct.config.dpo import DPOConfig
-
-    sys.stdout.write(markdown(DPOConfig))
+    sys.stdout.write(markdown(commands_with_flags()))

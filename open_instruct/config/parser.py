@@ -6,6 +6,7 @@ Both spell values in the same words. Everything that is wrong is collected and r
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,7 +189,11 @@ def _normalised(name: str) -> str:
 
 
 def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    return UPSTREAM_FLAGS.get(name) or f"is not a flag{nearest(name, known, prefix=prefix)}"
+    known = set(known)
+    sentence = UPSTREAM_FLAGS.get(name)
+    if sentence is not None and known.union(UPSTREAM_FLAGS).issuperset(re.findall(r"--(\w+)", sentence)):
+        return sentence
+    return f"is not a flag{nearest(name, sorted(known), prefix=prefix)}"
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:

@@ -88,7 +88,7 @@ IDENTITY_FLAGS = frozenset(
 # The number of steps sets where the learning rate is at each step, unless it is flat throughout.
 LENGTH_FLAGS = frozenset({"num_epochs", "max_train_steps", "total_episodes"})
 
-# What they give together, the pairs of one global batch, must stay; each alone may change.
+# What they give together, the rows of one global batch, must stay; each alone may change.
 BATCH_FLAGS = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
 
 # How, where and how often: the run is mathematically the same.
@@ -223,7 +223,7 @@ def resume_conflicts(
     """The flags of `config` that would make a resumed run another run than the one that was saved.
 
     `saved` is `as_flat_dict` of the saved config. Compared are the model, the rows, the loss and the
-    optimisation. Of the batch only the number of pairs in one global batch counts (microbatch x
+    optimisation. Of the batch only the number of rows in one global batch counts (microbatch x
     accumulation x data-parallel ranks), so that a run may move to another number of GPUs. The
     length (`num_epochs`, `max_train_steps`) counts too, because the schedule stretches with it, unless
     the learning rate is constant and without warm-up; `num_epochs` alone does not count where
@@ -277,19 +277,19 @@ def _length_flags(saved: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset
 
 
 def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:
-    def pairs(values: Mapping[str, Any], world: int) -> int:
+    def rows(values: Mapping[str, Any], world: int) -> int:
         return values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * world
 
     def product(values: Mapping[str, Any], world: int) -> str:
         per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-        return f"{pairs(values, world)} ({per_device} x {accumulation} x {world} data-parallel ranks)"
+        return f"{rows(values, world)} ({per_device} x {accumulation} x {world} data-parallel ranks)"
 
-    before = pairs(saved, saved_world)
-    if before == pairs(now, world):
+    before = rows(saved, saved_world)
+    if before == rows(now, world):
         return
     accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
     way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
-    yield f"the global batch was {product(saved, saved_world)} pairs, is {product(now, world)}{way_out}"
+    yield f"the global batch was {product(saved, saved_world)} rows, is {product(now, world)}{way_out}"
 
 
 def _comparable(value: Any) -> Any:

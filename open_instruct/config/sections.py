@@ -33,7 +33,7 @@ class ModelSection:
 
 
 @dataclass(kw_only=True)
-class PreferenceDataSection:
+class DataSection:
     """Data"""
 
     mixer_list: list[str] = flag(
@@ -41,14 +41,14 @@ class PreferenceDataSection:
         "fraction of the rows (above 1.0 repeats rows), one without is a count"
     )
     mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    eval_mixer_list: list[str] = flag("held-out pairs, in the same form; scored before and after training", [])
+    eval_mixer_list: list[str] = flag("held-out rows, in the same form; scored before and after training", [])
     eval_mixer_list_splits: list[str] = flag("split of each held-out data set, or one for all", ["train"])
     max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048)
     chat_template_name: str | None = flag("a built-in template; default: the tokenizer's own", None)
     on_bad_row: Literal["error", "skip"] = flag("stop at the first malformed row, or skip and count it", "error")
     packing: bool = flag("lay documents end to end in one row; --no_packing pads each to its own row", True)
     cache_dir: str | None = flag(
-        "where tokenised data and reference log-probs are kept; default: $OPEN_INSTRUCT_CACHE or "
+        "where tokenised data (and the reference log-probs of DPO) are kept; default: $OPEN_INSTRUCT_CACHE or "
         "~/.cache/open_instruct",
         None,
     )
@@ -86,12 +86,21 @@ class OptimizerSection:
 class OptimSection(OptimizerSection):
     """Optimisation"""
 
-    per_device_train_batch_size: int = flag("pairs that fit in one microbatch of one device", 8)
+    per_device_train_batch_size: int = flag(
+        "rows (pairs or conversations) of full length that fit in one microbatch of one device", 8
+    )
     gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1)
     num_epochs: int = flag("passes over the data", 1)
     max_train_steps: int | None = flag(
         "take exactly so many steps, over as many epochs as that needs; overrides --num_epochs", None
     )
+
+
+@dataclass(kw_only=True)
+class SFTOptimSection(OptimSection):
+    """Optimisation"""
+
+    learning_rate: float = flag("peak learning rate", 2e-5)
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,6 @@
-"""Flags of other DPO trainers in this lineage (open-instruct's `dpo_tune_cache.py` and its kin) that
-mean nothing here: why, and what to write instead. Each sentence continues `--name …`.
+"""Flags of other trainers in this lineage (open-instruct's `dpo_tune_cache.py`, `finetune.py` and their kin) that
+mean nothing here: why, and what to write instead. Each sentence continues `--name …`. A command that lacks a flag
+which the sentence names does not say it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ _DEEPSPEED = "belongs to DeepSpeed: sharding here is HSDP; use --fsdp_shard_degr
 _OFFLOAD = "is not offered: nothing is kept in host memory; shard further with --fsdp_shard_degree"
 _ATTENTION = "has no use here: attention takes the fastest kernel that the device has; leave it out"
 _CACHE = "has no use here: caches are keyed by content, so they are never stale; --cache_dir says where they are"
-_COLUMNS = "has no use here: rows are {'chosen': [messages], 'rejected': [messages]}; leave it out"
+_COLUMNS = "has no use here: rows have one form, which docs/data.md describes; leave it out"
 _QUANTIZED = "is not offered: optimizer states stay in float32, sharded; use --fsdp_shard_degree to make them smaller"
 _REVISION = "is not offered: download that revision and give its folder to {}"
 _LOAD_BALANCING = "has no use here: mixture-of-experts models are not supported; leave it out"
@@ -83,7 +84,7 @@ UPSTREAM_FLAGS: dict[str, str] = {
     "dpo_use_paged_optimizer": _QUANTIZED,
     "use_paged_optimizer": _QUANTIZED,
     "fused_optimizer": "has no use here: AdamW is fused wherever there is CUDA; leave it out",
-    "reduce_loss": "has no use here: the loss is the mean over the pairs of the global batch; leave it out",
+    "reduce_loss": "has no use here: the loss is the mean over the global batch; leave it out",
     "concatenated_forward": "has no use here: chosen and rejected share one forward; for less memory give fewer "
     "--per_device_train_batch_size",
     "load_balancing_loss": _LOAD_BALANCING,

@@ -1,25 +1,26 @@
-"""What must hold within one section, whichever config holds it.
+"""What must hold within one section, and between those that several configs have.
 
-Each function yields a sentence for every problem: which flag, what is wrong, what would work.
+Each function of problems yields a sentence for every problem: which flag, what is wrong, what would work.
 Nothing here reads a file or knows the number of GPUs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.sections import (
+    DataSection,
     LoggingSection,
     MemorySection,
     OptimizerSection,
     OptimSection,
     ParallelSection,
-    PreferenceDataSection,
     RunSection,
 )
+from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "tensorboard")
 
@@ -90,7 +91,7 @@ def _amount(word: str) -> float | None:
         return None
 
 
-def preference_data_problems(data: PreferenceDataSection) -> Iterator[str]:
+def data_problems(data: DataSection) -> Iterator[str]:
     yield from at_least(data, 2, "max_seq_length")
     if not data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
@@ -166,3 +167,37 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
                 f"--report_to {tracker}: takes {' and/or '.join(TRACKERS)}; metrics.jsonl is always written, "
                 "so leave the flag out for neither"
             )
+
+
+def training_problems(config: Any) -> Iterator[str]:
+    """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
+    yield from data_problems(config.data)
+    yield from optim_problems(config.optim)
+    yield from parallel_problems(config.parallel)
+    yield from memory_problems(config.memory)
+    yield from run_problems(config.run)
+    yield from logging_problems(config.logging)
+    if config.memory.activation_checkpointing != "selected_modules":
+        for given in changed(config, "activation_checkpointing_modules"):
+            yield (
+                f"{given}: is read only with --activation_checkpointing selected_modules, and it is "
+                f"{config.memory.activation_checkpointing}; leave one out"
+            )
+    if not config.data.eval_mixer_list:
+        for given in changed(config, "eval_mixer_list_splits"):
+            yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out rows"
+
+
+def training_warnings(config: Any) -> Iterator[str]:
+    """What is allowed in such a config but is seldom meant."""
+    yield from mixer_warnings("mixer_list", config.data.mixer_list)
+    yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
+    if "wandb" not in config.logging.report_to:
+        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
+            yield f"{given} is read only with --report_to wandb"
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise an InputError that lists all `problems`, if there are any."""
+    if lines := list(problems):
+        raise InputError("\n".join(lines))

@@ -1,7 +1,7 @@
-"""Conversations into tokens, with the last assistant turn marked.
+"""Conversations into tokens, with the assistant's turns marked.
 
-A conversation is rendered twice: without its last reply and with the generation prompt (what a model is given
-when it is asked for the reply), and whole. The first text must begin the second; the rest is the reply. The two
+For each reply a conversation is rendered twice: up to the reply and with the generation prompt (what a model is given
+when it is asked for it), and with the reply. The first text must begin the second; the rest is the reply. The two
 parts are tokenised apart and laid end to end, so the boundary is exact, chosen and rejected share the very
 same prompt tokens, and these are the tokens that an engine is given. Tokenising the whole at once could merge the
 end of the prompt and the start of a reply into one token, another one for every reply.
@@ -155,17 +155,39 @@ class ChatFormat:
             raise MalformedRow("template", f"{self.template.name} chat template writes nothing before the reply")
         return prompt_text, tuple(self._render_reply(prompt, prompt_text, reply) for reply in replies)
 
+    def render_turns(self, messages: Sequence[Message]) -> tuple[str, ...]:
+        """The text of a conversation, cut so that every second piece is an assistant's turn as a model would say it.
+
+        Example: two turns of the user and of the assistant each give prompt, reply, prompt, reply; the second prompt
+        starts with what the template writes between a reply and the user's next turn.
+
+        Raises:
+            MalformedRow: see `render`; or the template writes an earlier turn in another way once there is a later one.
+        """
+        pieces: list[str] = []
+        done = ""
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt_text, (reply_text,) = self.render(messages[:turn], [message["content"]])
+            if not prompt_text.startswith(done):
+                raise MalformedRow(
+                    "template",
+                    f"{self.template.name} chat template writes an earlier reply differently before turn {turn + 1}: "
+                    f"{_where_they_part(done, prompt_text)}, so no single text teaches every turn; choose another by "
+                    "--chat_template_name, or make a row of each reply",
+                )
+            pieces += [prompt_text[len(done) :], reply_text]
+            done = prompt_text + reply_text
+        return tuple(pieces)
+
     def _render_reply(self, prompt: Sequence[Message], prompt_text: str, reply: str) -> str:
         whole = self._apply([*prompt, {"role": "assistant", "content": reply}], add_generation_prompt=False)
         if not whole.startswith(prompt_text):
-            at = next(
-                (i for i, (one, other) in enumerate(zip(prompt_text, whole, strict=False)) if one != other), len(whole)
-            )
-            start = max(0, at - 20)
             raise MalformedRow(
                 "template",
-                f"{self.template.name} chat template asks for the reply after {prompt_text[start:][:60]!r}, but "
-                f"writes the conversation as {whole[start:][:60]!r}, so where the reply starts is not known; "
+                f"{self.template.name} chat template does not write what it asks for the reply with: "
+                f"{_where_they_part(prompt_text, whole)}, so where the reply starts is not known; "
                 "choose another by --chat_template_name",
             )
         reply_text = whole[len(prompt_text) :]
@@ -232,6 +254,13 @@ class ChatFormat:
 def squeezed(text: str) -> str:
     """Text in Unicode form NFKC without white space: what templates and tokenizers may not change."""
     return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _where_they_part(one: str, other: str) -> str:
+    """`'...this' becomes '...that'`, from shortly before the first place where two texts differ."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, at - 20)
+    return f"{one[start:][:60]!r} becomes {other[start:][:60]!r}"
 
 
 def _shorten(text: str) -> str:

@@ -13,6 +13,9 @@ from open_instruct.errors import InputError
 
 NUM_BAD_ROWS_SHOWN = 5
 
+Unit = Literal["pair", "conversation", "prompt"]
+"""What a row is when it is kept."""
+
 FILTERED_WORDS = {
     "prompt_too_long": "the prompt alone fills --max_seq_length",
     "long_prompt": "the prompt is longer than --max_prompt_token_length",
@@ -52,7 +55,7 @@ class BadRowLog:
 class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
-    `unit` says what became of a row that was kept; `num_pairs` counts pairs or prompts accordingly.
+    `unit` says what became of a row that was kept; `num_pairs` counts whatever that is.
     `num_rows == num_bad + num_filtered + num_kept` always holds. `sources` has, for each data set of the
     mixture, its name, the rows it has, and the rows taken (with repeats).
 
@@ -72,7 +75,7 @@ class DataReport:
     num_pairs: int
     num_tokens: int
     warnings: tuple[str, ...] = ()
-    unit: Literal["pair", "prompt"] = "pair"
+    unit: Unit = "pair"
     cache_file: str = ""
     from_cache: bool = False
 
@@ -93,7 +96,8 @@ class DataReport:
             f"{self.num_pairs:,} {self.unit}s, {self.num_tokens:,} tokens, {mean:.0f} tokens a {text} on average"
         )
         if self.num_truncated:
-            lines.append(f"{_rows(self.num_truncated)} with a reply cut to --max_seq_length")
+            part = " with a reply" if self.unit == "pair" else ""
+            lines.append(f"{_rows(self.num_truncated)}{part} cut to --max_seq_length")
         lines += [f"{_rows(count)} left out: {FILTERED_WORDS[kind]}" for kind, count in self.filtered.items()]
         if self.bad:
             lines.append(f"{_rows(self.num_bad)} skipped as malformed ({_counts(self.bad.items())}); the first:")

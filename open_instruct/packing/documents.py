@@ -105,6 +105,16 @@ def empty_batch(pad_token_id: int, *, num_tokens: int = 1, packing: bool = True)
     )
 
 
+def lay_out(
+    documents: Sequence[Document], *, packing: bool, pad_token_id: int, pad_to_multiple_of: int = 1
+) -> PackedBatch:
+    """`pack_documents` or `pad_documents`; a batch of one unlabelled document where there are none."""
+    if not documents:
+        return empty_batch(pad_token_id, num_tokens=pad_to_multiple_of, packing=packing)
+    arrange = pack_documents if packing else pad_documents
+    return arrange(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+
+
 def kept_positions(batch: PackedBatch) -> KeptPositions:
     """The positions that have a label, so that the language-model head runs only there.
 

@@ -1,6 +1,6 @@
-"""How well a policy ranks preference pairs it was not trained on.
+"""How well a policy does on rows it was not trained on: the pairs that it ranks, the replies that it would give.
 
-N rows of the held-out data.
+Rows go to `eval.jsonl`. N rows of the held-out data.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import torch
 
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.data.preference_dataset import PreferenceDataset
+from open_instruct.data.sft_dataset import SFTDataset
 from open_instruct.losses.preference import LOSSES, PreferenceLossInputs, preference_loss
-from open_instruct.training.preference_loader import PairLogprobs
-from open_instruct.training.reference_cache import PairScorer
+from open_instruct.training.preference_steps import PairLogprobs
 from open_instruct.training.run import Run
+from open_instruct.training.scoring import Scorer
 
 
 class Heldout:
-    """The held-out pairs of a run, scored before and after training; rows go to `eval.jsonl`."""
+    """The held-out pairs of a run, scored before and after training."""
 
     def __init__(
         self, dataset: PreferenceDataset, *, reference: PairLogprobs | None, loss: PreferenceLossSection, run: Run
@@ -26,19 +27,40 @@ class Heldout:
         self.loss = loss
         self.run = run
 
-    def evaluate(self, scorer: PairScorer, *, step: int) -> None:
+    def evaluate(self, scorer: Scorer, *, step: int) -> None:
         """Score the model as it is after `step` steps. Every rank enters together."""
         if step == 0 and self.reference is not None:
             policy = self.reference  # before the first step they are the same weights
         else:
-            policy = scorer.score_all(self.dataset, title=f"held-out pairs at step {step}")
+            policy = PairLogprobs.of(scorer.score_all(self.dataset, title=f"held-out pairs at step {step}"))
         row = {"step": step} | rank_pairs(self.dataset, policy=policy, reference=self.reference, loss=self.loss)
-        if self.run.process.rank == 0:
-            self.run.directory.write_evaluation(row)
+        _write(row, self.run)
         self.run.console.say(
             f"held-out preference accuracy at step {step}: {row['eval/preference_accuracy']:.3f} "
             f"of {len(self.dataset):,} pairs"
         )
+
+
+def evaluate_loss(dataset: SFTDataset, scorer: Scorer, *, step: int, run: Run) -> None:
+    """The loss on held-out conversations as the model is after `step` steps. Every rank enters together."""
+    logps_N1 = scorer.score_all(dataset, title=f"held-out conversations at step {step}")
+    num_label_tokens = int(dataset.num_label_tokens.sum())
+    loss = -float(logps_N1.sum(dtype="float64")) / num_label_tokens
+    _write(
+        {
+            "step": step,
+            "eval/loss": loss,
+            "eval/num_label_tokens": num_label_tokens,
+            "eval/num_conversations": len(dataset),
+        },
+        run,
+    )
+    run.console.say(f"held-out loss at step {step}: {loss:.4f} over {len(dataset):,} conversations")
+
+
+def _write(row: dict[str, float], run: Run) -> None:
+    if run.process.rank == 0:
+        run.directory.write_evaluation(row)
 
 
 def rank_pairs(

@@ -15,20 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from olmo_core.train.train_module import TransformerTrainModule
 from safetensors.numpy import load_file, save_file
 
 from open_instruct.config.sections import ModelSection
 from open_instruct.data.preference_dataset import PreferenceDataset
-from open_instruct.models.export import reshard
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.parallel.process import on_main_process
-from open_instruct.training.console import Console
-from open_instruct.training.forward import sequence_logprobs
-from open_instruct.training.preference_loader import BatchShape, PairLogprobs, rank_step
+from open_instruct.training.preference_steps import PairLogprobs
 from open_instruct.training.pretrained import Pretrained
+from open_instruct.training.scoring import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +64,7 @@ class ReferenceCache:
     def lookup(self, dataset: PreferenceDataset) -> PairLogprobs:
         """The log-probs of every row of `dataset`, all of which must be here."""
         rows = [self._row_of[bytes.fromhex(dataset.key(i))] for i in range(len(dataset))]
-        values_N2 = self._values_N2[rows]
-        return PairLogprobs(chosen_N=values_N2[:, 0].copy(), rejected_N=values_N2[:, 1].copy())
+        return PairLogprobs.of(self._values_N2[rows])
 
     def add(self, keys: Sequence[str], values_N2: np.ndarray) -> None:
         """Take rows in; `write` puts them on disk."""
@@ -88,55 +83,8 @@ class ReferenceCache:
         partial.replace(self.path)
 
 
-class PairScorer:
-    """Log-probs of preference pairs under a sharded model as it is, by the forward pass that trains it.
-
-    Every data-parallel rank calls `score` together and gets the same array.
-    """
-
-    def __init__(self, policy: TransformerTrainModule, *, shape: BatchShape, console: Console) -> None:
-        self.model = policy.model
-        self.dp_group = policy.dp_process_group
-        self.device = policy.device
-        self.shape = shape
-        self.console = console
-
-    @torch.no_grad()
-    def score(self, dataset: PreferenceDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
-        """Sums over the replies of `rows`: float32 array (len(rows), 2), chosen then rejected."""
-        rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
-        # Rows of like length share a step, so that padding and waiting are short.
-        order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
-        position_of = {rows[j]: j for j in range(len(rows))}
-        values_N2 = torch.zeros(len(rows), 2, dtype=torch.float32, device=self.device)
-        num_pairs_per_step = self.shape.max_pairs_per_rank * num_ranks
-        was_training = self.model.training
-        self.model.eval()
-        with self.console.counting(title) as on_progress:
-            for start in range(0, len(order), num_pairs_per_step):
-                indices = [rows[j] for j in order[start : start + num_pairs_per_step]]
-                step = rank_step(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
-                for batch in step.microbatches:
-                    logprobs = sequence_logprobs(self.model, batch.packed, device=self.device)
-                    positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
-                    values_N2[positions.to(self.device)] = logprobs.sums_S.view(2, -1).T.float()
-                on_progress(min(start + num_pairs_per_step, len(order)), len(order))
-        if num_ranks > 1:
-            # Each row was computed on one rank and is zero on the others.
-            dist.all_reduce(values_N2, group=self.dp_group)
-        # A forward pass without a backward leaves FSDP's root parameters gathered.
-        reshard(self.model)
-        self.model.train(was_training)
-        return values_N2.cpu().numpy()
-
-    def score_all(self, dataset: PreferenceDataset, *, title: str) -> PairLogprobs:
-        """The log-probs of every row under the model as it is."""
-        values_N2 = self.score(dataset, range(len(dataset)), title=title)
-        return PairLogprobs(chosen_N=values_N2[:, 0].copy(), rejected_N=values_N2[:, 1].copy())
-
-
 def reference_logprobs(
-    scorer: PairScorer, dataset: PreferenceDataset, *, cache: ReferenceCache, title: str
+    scorer: Scorer, dataset: PreferenceDataset, *, cache: ReferenceCache, title: str
 ) -> PairLogprobs:
     """Reference log-probs of all rows: from the cache, and by a forward pass for those it lacks.
 

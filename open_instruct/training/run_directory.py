@@ -69,9 +69,10 @@ class RunDirectory:
         for step in self.path.glob("step*"):
             if step.name.removeprefix("step").split("-")[0].isdigit():
                 shutil.rmtree(step)
-        for folder in (self.hf_model, self.path / "tensorboard"):
+        for folder in (self.hf_model, self.path / "tensorboard", self.path / "traces"):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.config, self.layout, self.log, self.metrics, self.evaluations, self.path / "wandb_id"):
+        own_files = self.config, self.layout, self.log, self.metrics, self.evaluations
+        for file in (*own_files, self.path / "wandb_id", self.path / "pids.json"):
             file.unlink(missing_ok=True)
 
     def write_layout(self, layout: ShardLayout) -> None:

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
+from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.parallel.layout import resolve_layout, unsharded_memory_warning
 from open_instruct.records import ShardLayout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DPO_FILES = sorted((REPOSITORY / "configs" / "dpo").glob("*.yaml"))
 MAGNITUDES = {"M": 1e6, "B": 1e9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What the files of one folder are read as."""
+
+    config_class: type[Any]
+    validate: Callable[[Any], list[str]]
+    unit: str
+
+
+KINDS = {
+    "dpo": Kind(config_class=DPOConfig, validate=validate_dpo, unit="pairs"),
+    "sft": Kind(config_class=SFTConfig, validate=validate_sft, unit="conversations"),
+}
+FILES = sorted(path for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml"))
+
+
+def read(path: Path, *more: str) -> Any:
+    return parse(KINDS[path.parent.name].config_class, [str(path), *more])
 
 
 def header(path: Path) -> dict[str, str]:
@@ -28,7 +51,7 @@ def nodes(path: Path) -> list[int]:
 
 
 def layout_of(path: Path) -> ShardLayout:
-    parallel = parse(DPOConfig, [str(path)]).parallel
+    parallel = read(path).parallel
     return resolve_layout(
         nodes(path),
         fsdp_shard_degree=parallel.fsdp_shard_degree,
@@ -39,29 +62,30 @@ def layout_of(path: Path) -> ShardLayout:
 
 
 def launch_words(path: Path) -> list[str]:
-    """The words of the torchrun command in the header, its continuation lines joined."""
+    """The words of the command in the header that starts one of our scripts, its continuation lines joined."""
     comment = "\n".join(
         line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")
     )
-    (command,) = re.findall(r"^torchrun (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
+    commands = re.findall(r"^(?:torchrun|python) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
+    (command,) = (command for command in commands if "open_instruct/" in command)
     return shlex.split(command.replace("\\\n", " "))
 
 
 def test_all_files_of_configs_are_known() -> None:
-    assert len(DPO_FILES) >= 5
-    assert sorted((REPOSITORY / "configs").rglob("*.*")) == DPO_FILES
+    assert {path.parent.name for path in FILES} == set(KINDS)
+    assert sorted((REPOSITORY / "configs").rglob("*.*")) == FILES
 
 
-@pytest.mark.parametrize("path", DPO_FILES, ids=lambda path: path.stem)
-class TestDPO:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+class TestFile:
     def test_flags_are_good(self, path: Path) -> None:
-        assert validate_dpo(parse(DPOConfig, [str(path)])) == []
+        assert KINDS[path.parent.name].validate(read(path)) == []
 
     def test_the_global_batch_is_what_the_header_says(self, path: Path) -> None:
-        optim = parse(DPOConfig, [str(path)]).optim
+        optim = read(path).optim
         world = layout_of(path).data_parallel_world_size
-        pairs = optim.per_device_train_batch_size * optim.gradient_accumulation_steps * world
-        assert pairs == int(header(path)["global_batch_pairs"])
+        num_rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps * world
+        assert num_rows == int(header(path)[f"global_batch_{KINDS[path.parent.name].unit}"])
 
     def test_the_training_state_fits(self, path: Path) -> None:
         words = header(path)
@@ -72,15 +96,15 @@ class TestDPO:
 
     def test_the_launch_command_starts_this_file_on_these_nodes(self, path: Path) -> None:
         words = launch_words(path)
-        script = words.index("open_instruct/dpo.py")
+        script = words.index(f"open_instruct/{path.parent.name}.py")
         launcher, ours = words[1:script], words[script + 1 :]
         flags = dict(zip(launcher[::2], launcher[1::2], strict=True))
         num_nodes = int(flags.get("--nnodes", "1"))
-        assert [int(flags["--nproc_per_node"])] * num_nodes == nodes(path)
+        assert [int(flags.get("--nproc_per_node", "1"))] * num_nodes == nodes(path)
         assert ours[0] == str(path.relative_to(REPOSITORY))
-        parse(DPOConfig, [str(path), *ours[1:]])
+        read(path, *ours[1:])
 
 
 def test_only_the_file_that_says_so_straddles_nodes() -> None:
-    straddling = [path.stem for path in DPO_FILES if layout_of(path).straddles_nodes]
+    straddling = [path.stem for path in FILES if layout_of(path).straddles_nodes]
     assert straddling == ["olmo2_32b_32gpu_tp"]

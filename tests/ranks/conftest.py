@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.models.tiny import write_tiny_model
-from tests.ranks.dpo_case import NUM_PAIRS, DPOCase
 from tests.ranks.launch import run_ranks as start
+from tests.ranks.train_case import NUM_ROWS, TrainCase
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def dpo_case(tmp_path_factory: pytest.TempPathFactory) -> DPOCase:
+def dpo_case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     """A tiny OLMo 2 and a few preference pairs of unequal length."""
     folder = tmp_path_factory.mktemp("dpo")
     model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
     rows = folder / "rows.jsonl"
-    write_synthetic_preferences(rows, num_rows=NUM_PAIRS, seed=1)
-    return DPOCase(model=model, rows=rows, folder=folder)
+    write_synthetic_preferences(rows, num_rows=NUM_ROWS, seed=1)
+    return TrainCase(model=model, rows=rows, folder=folder, own_flags={"loss_type": "dpo"})

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from open_instruct.models.tiny import write_tiny_model
-from tests.ranks.dpo_case import DPOCase, free_ports
+from tests.ranks.train_case import TrainCase, free_ports
 
 FAMILIES = ("olmo3", "qwen3", "llama")
-JOB = "tests.ranks.jobs.dpo_runs:run_each"
+JOB = "tests.ranks.jobs.train_runs:run_each"
 
 
 @pytest.fixture(scope="module")
-def cases(dpo_case: DPOCase, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DPOCase]:
+def cases(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainCase]:
     folder: Path = tmp_path_factory.mktemp("families")
     # Llama's embeddings are tied, which FSDP and tensor parallelism must keep.
     return {
@@ -29,7 +29,7 @@ def cases(dpo_case: DPOCase, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     }
 
 
-def test_families(cases: dict[str, DPOCase], run_ranks: Callable[..., list[Any]]) -> None:
+def test_families(cases: dict[str, TrainCase], run_ranks: Callable[..., list[Any]]) -> None:
     flags: dict[str, Any] = {"max_train_steps": 3, "per_device_train_batch_size": 4}
     alone = [case.command(f"{family}_alone", batch=4, **flags) for family, case in cases.items()]
     sharded = [case.command(f"{family}_fsdp_2", ranks=2, **flags) for family, case in cases.items()]

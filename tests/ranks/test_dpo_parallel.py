@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.dpo_case import DPOCase, free_ports
+from tests.ranks.train_case import TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def one_process(dpo_case: DPOCase) -> DPOCase:
+def one_process(dpo_case: TrainCase) -> TrainCase:
     """Runs of one process: the trajectory that every other must follow, and other ways to cut its batches."""
     from tests.ranks.launch import run_ranks
 
@@ -39,19 +39,19 @@ def one_process(dpo_case: DPOCase) -> DPOCase:
         ),
     ]
     run_ranks(
-        1, "tests.ranks.jobs.dpo_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(len(commands))
+        1, "tests.ranks.jobs.train_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(len(commands))
     )
     return dpo_case
 
 
-def assert_same_trajectory(case: DPOCase, name: str, other: str = "base", rel: float = 1e-5) -> None:
+def assert_same_trajectory(case: TrainCase, name: str, other: str = "base", rel: float = 1e-5) -> None:
     ours, theirs = case.trajectory(name), case.trajectory(other)
     assert len(ours) == len(theirs) == 5
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
         assert a == pytest.approx(b, rel=rel), f"{name} differs from {other} at step {step}"
 
 
-def test_training_moves_the_loss(one_process: DPOCase) -> None:
+def test_training_moves_the_loss(one_process: TrainCase) -> None:
     # Otherwise equal trajectories would prove nothing.
     losses = [loss for loss, _ in one_process.trajectory("base")]
     assert losses[-1] < losses[0] - 0.01
@@ -70,11 +70,11 @@ def test_training_moves_the_loss(one_process: DPOCase) -> None:
         "checkpointed_modules",
     ],
 )
-def test_cutting_does_not_matter(one_process: DPOCase, name: str) -> None:
+def test_cutting_does_not_matter(one_process: TrainCase, name: str) -> None:
     assert_same_trajectory(one_process, name)
 
 
-def test_first_loss_is_that_of_the_reference(one_process: DPOCase) -> None:
+def test_first_loss_is_that_of_the_reference(one_process: TrainCase) -> None:
     first = {name: one_process.metrics(f"start_{name}")[0] for name in ("dpo_norm", "ipo", "hinge", "wpo")}
     base = one_process.metrics("base")[0]
     assert base["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -87,13 +87,13 @@ def test_first_loss_is_that_of_the_reference(one_process: DPOCase) -> None:
     assert one_process.metrics("padded")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_every_optimizer_learns(one_process: DPOCase) -> None:
+def test_every_optimizer_learns(one_process: TrainCase) -> None:
     for optimizer in ("skip_step_adamw", "muon", "adamw"):
         losses = [loss for loss, _ in one_process.trajectory(f"optimizer_{optimizer}")]
         assert losses[-1] < losses[0] - 0.005, optimizer
 
 
-def test_metrics_have_the_names_scripts_read(one_process: DPOCase) -> None:
+def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
     names = {
         *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
         *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy")),
@@ -108,25 +108,25 @@ def test_metrics_have_the_names_scripts_read(one_process: DPOCase) -> None:
     assert all(row["padding_fraction"] > 0 for row in one_process.metrics("padded"))
 
 
-def test_two_ranks(one_process: DPOCase, run_ranks: RunRanks) -> None:
+def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     commands = [
         one_process.command("fsdp_2", ranks=2),
         one_process.command("replicas_2", ranks=2, fsdp_shard_degree=1, batch=2),
         one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2),
     ]
-    run_ranks(2, "tests.ranks.jobs.dpo_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(3))
+    run_ranks(2, "tests.ranks.jobs.train_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(3))
     for name in ("fsdp_2", "replicas_2", "tensor_2"):
         assert_same_trajectory(one_process, name)
 
 
-def test_four_ranks(one_process: DPOCase, run_ranks: RunRanks) -> None:
+def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     commands = [
         one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2),
         one_process.command("fsdp_4", ranks=4, packing=False),
         one_process.command("tensor_2_fsdp_2", ranks=2, tensor_parallel_degree=2, batch=2),
         one_process.command("muon_hsdp_2x2", ranks=4, fsdp_shard_degree=2, optimizer="muon", weight_decay=0.1),
     ]
-    run_ranks(4, "tests.ranks.jobs.dpo_runs:run_each", timeout_s=300, commands=commands, ports=free_ports(4))
+    run_ranks(4, "tests.ranks.jobs.train_runs:run_each", timeout_s=300, commands=commands, ports=free_ports(4))
     for name in ("hsdp_2x2", "fsdp_4", "tensor_2_fsdp_2"):
         assert_same_trajectory(one_process, name)
     # Muon's iteration runs in bfloat16, so its steps agree less closely.

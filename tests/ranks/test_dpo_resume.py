@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.dpo_case import DPOCase, free_ports
 from tests.ranks.launch import REPOSITORY
+from tests.ranks.train_case import TrainCase, free_ports
 
 NUM_STEPS = 12
 TIMEOUT_S = 150.0
@@ -61,7 +61,7 @@ Command = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def command_of(dpo_case: DPOCase) -> Callable[..., Command]:
+def command_of(dpo_case: TrainCase) -> Callable[..., Command]:
     def with_flags(*, ranks: int, **flags: object) -> Command:
         settings = {"max_train_steps": NUM_STEPS, "checkpointing_steps": 2, **flags}
         return lambda name: dpo_case.command(name, ranks=ranks, **settings)
@@ -69,7 +69,7 @@ def command_of(dpo_case: DPOCase) -> Callable[..., Command]:
     return with_flags
 
 
-def test_killed_run_resumes_bitwise_in_bfloat16(dpo_case: DPOCase, command_of: Callable[..., Command]) -> None:
+def test_killed_run_resumes_bitwise_in_bfloat16(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
     command = command_of(ranks=2, param_dtype="bfloat16", keep_last_n_checkpoints=2)
     undisturbed, killed = "bf16_undisturbed", "bf16_killed"
     finish(start(command(undisturbed), ranks=2))
@@ -90,7 +90,7 @@ def test_killed_run_resumes_bitwise_in_bfloat16(dpo_case: DPOCase, command_of: C
 
 @pytest.mark.parametrize("optimizer", ["adamw", "skip_step_adamw", "muon"])
 def test_terminated_run_resumes_bitwise_in_float32(
-    dpo_case: DPOCase, command_of: Callable[..., Command], optimizer: str
+    dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str
 ) -> None:
     command = command_of(ranks=1, optimizer=optimizer, checkpointing_steps=100)
     undisturbed, stopped = f"{optimizer}_undisturbed", f"{optimizer}_stopped"
@@ -111,7 +111,7 @@ def test_terminated_run_resumes_bitwise_in_float32(
     assert dpo_case.weights_digest(stopped) == dpo_case.weights_digest(undisturbed)
 
 
-def test_run_of_four_ranks_resumes_on_two(dpo_case: DPOCase, command_of: Callable[..., Command]) -> None:
+def test_run_of_four_ranks_resumes_on_two(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
     on_four = command_of(ranks=4, batch=1, fsdp_shard_degree=2)
     on_two = command_of(ranks=2, batch=1)
     finish(start(on_two("elastic_undisturbed"), ranks=2))

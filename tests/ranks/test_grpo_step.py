@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from open_instruct.models.tiny import write_tiny_model
-from tests.ranks.dpo_case import free_ports
+from tests.ranks.train_case import free_ports
 
 RunRanks = Callable[..., list[Any]]
 Rows = list[dict[str, float]]

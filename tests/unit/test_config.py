@@ -487,7 +487,7 @@ class TestResume:
     def test_the_global_batch_must_stay(self) -> None:
         batch = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
         assert self.conflicts(batch, batch, (4, 2)) == [
-            "the global batch was 32 (2 x 4 x 4 data-parallel ranks) pairs, is 16 (2 x 4 x 2 data-parallel ranks); "
+            "the global batch was 32 (2 x 4 x 4 data-parallel ranks) rows, is 16 (2 x 4 x 2 data-parallel ranks); "
             "--gradient_accumulation_steps 8 keeps it"
         ]
         kept = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "8"]

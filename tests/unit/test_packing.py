@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
 from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
-from open_instruct.packing.preference_pairs import StepPlan, plan_step, preference_batch
+from open_instruct.packing.preference_pairs import preference_batch
+from open_instruct.packing.steps import StepPlan, plan_step
 from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, PreferenceExample, Span
 
 PAD = 99
@@ -181,6 +182,7 @@ def reply_logps(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return sum_by_sequence(logprobs_BK, kept.sequence_ids_BK, batch.num_sequences)
 
 
+@settings(deadline=None)
 @given(st.lists(preference_examples(), min_size=1, max_size=4), st.integers(1, 16))
 def test_log_probs_do_not_depend_on_the_layout(examples: list[PreferenceExample], multiple: int) -> None:
     alone = [reply_logps(pack_documents([example.chosen])) for example in examples]
@@ -252,7 +254,7 @@ def test_plan_by_hand_packed() -> None:
     plan = plan_step(
         [90, 10, 50, 40],
         num_ranks=2,
-        max_pairs_per_microbatch=1,
+        max_samples_per_microbatch=1,
         max_tokens_per_microbatch=95,
         max_microbatches=2,
         packing=True,
@@ -265,7 +267,7 @@ def test_plan_by_hand_padded_groups_pairs_of_similar_length() -> None:
     plan = plan_step(
         [100, 10, 90, 20],
         num_ranks=1,
-        max_pairs_per_microbatch=2,
+        max_samples_per_microbatch=2,
         max_tokens_per_microbatch=200,
         max_microbatches=4,
         packing=False,
@@ -279,7 +281,7 @@ def test_packing_takes_fewer_microbatches_than_padding_where_pairs_are_short() -
         plan_step(
             lengths,
             num_ranks=2,
-            max_pairs_per_microbatch=2,
+            max_samples_per_microbatch=2,
             max_tokens_per_microbatch=200,
             max_microbatches=4,
             packing=packing,
@@ -293,7 +295,7 @@ def test_ranks_beyond_the_pairs_get_empty_microbatches() -> None:
     plan = plan_step(
         [5, 6],
         num_ranks=4,
-        max_pairs_per_microbatch=1,
+        max_samples_per_microbatch=1,
         max_tokens_per_microbatch=6,
         max_microbatches=1,
         packing=True,
@@ -303,7 +305,7 @@ def test_ranks_beyond_the_pairs_get_empty_microbatches() -> None:
 
 def test_no_pairs_still_make_one_microbatch() -> None:
     plan = plan_step(
-        [], num_ranks=2, max_pairs_per_microbatch=1, max_tokens_per_microbatch=1, max_microbatches=1, packing=True
+        [], num_ranks=2, max_samples_per_microbatch=1, max_tokens_per_microbatch=1, max_microbatches=1, packing=True
     )
     assert plan == StepPlan(assignments=(((),), ((),)))
 
@@ -318,7 +320,7 @@ def test_a_step_that_cannot_be_planned_is_refused(lengths: list[int], max_tokens
         plan_step(
             lengths,
             num_ranks=2,
-            max_pairs_per_microbatch=1,
+            max_samples_per_microbatch=1,
             max_tokens_per_microbatch=max_tokens,
             max_microbatches=2,
             packing=True,
@@ -333,9 +335,9 @@ def steps(draw: Any) -> dict[str, Any]:
     num_pairs = draw(st.one_of(st.just(most), st.integers(0, most)))
     lengths = draw(st.lists(st.integers(4, longest), min_size=num_pairs, max_size=num_pairs))
     return {
-        "num_tokens_of_pair": lengths,
+        "num_tokens_of_sample": lengths,
         "num_ranks": num_ranks,
-        "max_pairs_per_microbatch": max_pairs,
+        "max_samples_per_microbatch": max_pairs,
         "max_tokens_per_microbatch": max_pairs * longest,
         "max_microbatches": max_microbatches,
         "packing": draw(st.booleans()),
@@ -348,7 +350,7 @@ def test_every_plan_keeps_its_promises(step: dict[str, Any]) -> None:
     plan = plan_step(**step)
     assert plan == plan_step(**step)
 
-    lengths = step["num_tokens_of_pair"]
+    lengths = step["num_tokens_of_sample"]
     assert len(plan.assignments) == step["num_ranks"]
     assert 1 <= plan.num_microbatches <= step["max_microbatches"]
     assert all(len(microbatches) == plan.num_microbatches for microbatches in plan.assignments)
@@ -370,6 +372,6 @@ def test_every_plan_keeps_its_promises(step: dict[str, Any]) -> None:
             if step["packing"]:
                 assert num_tokens <= step["max_tokens_per_microbatch"]
             else:
-                assert len(microbatch) <= step["max_pairs_per_microbatch"]
+                assert len(microbatch) <= step["max_samples_per_microbatch"]
     assert max(pairs_of_rank) - min(pairs_of_rank) <= 1
     assert max(tokens_of_rank) - min(tokens_of_rank) <= max(lengths, default=0)

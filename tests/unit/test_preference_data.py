@@ -291,12 +291,12 @@ def same(one: PreferenceDataset, other: PreferenceDataset) -> bool:
 def test_second_load_reads_the_file(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = numbered(tmp_path / "rows.jsonl", 9)
     first, report = load(path, "1.5")
-    monkeypatch.setattr(preference_dataset, "PreferenceBuilder", None)  # would fail if it were built again
+    monkeypatch.setattr(preference_dataset.PreferenceBuilder, "build", None)  # would fail if it were built again
     second, again = load(path, "1.5")
     assert same(first, second)
     assert again.from_cache and not report.from_cache
     assert (again.num_pairs, again.num_tokens, again.cache_file) == (14, report.num_tokens, report.cache_file)
-    assert list((tmp_path / "cache" / "preferences").iterdir()) == [Path(report.cache_file)]
+    assert list((tmp_path / "cache" / "pairs").iterdir()) == [Path(report.cache_file)]
 
 
 def test_everything_that_matters_is_in_the_cache_key(

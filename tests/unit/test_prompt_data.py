@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.data import prompt_dataset
+from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.preference_rows import Message
 from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
@@ -256,7 +256,7 @@ def test_the_cache_is_not_asked_where_anything_differs(
     for other in others:
         assert not load(rows, "0.5", **other)[1].from_cache, other
     assert load(rows, "0.5", known_verifiers=reversed(VERIFIERS))[1].from_cache
-    monkeypatch.setattr(prompt_dataset, "CACHE_VERSION", -1)
+    monkeypatch.setattr(token_dataset, "CACHE_VERSION", -1)
     assert not load(rows, "0.5")[1].from_cache
 
 

@@ -23,9 +23,10 @@ from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.metrics_log import MetricsFile
 from open_instruct.training.muon import MuonWithAdamW
 from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.training.preference_loader import BatchShape, PairLogprobs, rank_step
+from open_instruct.training.preference_steps import PairLogprobs, preference_step
 from open_instruct.training.reference_cache import ReferenceCache
 from open_instruct.training.run_directory import RunDirectory
+from open_instruct.training.sample_loader import BatchShape
 from open_instruct.training.trackers import build_trackers
 from open_instruct.training.train_module import WeightedSums, padding_fraction
 
@@ -49,8 +50,8 @@ def make_pairs(num_pairs: int) -> PreferenceDataset:
 
 
 def shape_of(**changes: Any) -> BatchShape:
-    settings = {"max_pairs_per_microbatch": 2, "max_microbatches": 2, "max_seq_length": 8, "packing": True}
-    return BatchShape(**(settings | {"pad_token_id": 0} | changes))
+    settings = {"max_samples_per_microbatch": 2, "max_microbatches": 2, "max_seq_length": 8, "packing": True}
+    return BatchShape(**(settings | {"documents_per_sample": 2, "pad_token_id": 0} | changes))
 
 
 class TestMetrics:
@@ -95,7 +96,7 @@ class TestLoading:
     def test_ranks_share_a_global_batch(self, num_ranks: int) -> None:
         pairs = make_pairs(4)
         steps = [
-            rank_step(pairs, [3, 1, 0, 2], shape=shape_of(), rank=rank, num_ranks=num_ranks)
+            preference_step(pairs, [3, 1, 0, 2], shape=shape_of(), rank=rank, num_ranks=num_ranks)
             for rank in range(num_ranks)
         ]
         rows = [row for step in steps for batch in step.microbatches for row in batch.row_ids]
@@ -109,7 +110,7 @@ class TestLoading:
         reference = PairLogprobs(
             chosen_N=np.arange(4, dtype=np.float32), rejected_N=np.arange(10, 14, dtype=np.float32)
         )
-        step = rank_step(pairs, [2, 0, 3], shape=shape_of(), rank=0, num_ranks=1, reference=reference)
+        step = preference_step(pairs, [2, 0, 3], shape=shape_of(), rank=0, num_ranks=1, reference=reference)
         for batch in step.microbatches:
             assert batch.reference_chosen_logps_P is not None and batch.reference_rejected_logps_P is not None
             assert batch.reference_chosen_logps_P.tolist() == list(batch.row_ids)
@@ -223,9 +224,9 @@ class TestMemory:
 
 class TestRunDirectory:
     def test_overwriting_spares_what_is_not_ours(self, tmp_path: Path) -> None:
-        for name in ("step10", "hf_model", "step_by_step"):
+        for name in ("step10", "hf_model", "traces", "step_by_step"):
             (tmp_path / name).mkdir()
-        for name in ("metrics.jsonl", "eval.jsonl", "notes.txt"):
+        for name in ("metrics.jsonl", "eval.jsonl", "pids.json", "notes.txt"):
             (tmp_path / name).write_text("")
         RunDirectory(path=tmp_path).create(overwrite=True)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_by_step"]

@@ -1,4 +1,4 @@
-"""A small DPO problem that the rank tests share, and how to run it."""
+"""A small training problem that the rank tests share, and how to run it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-NUM_PAIRS = 22
-PAIRS_PER_STEP = 8
+NUM_ROWS = 22
+ROWS_PER_STEP = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPOCase:
-    """Model, rows and cache of a run; 22 pairs in global batches of 8, so that the last batch is short."""
+class TrainCase:
+    """Model, rows and cache of a run; 22 rows in global batches of 8, so that the last batch is short.
+
+    `own_flags` are those that only its command has.
+    """
 
     model: Path
     rows: Path
     folder: Path
+    own_flags: dict[str, Any]
 
     def command(self, name: str, *, ranks: int = 1, batch: int | None = None, **flags: Any) -> list[str]:
-        """Flags of a run called `name` on so many data-parallel ranks, `batch` pairs a microbatch."""
-        per_rank = PAIRS_PER_STEP // ranks
+        """Flags of a run called `name` on so many data-parallel ranks, `batch` rows a microbatch."""
+        per_rank = ROWS_PER_STEP // ranks
         batch = batch or per_rank
         settings: dict[str, Any] = {
             "model_name_or_path": self.model,
@@ -36,12 +40,12 @@ class DPOCase:
             "param_dtype": "float32",
             "learning_rate": 1e-4,
             "warmup_ratio": 0.0,
-            "loss_type": "dpo",
             "per_device_train_batch_size": batch,
             "gradient_accumulation_steps": per_rank // batch,
             "max_train_steps": 5,
             "checkpointing_steps": 100,
-        } | flags
+        }
+        settings |= self.own_flags | flags
         words: list[str] = []
         for flag, value in settings.items():
             words.append(f"--{flag}")

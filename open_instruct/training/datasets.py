@@ -1,18 +1,28 @@
-"""The tokenised preference pairs of a run, built once by rank 0 and read from the cache by all."""
+"""The tokenised rows of a run, built once by rank 0 and read from the cache by all."""
 
 from __future__ import annotations
 
-from open_instruct.config.sections import PreferenceDataSection
-from open_instruct.data.preference_dataset import DataReport, PreferenceDataset, load_preference_dataset
+from collections.abc import Callable
+from typing import TypeVar
+
+from open_instruct.config.sections import DataSection
+from open_instruct.data.report import DataReport
 from open_instruct.parallel.process import on_main_process
 from open_instruct.training.console import Console
 from open_instruct.training.pretrained import Pretrained
 
+DatasetT = TypeVar("DatasetT")
 
-def load_pairs(
-    data: PreferenceDataSection, *, pretrained: Pretrained, seed: int, console: Console
-) -> tuple[PreferenceDataset, PreferenceDataset | None]:
-    """The training pairs, and the held-out pairs if any are named.
+
+def load_datasets(
+    load: Callable[..., tuple[DatasetT, DataReport]],
+    data: DataSection,
+    *,
+    pretrained: Pretrained,
+    seed: int,
+    console: Console,
+) -> tuple[DatasetT, DatasetT | None]:
+    """The training rows, and the held-out rows if any are named; `load` is `load_token_dataset` for one kind of them.
 
     Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
     does not share the cache folder).
@@ -20,10 +30,10 @@ def load_pairs(
     :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
     """
 
-    def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> PreferenceDataset:
-        def read(speaks: bool) -> tuple[PreferenceDataset, DataReport]:
+    def load_one(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> DatasetT:
+        def read(speaks: bool) -> tuple[DatasetT, DataReport]:
             with Console(speaks=speaks).counting(title) as on_progress:
-                return load_preference_dataset(
+                return load(
                     mixer_list=mixer_list,
                     splits=splits,
                     tokenizer=pretrained.tokenizer,
@@ -40,7 +50,7 @@ def load_pairs(
             console.say(f"{title}: {line}")
         return read(False)[0]
 
-    pairs = load("training pairs", "--mixer_list", data.mixer_list, data.mixer_list_splits)
+    training = load_one("training data", "--mixer_list", data.mixer_list, data.mixer_list_splits)
     if not data.eval_mixer_list:
-        return pairs, None
-    return pairs, load("held-out pairs", "--eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
+        return training, None
+    return training, load_one("held-out data", "--eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)

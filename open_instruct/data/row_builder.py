@@ -1,0 +1,209 @@
+"""From raw rows to flat arrays of tokens, whatever a row holds: check, render, tokenise, cut, count.
+
+Legend for array names: N rows of the data set, T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
+from typing import Any, ClassVar
+
+import numpy as np
+
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.mixer import MixerEntry, select_rows
+from open_instruct.data.report import BadRowLog, DataReport, Unit
+from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
+from open_instruct.errors import InputError
+
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedRow:
+    """A row as the pieces of text that are tokenised apart.
+
+    `replies[i]` is what the model should learn to say with piece i, as it was given; None where the piece is prompt.
+    `details` is what is kept beside the tokens.
+
+    Example::
+
+        RenderedRow(texts=("User: Hi\nAssistant:", "Hello<eos>"), replies=(None, "Hello"))
+    """
+
+    texts: tuple[str, ...]
+    replies: tuple[str | None, ...]
+    details: bytes = b""
+
+
+class RowBuilder(ABC):
+    """Gathers the distinct rows of all sources, then repeats them as the mixture says.
+
+    A subclass says how a row is rendered, what of its tokens is kept, and as which arrays.
+    """
+
+    unit: ClassVar[Unit]
+    too_long: ClassVar[str] = "prompt_too_long"
+
+    def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
+        if max_seq_length < 2:
+            raise InputError(
+                f"--max_seq_length {max_seq_length} leaves no room for a prompt and a reply; use 2 or more."
+            )
+        self.chat = chat
+        self.max_seq_length = max_seq_length
+        self.on_bad_row = on_bad_row
+        self.token_ids = array("i")
+        self.edges: list[list[int]] = []  # of each row kept: where its pieces start in token_ids, and the last stops
+        self.details = bytearray()
+        self.details_edges = [0]  # where the details of each row kept start, and the last stop
+        self.keys = bytearray()
+        self.bad = BadRowLog()
+        self.filtered: Counter[str] = Counter()
+        self.num_truncated = 0
+        self.num_without_end = 0
+        self.shortest_prompt: int | None = None
+
+    @abstractmethod
+    def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        """The text of one row.
+
+        Raises:
+            MalformedRow: with the kind and the reason.
+        """
+
+    @abstractmethod
+    def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
+        """The token ids of a row's pieces that are kept; None, noted in `filtered`, where nothing is left to learn."""
+
+    @abstractmethod
+    def arrays(self, order_N: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
+        """The arrays that only this kind of data set has, for rows `order_N` of those kept; and all their tokens."""
+
+    def limit(self) -> str:
+        """The flag that leaves long prompts out, with its value."""
+        return f"--max_seq_length {self.max_seq_length}"
+
+    def remedy(self) -> str:
+        """What to change when nothing is left."""
+        return f"raise --max_seq_length: the shortest prompt alone has {self.shortest_prompt or 0:,} tokens"
+
+    def build(
+        self,
+        entries: Sequence[MixerEntry],
+        sources: Sequence[RowSource],
+        *,
+        seed: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> tuple[dict[str, np.ndarray], DataReport]:
+        """All sources in turn, into the arrays that the data set is made of.
+
+        Raises:
+            InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
+        """
+        selected = [select_rows(entry, len(source), seed) for entry, source in zip(entries, sources, strict=True)]
+        distinct = [np.unique(indices) for indices in selected]
+        num_rows = sum(map(len, distinct))
+        kept_of_N: list[np.ndarray] = []
+        num_done = 0
+        for source, indices, rows in zip(sources, selected, distinct, strict=True):
+            kept_of_row = np.full(len(rows), -1, dtype=np.int64)
+            stream = enumerate(source.rows(rows.tolist()))
+            while chunk := list(islice(stream, _ROWS_AT_ONCE)):
+                for index, place in self._add(chunk):
+                    kept_of_row[index] = place
+                num_done += len(chunk)
+                if on_progress is not None:
+                    on_progress(num_done, num_rows)
+            kept = kept_of_row[np.searchsorted(rows, indices)]
+            kept_of_N.append(kept[kept >= 0])
+        if self.bad.counts and self.on_bad_row == "error":
+            raise self.bad.error(num_rows)
+        if not self.edges:
+            raise self._nothing_left(num_rows)
+
+        order_N = np.concatenate(kept_of_N)
+        own_arrays, num_tokens = self.arrays(order_N)
+        arrays = {
+            "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),
+            "keys_N32": np.frombuffer(bytes(self.keys), dtype=np.uint8).reshape(-1, 32)[order_N],
+        }
+        warnings = [entry.warning for entry in entries if entry.warning]
+        if self.num_without_end:
+            warnings.append(
+                f"{self.chat.template.name} chat template ends {self.num_without_end:,} replies without an "
+                "end-of-turn token, so the model will not learn where a reply stops"
+            )
+        return arrays | own_arrays, DataReport(
+            sources=tuple(
+                (source.name, len(source), len(indices)) for source, indices in zip(sources, selected, strict=True)
+            ),
+            num_rows=num_rows,
+            bad=dict(self.bad.counts),
+            bad_rows=tuple(map(str, self.bad.first)),
+            filtered=dict(self.filtered),
+            num_truncated=self.num_truncated,
+            num_kept=len(self.edges),
+            num_pairs=len(order_N),
+            num_tokens=num_tokens,
+            warnings=tuple(warnings),
+            unit=self.unit,
+        )
+
+    def _add(self, rows: Sequence[tuple[int, RawRow | BadRow]]) -> Iterator[tuple[int, int]]:
+        """Takes rows in; yields (index of the row, its index among those kept) of those that stay."""
+        rendered: list[tuple[int, RawRow, RenderedRow]] = []
+        for index, row in rows:
+            if isinstance(row, BadRow):
+                self.bad.add(row)
+                continue
+            try:
+                rendered.append((index, row, self.render(row.value)))
+            except MalformedRow as error:
+                self._add_bad(row, error)
+        if not rendered or (self.bad.counts and self.on_bad_row == "error"):
+            return  # after a bad row the rest is read only to say how many there are
+        ids = iter(self.chat.tokenize([text for _, _, item in rendered for text in item.texts]))
+        for index, row, item in rendered:
+            pieces = list(islice(ids, len(item.texts)))
+            try:
+                for reply, piece in zip(item.replies, pieces, strict=True):
+                    if reply is not None:
+                        self.chat.check_reply(reply, piece)
+            except MalformedRow as error:
+                self._add_bad(row, error)
+                continue
+            self.num_without_end += sum(
+                reply is not None and not self.chat.ends_turn(text)
+                for reply, text in zip(item.replies, item.texts, strict=True)
+            )
+            self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
+            if len(pieces[0]) >= self.max_seq_length:
+                self.filtered[self.too_long] += 1
+            elif (kept := self.cut(pieces)) is not None:
+                self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
+                self._keep(kept, item.details)
+                yield index, len(self.edges) - 1
+
+    def _add_bad(self, row: RawRow, error: MalformedRow) -> None:
+        self.bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason))
+
+    def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
+        lengths, tokens = array("i", map(len, pieces)), array("i", chain.from_iterable(pieces))
+        self.edges.append(list(accumulate(lengths, initial=len(self.token_ids))))
+        self.token_ids.extend(tokens)
+        self.details += details
+        self.details_edges.append(len(self.details))
+        self.keys += hashlib.sha256(lengths.tobytes() + tokens.tobytes() + details).digest()
+
+    def _nothing_left(self, num_rows: int) -> InputError:
+        if not self.filtered:
+            return self.bad.error(num_rows)
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items())
+        return InputError(f"no {self.unit} of {num_rows:,} rows is left at {self.limit()} ({counts}); {self.remedy()}.")

@@ -1,0 +1,171 @@
+"""Supervised tuning: its loss, that no cut of a batch changes it, and a run from the command line to a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.launch import REPOSITORY
+from tests.ranks.launch import run_ranks as start
+from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
+
+RunRanks = Callable[..., list[Any]]
+JOB = "tests.ranks.jobs.train_runs:run_each"
+
+
+def write_conversations(path: Path, *, num_rows: int, seed: int) -> None:
+    """Conversations of unequal length, some of several turns, some with a system turn."""
+    write_synthetic_preferences(path, num_rows=num_rows, seed=seed)
+    rows = [json.loads(line)["chosen"] for line in path.read_text().splitlines()]
+    assert {sum(turn["role"] == "assistant" for turn in row) for row in rows} == {1, 2}
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
+    folder = tmp_path_factory.mktemp("sft")
+    write_conversations(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
+    write_conversations(folder / "held_out.jsonl", num_rows=12, seed=2)
+    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    heldout = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"]}
+    return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=heldout)
+
+
+@pytest.fixture(scope="module")
+def one_process(case: TrainCase) -> TrainCase:
+    commands = [
+        case.command("base"),
+        case.command("one_row_at_a_time", batch=1),
+        case.command("padded", packing=False),
+        case.command("padded_accumulated", packing=False, batch=2),
+        case.command("whole_data", max_train_steps=1, per_device_train_batch_size=NUM_ROWS, learning_rate=1e-9),
+    ]
+    start(1, JOB, timeout_s=120, commands=commands, ports=free_ports(len(commands)), entry="sft")
+    return case
+
+
+def assert_same(case: TrainCase, name: str) -> None:
+    assert len(case.trajectory(name)) == 5
+    for step, (ours, theirs) in enumerate(zip(case.trajectory(name), case.trajectory("base"), strict=True), start=1):
+        assert ours == pytest.approx(theirs, rel=1e-5), f"{name} differs at step {step}"
+    ours_held_out, theirs_held_out = (read(case.folder / run / "eval.jsonl") for run in (name, "base"))
+    for ours_row, theirs_row in zip(ours_held_out, theirs_held_out, strict=True):
+        assert ours_row == pytest.approx(theirs_row, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one_row_at_a_time", "padded", "padded_accumulated"])
+def test_cutting_does_not_matter(one_process: TrainCase, name: str) -> None:
+    assert_same(one_process, name)
+
+
+def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    commands = [
+        one_process.command("fsdp_2", ranks=2),
+        one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2, batch=4),
+    ]
+    run_ranks(2, JOB, timeout_s=120, commands=commands, ports=free_ports(2), entry="sft")
+    for name in ("fsdp_2", "tensor_2"):
+        assert_same(one_process, name)
+
+
+def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    commands = [
+        one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1),
+        one_process.command("fsdp_4_padded", ranks=4, packing=False),
+    ]
+    run_ranks(4, JOB, timeout_s=150, commands=commands, ports=free_ports(2), entry="sft")
+    for name in ("hsdp_2x2", "fsdp_4_padded"):
+        assert_same(one_process, name)
+
+
+def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase) -> None:
+    """An implementation of nobody here: its own model, its own template, its own cross-entropy."""
+    tokenizer = AutoTokenizer.from_pretrained(one_process.model)
+    model = AutoModelForCausalLM.from_pretrained(one_process.model, dtype=torch.float32)
+    total, num_labels = 0.0, 0
+    for row in read(one_process.rows):
+        ids, is_reply = [], []
+        for turn in range(len(row["messages"])):
+            if row["messages"][turn]["role"] != "assistant":
+                continue
+            before, after = (
+                tokenizer.apply_chat_template(
+                    row["messages"][:stop], tokenize=False, add_generation_prompt=stop == turn
+                )
+                for stop in (turn, turn + 1)
+            )
+            known = tokenizer.decode(ids)
+            for text, learned in ((before.removeprefix(known), False), (after.removeprefix(before).rstrip(), True)):
+                piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids += piece
+                is_reply += [learned] * len(piece)
+        ids, is_reply = ids[:192], is_reply[:192]
+        if not any(is_reply):  # a prompt that fills the length is left out
+            continue
+        labels = [token if learned else -100 for token, learned in zip(ids, is_reply, strict=True)]
+        with torch.no_grad():
+            mean = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        total += float(mean) * sum(is_reply)
+        num_labels += sum(is_reply)
+    (first,) = one_process.metrics("whole_data")
+    assert first["loss"] == pytest.approx(total / num_labels, rel=1e-5)
+
+
+def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
+    names = {
+        *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction")
+    }
+    assert all(set(row) == names for row in one_process.metrics("base"))
+    for row in read(one_process.folder / "base" / "eval.jsonl"):
+        assert set(row) == {"step", "eval/loss", "eval/num_label_tokens", "eval/num_conversations"}
+
+
+def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
+    """Stopped by what ends it: two of the five steps, with a schedule that does not know the length."""
+    flags: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
+    commands = [
+        one_process.command("undisturbed", **flags),
+        one_process.command("resumed", **flags, max_train_steps=2),
+        one_process.command("resumed", **flags),
+    ]
+    start(1, JOB, timeout_s=120, commands=commands, ports=free_ports(3), entry="sft")
+    assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
+    assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+
+
+def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCase) -> None:
+    command = case.command("cli", ranks=2, learning_rate=3e-3, max_train_steps=30, fsdp_shard_degree=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--master_port", str(free_ports(1)[0]), "open_instruct/sft.py", *command],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [loss for loss, _ in case.trajectory("cli")]
+    assert losses[-1] < 0.6 * losses[0]
+    before, after = read(case.folder / "cli" / "eval.jsonl")
+    assert before["eval/loss"] == pytest.approx(math.log(len(AutoTokenizer.from_pretrained(case.model))), rel=0.1)
+    assert after["eval/loss"] < 0.8 * before["eval/loss"]
+    model, report = AutoModelForCausalLM.from_pretrained(case.folder / "cli" / "hf_model", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0

@@ -1,0 +1,212 @@
+"""From rows of conversations to documents of which every assistant turn is learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from open_instruct.config.parser import parse
+from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template
+from open_instruct.data.chat_templates import CHAT_TEMPLATES
+from open_instruct.data.preference_rows import Message
+from open_instruct.data.report import DataReport
+from open_instruct.data.rows import MalformedRow
+from open_instruct.data.sft_dataset import SFTDataset, load_sft_dataset
+from open_instruct.data.sft_rows import parse_sft_row
+from open_instruct.errors import InputError
+from open_instruct.models.tiny import train_tokenizer
+from open_instruct.packing.documents import pack_documents
+from open_instruct.records import IGNORE_INDEX, Document
+
+Load = Callable[..., tuple[SFTDataset, DataReport]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes are tokens, so that lengths can be counted by hand."""
+    return train_tokenizer([""], vocab_size=262)
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+    def load(*mixer_list: str | Path, **changes: Any) -> tuple[SFTDataset, DataReport]:
+        arguments: dict[str, Any] = {
+            "mixer_list": list(map(str, mixer_list)),
+            "splits": ["train"],
+            "tokenizer": tokenizer,
+            "chat_template_name": "simple_chat",
+            "max_seq_length": 128,
+            "on_bad_row": "error",
+            "seed": 0,
+            "cache_dir": tmp_path / "cache",
+        }
+        return load_sft_dataset(**(arguments | changes))
+
+    return load
+
+
+def turns(*contents: str) -> list[Message]:
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+def write(path: Path, *conversations: list[Message]) -> Path:
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return path
+
+
+def learned(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[str]:
+    return [str(tokenizer.decode(list(document.token_ids[span.start : span.stop]))) for span in document.responses]
+
+
+def test_every_reply_of_a_conversation_is_learned(
+    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    dataset, report = load(write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e")), "1.0")
+    (document,) = dataset
+    eos = tokenizer.eos_token
+    assert tokenizer.decode(list(document.token_ids)) == f"User: a\nAssistant: bc{eos}\nUser: d\nAssistant: e{eos}"
+    assert learned(tokenizer, document) == [f" bc{eos}", f" e{eos}"]
+    assert dataset.num_label_tokens.tolist() == [4 + 3]
+    assert dataset.num_tokens.tolist() == [len(document)] == [report.num_tokens]
+    assert (report.unit, report.num_kept, report.num_truncated) == ("conversation", 1, 0)
+
+
+def test_labels_are_the_replies_and_nothing_else(load: Load, tmp_path: Path) -> None:
+    """Packed, no label leads from one conversation into the next."""
+    rows = write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e"), turns("f", "g"))
+    documents = list(load(rows, "1.0")[0])
+    packed = pack_documents(documents, pad_token_id=0)
+    labels = [label for label in packed.labels_BT.flatten().tolist() if label != IGNORE_INDEX]
+    replies = [document.token_ids[span.start : span.stop] for document in documents for span in document.responses]
+    assert labels == [token for reply in replies for token in reply]
+    assert len(replies) == 3
+
+
+@pytest.mark.parametrize("name", list(CHAT_TEMPLATES))
+def test_turns_end_to_end_are_the_conversation(name: str) -> None:
+    special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer = train_tokenizer([""], vocab_size=262)
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, name))
+    messages: list[Message] = [{"role": "system", "content": "be kind"}, *turns("one", "two", "three", "four")]
+    pieces = chat.render_turns(messages)
+    prompt, (reply,) = chat.render(messages[:-1], ["four"])
+    assert "".join(pieces) == prompt + reply
+    assert len(pieces) == 4
+    assert ["two" in piece for piece in pieces] == [False, True, False, False]
+    assert ["four" in piece for piece in pieces] == [False, False, False, True]
+    assert chat.ends_turn(pieces[1]) and chat.ends_turn(pieces[3])
+
+
+def test_a_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = (
+        "{% for m in messages %}<{{ m['role'] }}>"
+        "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    chat = ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
+    assert chat.render_turns(turns("a", "b")) == ("<user>a<assistant>", "<think></think>b")
+    with pytest.raises(MalformedRow, match="writes an earlier reply differently before turn 4") as caught:
+        chat.render_turns(turns("a", "b", "c", "d"))
+    assert caught.value.kind == "template"
+
+
+@pytest.mark.parametrize(
+    ("max_seq_length", "replies", "num_tokens"),
+    [
+        (44, [" bc", " e"], 44),  # all of it
+        (43, [" bc", " e"], 43),  # the last reply loses its end
+        (41, [" bc"], 22),  # no token of it is left, so its prompt goes too
+        (20, [" b"], 20),
+    ],
+)
+def test_cut_on_the_right_after_the_last_token_that_is_learned(
+    load: Load,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    max_seq_length: int,
+    replies: list[str],
+    num_tokens: int,
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e"))
+    dataset, report = load(rows, "1.0", max_seq_length=max_seq_length)
+    document = dataset[0]
+    assert [text.removesuffix(str(tokenizer.eos_token)) for text in learned(tokenizer, document)] == replies
+    assert document.responses[-1].stop == len(document) == num_tokens
+    assert ("1 row cut to --max_seq_length" in report.lines()) == (num_tokens < 44)
+
+
+def test_a_prompt_that_fills_the_length_is_left_out(load: Load, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", turns("a" * 200, "b"), turns("a", "b"))
+    dataset, report = load(rows, "1.0")
+    assert (len(dataset), report.filtered) == (1, {"prompt_too_long": 1})
+    with pytest.raises(InputError, match=r"no conversation of 2 rows is left .* the shortest prompt alone has 18 tok"):
+        load(rows, "1.0", max_seq_length=18)
+
+
+def test_repeated_rows_and_the_cache(load: Load, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", turns("a", "bc"), turns("d", "e", "f", "g"), turns("h", "i"))
+    dataset, report = load(rows, "2.0")
+    assert (len(dataset), report.num_kept) == (6, 3)
+    assert [dataset.key(i) for i in range(3)] == [dataset.key(i) for i in range(3, 6)]
+    assert dataset.num_label_tokens.tolist() == [sum(map(len, document.responses)) for document in dataset]
+    again, from_cache = load(rows, "2.0")
+    assert from_cache.from_cache and list(again) == list(dataset) and again.fingerprint == dataset.fingerprint
+    with pytest.raises(IndexError):
+        dataset[6]
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "told"),
+    [
+        (turns("a", " ", "c", "d"), "empty_reply", "'messages', turn 2: the reply is empty"),
+        (turns("a"), "roles_out_of_order", "'messages'"),
+        ([], "not_messages", "empty list"),
+    ],
+)
+def test_malformed_rows(messages: list[Message], kind: str, told: str) -> None:
+    with pytest.raises(MalformedRow) as caught:
+        parse_sft_row({"messages": messages})
+    assert caught.value.kind == kind
+    assert told in caught.value.reason
+
+
+def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", turns("a", "b"), turns("c", ""))
+    with pytest.raises(InputError, match=r"rows\.jsonl, line 2: the reply in 'messages' is empty"):
+        load(rows, "1.0")
+    dataset, report = load(rows, "1.0", on_bad_row="skip")
+    assert (len(dataset), report.num_bad) == (1, 1)
+
+
+# --- flags ----------------------------------------------------------------------------------------------
+
+WORDS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+
+
+def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
+    config = parse(SFTConfig, [*WORDS, "--adam_beta2", "0.95"])
+    assert validate_sft(config) == []
+    assert (config.optim.learning_rate, config.optim.adam_beta2) == (2e-5, 0.95)
+    with pytest.raises(InputError, match="--beta is not a flag"):
+        parse(SFTConfig, [*WORDS, "--beta", "1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max_seq_length", "1"], "--max_seq_length"),
+        (["--eval_mixer_list_splits", "test"], "there is no --eval_mixer_list"),
+        (["--report_to", "mail"], "takes wandb and/or tensorboard"),
+    ],
+)
+def test_flags_that_cannot_work(words: list[str], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        validate_sft(parse(SFTConfig, [*WORDS, *words]))
