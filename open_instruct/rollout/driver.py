@@ -6,7 +6,6 @@ Where learners die the walk goes back to the last checkpoint; engines that die a
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,18 @@ from open_instruct.training.trackers import build_trackers
 log = logging.getLogger(__name__)
 
 
+# What a step has where nothing was learned from it.
+NOTHING_LEARNED = {
+    "clip_fraction": 0.0,
+    "kl": 0.0,
+    "logprob_diff/max": 0.0,
+    "logprob_diff/mean": 0.0,
+    "lr": 0.0,
+    "rho/max": 1.0,
+    "rho/mean": 1.0,
+}
+
+
 class Driver:
     """Owns the loop. The learners own weights and optimizer, the conductor owns what is asked and in which order."""
 
@@ -40,27 +51,43 @@ class Driver:
         self.config = config
         self.fleet = fleet
         self.console = run.console
+        self.conductor = fleet.new_conductor()
         self.metrics = MetricsFile(run.directory.metrics)
         self.trackers = build_trackers(config.logging, folder=run.directory.path, config=as_flat_dict(config))
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
         self.num_restarts = 0
         self.num_tokens = 0
+        self._agrees = False
         self._signal: int | None = None
 
     def fit(self) -> int:
-        """Every step that is left, and the export. Returns the exit code."""
-        self._resume()
+        """Every step that is left, and the export. Returns the exit code.
+
+        Raises:
+            RunError: something died more often than `--max_restarts`, or engines and learners disagree.
+        """
         with self._signals_noted(), self.view.shown():
-            while self.step < self.config.num_steps and self._signal is None:
+            lost: LearnerLost | None = None
+            while True:
                 try:
-                    if self.step == 0 and self.config.evaluation.eval_on_step_0:
-                        self._evaluate()
-                    self._take_step()
-                except LearnerLost as lost:
-                    self._restart_learners(lost)
+                    if lost is not None:
+                        self._restart_learners(lost)
+                    return self._walk()
+                except LearnerLost as another:
+                    lost = another
+                finally:
+                    self.conductor.close()
+
+    def _walk(self) -> int:
+        """From the newest checkpoint to the end."""
+        self._resume()
+        if self.step == 0 and self.config.evaluation.eval_on_step_0:
+            self._evaluate()
+        while self.step < self.config.num_steps:
             if self._signal is not None:
-                return self._stop_early()
+                return self._stop_early(self._signal)
+            self._take_step()
         with self.view.phase("exporting"):
             self._learners("save_model")
         for tracker in self.trackers:
@@ -74,10 +101,10 @@ class Driver:
         began_s = time.monotonic()
         config, step = self.config, self.step + 1
         with self.view.phase("waiting for rollouts"):
-            groups = self.conductor.next_batch(step)
-        rollouts = training_samples(groups, config=config.rollout, version=self.step)
+            batch = self.conductor.next_batch(step)
+        rollouts = training_samples(batch, config=config.rollout, version=self.step)
         if config.run.save_traces:
-            write_traces(self.run.directory.path, step, groups, rollouts)
+            write_traces(self.run.directory.path, step, batch, rollouts)
         generated_s = time.monotonic()
         with self.fleet.publisher.learners_at_work():
             with self.view.phase("training"):
@@ -86,12 +113,14 @@ class Driver:
             self.step = step
             with self.view.phase("sending weights"):
                 sync_time_s = self.fleet.publisher.publish(step)
-        self.conductor.weights_published(step)
-        if step == 1:
+        if not self._agrees:
             check_agreement(learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config))
+            self._agrees = True
+        self.conductor.weights_published(step)
         self.num_tokens += rollouts.num_tokens
         row: dict[str, float] = {
             "step": step,
+            **NOTHING_LEARNED,
             **learned,
             **rollouts.metrics,
             "num_tokens": self.num_tokens,
@@ -144,7 +173,8 @@ class Driver:
 
     def _resume(self) -> None:
         """Stand where the newest checkpoint stands, or at the start."""
-        state = self._learners("resume")[0]
+        with self.view.phase("loading the checkpoint"):
+            state = self._learners("resume")[0]
         self.conductor = self.fleet.new_conductor()
         if state is not None:
             self.step, self.num_tokens = state["step"], state["num_tokens"]
@@ -153,6 +183,7 @@ class Driver:
         else:
             self.step = self.num_tokens = 0
         self.metrics.keep_until(self.step)
+        self.view.rewards = [row["reward"] for row in self.metrics.rows()]
         if self.step != self.fleet.publisher.version:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)
@@ -169,20 +200,19 @@ class Driver:
             f"{lost}; starting the learners again from the last checkpoint "
             f"({self.num_restarts} of {self.config.fleet.max_restarts})"
         )
-        self.conductor.close()
         with self.view.phase("restarting learners"):
             self.fleet.restart_learners()
-            self._resume()
 
-    def _stop_early(self) -> int:
-        assert self._signal is not None
-        name = signal.Signals(self._signal).name
-        self._save()
+    def _stop_early(self, number: int) -> int:
+        name = signal.Signals(number).name
+        if self.step > 0:
+            self._save()
+        where = self.run.directory.path / f"step{self.step}" if self.step else "none yet"
         self.console.say(
-            f"{name}: stopped after step {self.step}; the checkpoint is {self.run.directory.path / f'step{self.step}'}. "
-            "Give the same command again to go on from there"
+            f"{name}: stopped after step {self.step}; the checkpoint is {where}. Give the same command again to go on "
+            "from there"
         )
-        return EXIT_PREEMPTED if self._signal == signal.SIGTERM else EXIT_FAILURE
+        return EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_FAILURE
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:

@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, *, make_core: Callable[[EngineSettings], Core] = VLLMCore) -> None:
         self._settings = settings
         self._changed = threading.Condition()  # guards everything below
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._calls: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
         self._waiting: deque[tuple[GenerationRequest, Future[Completion]]] = deque()
         self._running: dict[str, Future[Completion]] = {}
         self._begun: dict[int, Future[Completion]] = {}
@@ -75,7 +75,8 @@ class Engine:
         self._step_began: float | None = None
         self._failure: RunError | None = None
         ready: Future[None] = Future()
-        threading.Thread(target=self._loop, args=(make_core, ready), name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop, args=(make_core, ready), name="engine", daemon=True)
+        self._thread.start()
         ready.result()
 
     # Completions
@@ -184,6 +185,7 @@ class Engine:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self._thread.join()
 
     # Callers' side of the loop
 

@@ -193,7 +193,8 @@ class EnginePool:
     # A thread of each engine's
 
     def _watch(self, index: int) -> None:
-        while not self._is_closed:
+        is_there = True
+        while is_there and not self._is_closed:
             member = self._members[index]
             try:
                 answers: EngineAnswers = member.handle.ask("poll", POLL_WAIT_S, timeout_s=self._timeout_s)
@@ -201,8 +202,7 @@ class EnginePool:
                     raise RunError(f"engine {index} has been in one step for {answers.health.seconds_in_step:.0f} s")
                 self._take(member, answers)
             except RunError as error:
-                if not self._is_closed and not self._restarted(index, error):
-                    return
+                is_there = self._restarted(index, error)
 
     def _take(self, member: _Member, answers: EngineAnswers) -> None:
         with self._lock:
@@ -220,6 +220,8 @@ class EnginePool:
     def _restarted(self, index: int, error: RunError) -> bool:
         """Start the engine anew, and ask its requests again. Returns whether there is an engine to go on with."""
         with self._lock:
+            if self._is_closed:
+                return False
             member = self._members[index]
             member.is_alive = False
             left, member.asked = member.asked, {}

@@ -1,4 +1,4 @@
-"""Everything that a GRPO run has going beside its driver: Ray, learners, engines, verifiers, and the weights between."""
+"""Everything that a GRPO run has going beside its driver: Ray, learners, engines, verifiers."""
 
 from __future__ import annotations
 

@@ -70,9 +70,7 @@ class WeightPublisher:
                     raise
                 except RunError as error:
                     log.warning("weights of version %d did not reach every engine: %s", version, error)
-                    if attempt == self._fleet.max_restarts or not self._changed.wait_for(
-                        lambda before=num_new_engines: self._num_new_engines > before, self._fleet.engine_timeout_s
-                    ):
+                    if attempt == self._fleet.max_restarts or not self._has_come_back(num_new_engines):
                         raise
         return time.monotonic() - began_s
 
@@ -100,6 +98,12 @@ class WeightPublisher:
         """The channel's other end is gone."""
         with self._changed:
             self._is_connected = False
+
+    def _has_come_back(self, num_new_engines_before: int) -> bool:
+        """Wait for the pool to start an engine anew; False where it does not."""
+        return self._changed.wait_for(
+            lambda: self._num_new_engines > num_new_engines_before, self._fleet.engine_timeout_s
+        )
 
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s

@@ -47,6 +47,10 @@ class MetricsFile:
         partial.write_text("".join(f"{line}\n" for line in kept))
         partial.replace(self.path)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """What has been written so far."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
     def append(self, row: Mapping[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
