@@ -1,0 +1,175 @@
+"""Who has come how far in a weight sync, told through a key-value store, so that a time-out can name who is missing."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from open_instruct.errors import RunError
+
+LOOPBACK = "127.0.0.1"
+
+
+def learner_name(rank: int) -> str:
+    return f"learner {rank}"
+
+
+def receiver_name(index: int) -> str:
+    return f"receiver {index}"
+
+
+HOST = learner_name(0)
+"""The member whose process keeps the store."""
+
+FAILED = "failed"
+SHORTEST_NAP_S = 0.0001
+LONGEST_NAP_S = 0.005
+NAP_GROWTH = 1.3
+SECONDS_BETWEEN_CHECKS = 0.25
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that packets to `host` carry; nothing is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def outward_address() -> str:
+    """This process's address as its peers reach it: the one towards the meeting point of its process group."""
+    return address_towards(os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "1")))
+
+
+class RollCall:
+    """One member's view of the store.
+
+    A stage is a word such as "done/17"; a member reports it once. Reports are kept for two rounds, after which
+    everybody has seen them.
+    """
+
+    def __init__(self, store: TCPStore, *, member: str, timeout_s: float) -> None:
+        self.store = store
+        self.member = member
+        self.timeout_s = timeout_s
+        self._reported: list[list[str]] = [[], []]
+
+    @classmethod
+    def host(cls, address: str, *, timeout_s: float) -> RollCall:
+        """Keep the store, in this process, at `address` and no other; be the first member."""
+        is_ipv6 = ipaddress.ip_address(address).version == 6
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if is_ipv6 else socket.AF_INET)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return cls(store, member=HOST, timeout_s=timeout_s)
+
+    @classmethod
+    def join(cls, address: str, port: int, *, member: str, timeout_s: float) -> RollCall:
+        """Reach a store that another process keeps.
+
+        Raises:
+            RunError: nothing answers there.
+        """
+        try:
+            store = TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except DistError as error:
+            raise RunError(
+                f"weight sync: {member} did not reach {HOST} at {address}:{port} within {timeout_s:g} s"
+            ) from error
+        return cls(store, member=member, timeout_s=timeout_s)
+
+    def report(self, stage: str) -> None:
+        """Tell that this member has come to `stage`."""
+        key = f"{stage}/{self.member}"
+        self._reported[-1].append(key)
+        try:
+            self.store.set(key, "")
+        except DistError as error:
+            raise self._host_is_gone() from error
+
+    def new_round(self) -> None:
+        """Forget what was reported in the round before the last one."""
+        try:
+            for key in self._reported.pop(0):
+                self.store.delete_key(key)
+        except DistError as error:
+            raise self._host_is_gone() from error
+        self._reported.append([])
+
+    def wait(self, stage: str, members: Sequence[str], *, to: str, meanwhile: Callable[[], None] | None = None) -> None:
+        """Return when all of `members` have come to `stage`.
+
+        Args:
+            to: what they are to do, for the message: "take bucket 3 of 9".
+            meanwhile: is called now and then; what it raises ends the wait.
+
+        Raises:
+            RunError: some did not within the time-out (they are named), or a member has failed meanwhile.
+        """
+        keys = [f"{stage}/{member}" for member in members]
+        self.wait_until(
+            lambda: self.store.check(keys), who=lambda: self.missing(stage, members), to=to, meanwhile=meanwhile
+        )
+
+    def wait_until(
+        self,
+        condition: Callable[[], bool],
+        *,
+        who: Callable[[], Sequence[str]],
+        to: str,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Return when `condition` holds; `who` tells in the end on whom it depends. Raises as `wait` does."""
+        deadline = time.monotonic() + self.timeout_s
+        nap_s, next_check = SHORTEST_NAP_S, 0.0
+        try:
+            while not condition():
+                now = time.monotonic()
+                if now >= next_check:
+                    next_check = now + SECONDS_BETWEEN_CHECKS
+                    if self.store.check([FAILED]):
+                        raise RunError(self.store.get(FAILED).decode())
+                    if meanwhile is not None:
+                        meanwhile()
+                if now >= deadline:
+                    raise self.fail(
+                        f"{self.member} waited {self.timeout_s:g} s for {' and '.join(who())} to {to}; busy, frozen "
+                        "or gone? --weight_sync_timeout_s sets the limit"
+                    )
+                time.sleep(nap_s)
+                nap_s = min(nap_s * NAP_GROWTH, LONGEST_NAP_S)
+        except DistError as error:
+            raise self._host_is_gone() from error
+
+    def missing(self, stage: str, members: Sequence[str]) -> list[str]:
+        """Those of `members` that have not come to `stage`."""
+        return [member for member in members if not self.store.check([f"{stage}/{member}"])]
+
+    def fail(self, reason: str) -> RunError:
+        """Have everybody who waits give up for `reason`; returns the error to raise here."""
+        message = f"weight sync: {reason}"
+        try:
+            if not self.store.check([FAILED]):
+                self.store.set(FAILED, message)
+        except DistError:
+            return self._host_is_gone()
+        return RunError(message)
+
+    def _host_is_gone(self) -> RunError:
+        return RunError(f"weight sync: {self.member} lost {HOST}: its process is gone, or it closed the channel")

@@ -1,0 +1,177 @@
+"""The receiving end of a weight sync, and what vLLM adds to its workers for it.
+
+Nothing here imports the learners' side, nor vLLM before there is a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from open_instruct.errors import RunError
+from open_instruct.rollout.roll_call import HOST, RollCall, learner_name, receiver_name
+from open_instruct.rollout.weight_backend import SHARED
+from open_instruct.rollout.weight_manifest import Bucket, WeightManifest
+from open_instruct.rollout.weight_wire import (
+    broadcast,
+    broadcast_group,
+    import_device_slots,
+    map_shared_file,
+    settle,
+    slot_of,
+)
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class IncomingWeights:
+    """One receiver's end of a channel."""
+
+    def __init__(self, info: Mapping[str, Any], *, index: int, device: torch.device) -> None:
+        """Join; returns when all receivers and learners have.
+
+        Args:
+            info: as `WeightSender.open` gave it.
+            index: of this receiver, from 0.
+            device: that the weights are wanted on. With "shm" and "gloo" they come on the CPU.
+
+        Raises:
+            RunError: some did not come within the time-out; names them.
+        """
+        self._manifest = WeightManifest.of_plain(info)
+        self._writers = [learner_name(rank) for rank in info["writers"]]
+        self._device = device
+        self._position = 0
+        self._slots_SN: torch.Tensor | None = None
+        self._roll = RollCall.join(
+            info["address"], info["port"], member=receiver_name(index), timeout_s=info["timeout_s"]
+        )
+        backend, slot_bytes = info["backend"], self._manifest.largest_bucket_bytes
+        if backend == "shm":
+            self._slots_SN = map_shared_file(info["path"], slot_bytes)
+        elif backend == "ipc":
+            self._slots_SN = import_device_slots(info["device_slots"], device)
+        self._roll.report("joined")
+        receivers = [receiver_name(other) for other in range(info["num_receivers"])]
+        self._roll.wait("joined", [*self._writers, *receivers], to="join")
+        if backend not in SHARED:
+            self._group = broadcast_group(
+                backend,
+                self._roll.store,
+                rank=index + 1,
+                size=len(receivers) + 1,
+                address=info["address"],
+                port=info["port"],
+                timeout_s=info["timeout_s"],
+            )
+            self._flat_device = device if backend == "nccl" else torch.device("cpu")
+
+    def buckets(self) -> Iterator[Weights]:
+        """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
+
+        Raises:
+            RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
+        """
+        first = self._position
+        self._roll.new_round()
+        self._roll.report(f"began/{first}")
+        yield from self._from_slots() if self._slots_SN is not None else self._from_broadcasts()
+        self._position += len(self._manifest.buckets)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell everybody that this receiver has failed."""
+        self._roll.fail(f"{self._roll.member} failed: {type(error).__name__}: {error}")
+
+    def _from_slots(self) -> Iterator[Weights]:
+        assert self._slots_SN is not None
+        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
+            self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
+            flat = slot_of(self._slots_SN, position, bucket)
+            yield ((name, tensor.clone()) for name, tensor in bucket.views(flat, self._manifest.dtype))
+            settle(flat.device)
+            self._roll.report(f"done/{position}")
+
+    def _from_broadcasts(self) -> Iterator[Weights]:
+        """The next bucket arrives while one is being used."""
+        self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
+        arriving = self._begin(self._manifest.buckets[0])
+        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
+            flat = self._finish(*arriving, position)
+            self._roll.report(f"done/{position}")
+            following = position - self._position + 1
+            if following < len(self._manifest.buckets):
+                arriving = self._begin(self._manifest.buckets[following])
+            yield bucket.views(flat, self._manifest.dtype)
+
+    def _begin(self, bucket: Bucket) -> tuple[torch.Tensor, dist.Work]:
+        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._flat_device)
+        return flat, broadcast(self._group, flat)
+
+    def _finish(self, flat: torch.Tensor, work: dist.Work, position: int) -> torch.Tensor:
+        sending = f"send bucket {self._number(position)}"
+        self._roll.wait_until(work.is_completed, who=lambda: [HOST], to=sending)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._roll.fail(
+                f"{self._roll.member} waited for {HOST} to {sending}, which broke: {error}"
+            ) from error
+        settle(flat.device)
+        return flat
+
+    def _number(self, position: int) -> str:
+        return f"{position - self._position + 1} of {len(self._manifest.buckets)}"
+
+
+class WeightReceiver:
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`); `self` is the worker.
+
+    They are called between two steps: `open_channel` once, then `start_update`, `receive_weights` and `finish_update`
+    for every version. An update that failed on the way leaves weights that are of no use; after another
+    `open_channel` the next update is complete again.
+    """
+
+    def open_channel(self: Any, info: dict[str, Any]) -> None:
+        """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
+        workers_per_engine = self.vllm_config.parallel_config.world_size
+        self.incoming_weights = None  # an earlier channel ends before the next begins
+        self.incoming_weights = IncomingWeights(
+            info, index=info["receiver_index"] * workers_per_engine + self.rank, device=self.device
+        )
+
+    def start_update(self: Any) -> None:
+        """Have every layer wait for the whole of its weights."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if getattr(self, "is_update_begun", False):
+            self.finish_update()  # its layers are in pieces; this puts them together, whatever is in them
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+        self.is_update_begun = True
+
+    def receive_weights(self: Any) -> None:
+        """Load one version; returns when it is complete."""
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                for weights in self.incoming_weights.buckets():
+                    model.load_weights(weights)
+        except Exception as error:
+            if not isinstance(error, RunError):
+                self.incoming_weights.fail(error)
+            raise
+
+    def finish_update(self: Any) -> None:
+        """Make the layers ready to compute."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+        self.is_update_begun = False
