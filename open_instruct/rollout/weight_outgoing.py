@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Backend
 
 from open_instruct.rollout.roll_call import RollCall
 from open_instruct.rollout.weight_gather import Shards, gather, write_own
@@ -69,7 +69,7 @@ class Broadcaster:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Backend,
         roll: RollCall,
         receivers: Sequence[str],
         *,

@@ -18,6 +18,7 @@ For each rank of the learners::
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,10 +57,8 @@ def abandon(info: Mapping[str, Any], reason: str) -> None:
         info: as `WeightSender.open` gave it.
         reason: is what they raise: "engine 1 died".
     """
-    try:
+    with contextlib.suppress(RunError):  # learner 0 is gone, and with it the channel
         RollCall.join(info["address"], info["port"], member="the driver", timeout_s=info["timeout_s"]).fail(reason)
-    except RunError:
-        pass  # learner 0 is gone, and with it the channel
 
 
 class WeightSender:

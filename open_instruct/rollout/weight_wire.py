@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Backend
 
 from open_instruct.errors import RunError
 from open_instruct.rollout.roll_call import address_towards
@@ -19,6 +21,7 @@ from open_instruct.rollout.weight_manifest import Bucket
 
 NUM_SLOTS = 2
 MIB = 2**20
+INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
 
 
 def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tensor:
@@ -78,23 +81,20 @@ def import_device_slots(arguments: tuple[Any, ...], device: torch.device) -> tor
     """The slots that another process exported; `device` is this process's name for the device."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    index_of_device = 6  # among the arguments
-    slots: torch.Tensor = rebuild_cuda_tensor(
-        *arguments[:index_of_device], device.index, *arguments[index_of_device + 1 :]
-    )
-    return slots
+    rebuild: Callable[..., torch.Tensor] = rebuild_cuda_tensor
+    return rebuild(*arguments[:INDEX_OF_DEVICE], device.index, *arguments[INDEX_OF_DEVICE + 1 :])
 
 
 def broadcast_group(
     backend: str, store: TCPStore, *, rank: int, size: int, address: str, port: int, timeout_s: float
-) -> ProcessGroup:
+) -> Backend:
     """A process group of its own, beside any that these processes are in; returns when all have come.
 
     gloo listens only at the address that reaches the sender, so that on one host all stays on loopback.
     """
     prefixed, timeout = PrefixStore(f"{backend}/", store), timedelta(seconds=timeout_s)
     if backend == "gloo":
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address, port))]
         gloo._timeout = timeout
         return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
@@ -103,7 +103,7 @@ def broadcast_group(
     return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
 
 
-def broadcast(group: ProcessGroup, flat: torch.Tensor) -> dist.Work:
+def broadcast(group: Backend, flat: torch.Tensor) -> dist.Work:
     """Begin to send `flat` from rank 0 of the group to all others."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
