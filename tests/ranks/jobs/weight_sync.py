@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def received(incoming: IncomingWeights) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, folder: str) -> list[list[str]]:
-    """For each case, on receivers: names that differ from the export, of two versions; the second is twice the first."""
+    """For each case, what a receiver got other than the export, or, of a second version, other than twice as much."""
     is_learner = own_rank() < num_learners
     if is_learner:
         start_learner(num_learners)
@@ -104,7 +105,7 @@ def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, 
     """One version that breaks after its third bucket, then another whole one; log-probs of the prompt."""
     start_learner(int(os.environ["WORLD_SIZE"]))
     model, names = load(source, layout)
-    sender = WeightSender(model, names, backend=backend, dtype=torch.float32, bucket_bytes=100_000, timeout_s=30)
+    sender = WeightSender(model, names, backend=backend, dtype=torch.float32, bucket_bytes=100_000, timeout_s=90)
     offer(sender, 1, Path(folder, "0.json"))
     sender.join()
     whole_put = sender._outgoing.put
@@ -115,10 +116,8 @@ def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, 
         whole_put(position, *args)
 
     sender._outgoing.put = put
-    try:
+    with contextlib.suppress(OutOfOrder):
         sender.send(1)
-    except OutOfOrder:
-        pass
     offer(sender, 1, Path(folder, "1.json"))
     sender.join()
     sender.send(1)
