@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend
 
 from open_instruct.rollout.roll_call import RollCall
 from open_instruct.rollout.weight_gather import Shards, gather, write_own
@@ -69,7 +68,7 @@ class Broadcaster:
 
     def __init__(
         self,
-        group: Backend,
+        group: Any,
         roll: RollCall,
         receivers: Sequence[str],
         *,

@@ -97,6 +97,7 @@ class WeightSender:
         self._names = names
         self._rank = dist.get_rank()
         self._backend = backend
+        self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
         self._device = next(model.parameters()).device if backend in ("nccl", "ipc") else CPU
         if backend in ("nccl", "ipc") and self._device.type != "cuda":
@@ -145,8 +146,7 @@ class WeightSender:
         assert roll is not None, "open() comes before join()"
         try:
             roll.report("joined")
-            learners = [learner_name(rank) for rank in range(dist.get_world_size())]
-            roll.wait("joined", [*learners, *self._receivers], to="join")
+            roll.wait("joined", [*self._learners, *self._receivers], to="join")
         finally:
             self._remove_file()  # all have it mapped, or never will
         self._outgoing = self._make_outgoing(roll)
@@ -185,6 +185,9 @@ class WeightSender:
                     outgoing.put(
                         first + index, buckets[index], [shards[tensor.name] for tensor in buckets[index].tensors]
                     )
+            roll.report(f"sent/{first}")
+            if self._rank == GATHERER:  # the others still look into the store that this rank keeps
+                roll.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
         except BaseException as error:
             self._outgoing = None
             if not isinstance(error, RunError):

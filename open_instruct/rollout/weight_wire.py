@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import Backend
 
 from open_instruct.errors import RunError
 from open_instruct.rollout.roll_call import address_towards
@@ -87,7 +86,7 @@ def import_device_slots(arguments: tuple[Any, ...], device: torch.device) -> tor
 
 def broadcast_group(
     backend: str, store: TCPStore, *, rank: int, size: int, address: str, port: int, timeout_s: float
-) -> Backend:
+) -> Any:
     """A process group of its own, beside any that these processes are in; returns when all have come.
 
     gloo listens only at the address that reaches the sender, so that on one host all stays on loopback.
@@ -103,12 +102,13 @@ def broadcast_group(
     return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
 
 
-def broadcast(group: Backend, flat: torch.Tensor) -> dist.Work:
+def broadcast(group: Any, flat: torch.Tensor) -> dist.Work:
     """Begin to send `flat` from rank 0 of the group to all others."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
-    return group.broadcast([flat], options)
+    work: dist.Work = group.broadcast([flat], options)
+    return work
 
 
 def settle(device: torch.device) -> None:

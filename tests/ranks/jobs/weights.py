@@ -34,11 +34,11 @@ CPU = torch.device("cpu")
 NUM_TOKENS = 12
 
 
-def _start() -> None:
+def start() -> None:
     dist.init_process_group("gloo")
 
 
-def _sharded(
+def sharded(
     hf_config: Any,
     *,
     replicas: int,
@@ -66,7 +66,7 @@ def _sharded(
     )
 
 
-def _single(hf_config: Any, *, dtype: str) -> Any:
+def unsharded(hf_config: Any, *, dtype: str) -> Any:
     model = build_model(hf_config).to(getattr(torch, dtype))
     model.init_weights(device=CPU, max_seq_len=64)
     return model
@@ -97,13 +97,13 @@ def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[s
 @torch.no_grad()
 def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each case: load, compare with the file, run a forward, export. `layout` None is one process unsharded."""
-    _start()
+    start()
     results = []
     for case in cases:
         hf_config = load_hf_config(case["folder"])
         names = TensorNames(hf_config)
         layout, dtype = case["layout"], case.get("dtype", "float32")
-        model = _single(hf_config, dtype=dtype) if layout is None else _sharded(hf_config, dtype=dtype, **layout)
+        model = unsharded(hf_config, dtype=dtype) if layout is None else sharded(hf_config, dtype=dtype, **layout)
         with CheckpointFiles.open(case["folder"]) as files:
             check_cover(names, files, parameter_shapes(model))
             check_exportable(names, parameter_shapes(model))
@@ -139,11 +139,11 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def damaged(nan_folder: str, head_folder: str, layout: dict[str, Any]) -> list[str]:
     """The messages of two checkpoints whose headers are right and whose data is not."""
-    _start()
+    start()
     messages = []
     for folder in (nan_folder, head_folder):
         hf_config = load_hf_config(folder)
-        model = _sharded(hf_config, **layout)
+        model = sharded(hf_config, **layout)
         with CheckpointFiles.open(folder) as files:
             try:
                 stream_load(model, files, TensorNames(hf_config))
@@ -155,10 +155,10 @@ def damaged(nan_folder: str, head_folder: str, layout: dict[str, Any]) -> list[s
 
 def export_twice(folder: str, out: str, layout: dict[str, Any], break_disk_on: int) -> list[str]:
     """Export, then again while rank `break_disk_on` finds its disk full in the middle: the messages, or 'exported'."""
-    _start()
+    start()
     hf_config = load_hf_config(folder)
     names = TensorNames(hf_config)
-    model = _sharded(hf_config, **layout)
+    model = sharded(hf_config, **layout)
     with CheckpointFiles.open(folder) as files:
         stream_load(model, files, names)
     messages = []

@@ -1,0 +1,129 @@
+"""Jobs in which the first ranks are learners and the others receivers, which need no process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.export import export_hf
+from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.load import stream_load
+from open_instruct.models.names import TensorNames
+from open_instruct.rollout.weight_receiver import IncomingWeights
+from open_instruct.rollout.weight_sync import WeightSender
+from tests.ranks.files import tell, told
+from tests.ranks.jobs.weights import sharded, unsharded
+
+CPU = torch.device("cpu")
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def start_learner(num_learners: int) -> None:
+    os.environ.update(WORLD_SIZE=str(num_learners), LOCAL_WORLD_SIZE=str(num_learners))
+    dist.init_process_group("gloo")
+
+
+def load(folder: str, layout: dict[str, Any] | None) -> tuple[Any, TensorNames]:
+    hf_config = load_hf_config(folder)
+    model = unsharded(hf_config, dtype="float32") if layout is None else sharded(hf_config, **layout)
+    names = TensorNames(hf_config)
+    with CheckpointFiles.open(folder) as files:
+        stream_load(model, files, names)
+    return model, names
+
+
+def offer(sender: WeightSender, num_receivers: int, path: Path) -> None:
+    """Open a channel, and tell the receivers."""
+    info = sender.open(num_receivers)
+    if own_rank() == 0:
+        tell(path, info)
+
+
+def received(incoming: IncomingWeights) -> dict[str, torch.Tensor]:
+    return {name: tensor for weights in incoming.buckets() for name, tensor in weights}
+
+
+@torch.no_grad()
+def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, folder: str) -> list[list[str]]:
+    """For each case, what a receiver got other than the export, or, of a second version, other than twice as much."""
+    is_learner = own_rank() < num_learners
+    if is_learner:
+        start_learner(num_learners)
+    differing = []
+    for number, case in enumerate(cases):
+        if is_learner:
+            _send_twice(case, num_receivers, Path(folder, f"{number}.json"), out=Path(folder, str(number)))
+            continue
+        incoming = IncomingWeights(told(Path(folder, f"{number}.json")), index=own_rank() - num_learners, device=CPU)
+        first, second = received(incoming), received(incoming)
+        with CheckpointFiles.open(Path(folder, str(number))) as files:
+            assert set(first) == set(files)
+            differing.append(
+                [
+                    name
+                    for name in files
+                    if not torch.equal(first[name], files.read(name)) or not torch.equal(second[name], 2 * first[name])
+                ]
+            )
+    return differing
+
+
+def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, out: Path) -> None:
+    model, names = load(case["folder"], case["layout"])
+    dtype = getattr(torch, case["dtype"])
+    export_hf(model, names.hf_config, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
+    model((torch.arange(12) % 7 + 2).unsqueeze(0))  # leaves FSDP's root module gathered
+    sender = WeightSender(
+        model, names, backend=case["backend"], dtype=dtype, bucket_bytes=case["bucket_bytes"], timeout_s=30
+    )
+    assert len(sender.manifest.buckets) >= case["min_buckets"]
+    offer(sender, num_receivers, info_path)
+    sender.join()
+    sender.send(1)
+    for parameter in model.parameters():
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(2)
+    sender.send(2)
+    sender.close()
+
+
+class OutOfOrder(RuntimeError):
+    """What a learner fails with in the middle of a version."""
+
+
+@torch.no_grad()
+def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, prompt: list[int]) -> list[float]:
+    """One version that breaks after its third bucket, then another whole one; log-probs of the prompt."""
+    start_learner(int(os.environ["WORLD_SIZE"]))
+    model, names = load(source, layout)
+    sender = WeightSender(model, names, backend=backend, dtype=torch.float32, bucket_bytes=100_000, timeout_s=90)
+    offer(sender, 1, Path(folder, "0.json"))
+    sender.join()
+    whole_put = sender._outgoing.put
+
+    def put(position: int, *args: Any) -> None:
+        if position == 3:
+            raise OutOfOrder
+        whole_put(position, *args)
+
+    sender._outgoing.put = put
+    with contextlib.suppress(OutOfOrder):
+        sender.send(1)
+    offer(sender, 1, Path(folder, "1.json"))
+    sender.join()
+    sender.send(1)
+    logits = model(torch.tensor([prompt]))
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    chosen = torch.tensor(prompt[1:]).unsqueeze(-1)
+    logprobs: list[float] = logits[0, :-1].float().log_softmax(-1).gather(-1, chosen).squeeze(-1).tolist()
+    sender.close()
+    return logprobs

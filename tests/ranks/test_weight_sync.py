@@ -1,0 +1,72 @@
+"""What receivers get is bit for bit what an export holds, and a time-out names who is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.models.tiny import write_tiny_model
+
+JOB = "tests.ranks.jobs.weight_sync"
+FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
+TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
+HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
+FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
+LEAST_BUCKETS = 8
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    kinds: dict[str, dict[str, Any]] = {
+        "olmo2": {"vocab_size": 531},  # shards of unequal size
+        "olmo3": {"tie": True},
+        "qwen3": {"tie": True, "dtype": "bfloat16"},
+        "llama": {},
+    }
+    return {family: write_tiny_model(root / family, family=family, **kind) for family, kind in kinds.items()}  # type: ignore[arg-type]
+
+
+CASES: dict[int, list[tuple[str, Any, str, str]]] = {
+    1: [("olmo2", None, "shm", "float32"), ("olmo3", None, "gloo", "bfloat16")],
+    2: [
+        ("olmo2", FSDP_2, "shm", "bfloat16"),
+        ("qwen3", FSDP_2, "gloo", "bfloat16"),
+        ("llama", TP_2, "shm", "float32"),
+        ("olmo3", TP_2, "gloo", "float32"),
+    ],
+    4: [
+        ("llama", HSDP_2X2, "gloo", "bfloat16"),
+        ("olmo3", HSDP_2X2, "shm", "float32"),
+        ("qwen3", FSDP_2_TP_2, "shm", "bfloat16"),
+        ("olmo2", FSDP_2_TP_2, "gloo", "float32"),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_learners", CASES)
+def test_receivers_get_what_an_export_holds(run_ranks, models, tmp_path, num_learners):
+    cases = [
+        {
+            "folder": str(models[family]),
+            "layout": layout,
+            "backend": backend,
+            "dtype": dtype,
+            "bucket_bytes": 150_000,
+            "min_buckets": LEAST_BUCKETS,
+        }
+        for family, layout, backend, dtype in CASES[num_learners]
+    ]
+    num_receivers = 2
+    results = run_ranks(
+        num_learners + num_receivers,
+        f"{JOB}:sync",
+        timeout_s=120,
+        cases=cases,
+        num_learners=num_learners,
+        num_receivers=num_receivers,
+        folder=str(tmp_path),
+    )
+    assert results[num_learners:] == [[[]] * len(cases)] * num_receivers
