@@ -10,7 +10,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource, open_rows
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Prompt
+from open_instruct.verifiers.verifier import Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -92,7 +93,7 @@ def load_prompt_dataset(
     seed: int,
     cache_dir: str | Path | None,
     flag: str = "--dataset_mixer_list",
-    known_verifiers: Collection[str] | None,
+    known_verifiers: Mapping[str, Verifier] | None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[PromptDataset, DataReport]:
     """The tokenised mixture, from the cache where the same has been asked for before.
@@ -101,7 +102,8 @@ def load_prompt_dataset(
 
     Raises:
         InputError: see `parse_mixer_list`, `open_rows` and `choose_chat_template`; a row is malformed, or names a
-            verifier that is not among `known_verifiers`, and `on_bad_row` is "error"; or no prompt is left.
+            verifier that is not among `known_verifiers` or that refuses its ground truth, and `on_bad_row` is
+            "error"; or no prompt is left.
         RunError: the disk is full.
     """
     entries = parse_mixer_list(mixer_list, splits, flag=flag)
@@ -156,7 +158,7 @@ class _PromptBuilder:
         *,
         max_prompt_token_length: int,
         on_bad_row: str,
-        known_verifiers: Collection[str] | None,
+        known_verifiers: Mapping[str, Verifier] | None,
     ) -> None:
         self.chat = chat
         self.max_prompt_token_length = max_prompt_token_length
