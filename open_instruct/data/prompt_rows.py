@@ -81,13 +81,18 @@ def _checks(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | No
         Check(verifier=_verifier(name, known_verifiers), ground_truth=_json_value(truth), weight=weight)
         for name, truth, weight in zip(names, truths, weights, strict=True)
     )
-    for check in checks if known_verifiers is not None else ():
-        try:
-            known_verifiers[check.verifier].check_ground_truth(check.ground_truth)
-        except Exception as error:  # it may be foreign code, which may raise anything
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise MalformedRow("bad_ground_truth", f"'ground_truth' for {check.verifier!r}: {reason}") from error
+    for check in checks:
+        if known_verifiers is not None:
+            _check_ground_truth(check, known_verifiers[check.verifier])
     return checks
+
+
+def _check_ground_truth(check: Check, verifier: Verifier) -> None:
+    try:
+        verifier.check_ground_truth(check.ground_truth)
+    except Exception as error:  # it may be foreign code, which may raise anything
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise MalformedRow("bad_ground_truth", f"'ground_truth' for {check.verifier!r}: {reason}") from error
 
 
 def _verifier(name: Any, known: Mapping[str, Verifier] | None) -> str:

@@ -17,8 +17,10 @@ _DROPPED = re.compile(
 )
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox)\s*\{([^{}]*)\}")
 _UNITS = re.compile(_WORDS.pattern + r"(?:\s*\^\s*\{?\d\}?)?")
+# Shorter words may be products of symbols.
 _PLAIN_UNITS = re.compile(
-    r"((?:\\frac|\\sqrt|\\pi|[^A-Za-z\\])*\d[^A-Za-z\\]*?)\s*([A-Za-z]{2,}[A-Za-z\s/.]*)(?:\^\{?\d\}?)?"
+    r"((?:\\frac|\\sqrt|\\pi|[^A-Za-z\\])*\d[^A-Za-z\\]*?)"
+    r"(\s+(?:[A-Za-z]{3,}|in)[A-Za-z\s/.]*|\s*(?:mm|cm|km|kg|ft|mph))(?:\^\{?\d\}?)?"
 )
 _AND = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
@@ -231,15 +233,15 @@ def _to_python(text: str) -> str | None:
         if match is None:
             return None
         number, name, sign = match.groups()
-        if name is not None and name not in _NAMES and len(name) > 1:
-            return None
+        if name is not None and name not in _NAMES and (len(name) > 3 or (len(name) > 1 and text.isalpha())):
+            return None  # a word, not a product of symbols such as 2xy
         starts_factor = sign is None or sign == "("
         if starts_factor and words and words[-1] not in _OPERATORS and words[-1] not in _FUNCTIONS:
             words.append("*")  # 2x, x(y + 1)
-        # A letter by itself is a symbol, also where sympy has a constant of that name.
-        # Decimals are exact.
-        words.append(
-            (number and f"Rational('{number.rstrip('.')}')") or sign or _NAMES.get(name) or f"Symbol('{name}')"
-        )
+        if number is not None:
+            words.append(f"Rational('{number.rstrip('.')}')")  # decimals are exact
+        else:
+            # A letter by itself is a symbol, also where sympy has a constant of that name.
+            words.append(sign or _NAMES.get(name) or " * ".join(f"Symbol('{letter}')" for letter in name))
         position = match.end()
     return " ".join(words) or None

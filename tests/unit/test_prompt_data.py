@@ -24,6 +24,7 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError, RunError
 from open_instruct.models.tiny import train_tokenizer
 from open_instruct.records import Check, Prompt
+from open_instruct.verifiers.answers import Passthrough
 from open_instruct.verifiers.registry import known_verifiers
 
 Load = Callable[..., tuple[PromptDataset, DataReport]]
@@ -139,6 +140,17 @@ def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
 def test_a_row_without_a_prompt() -> None:
     with pytest.raises(MalformedRow, match="neither 'messages' nor 'prompt'; the row has 'dataset'"):
         parse_prompt_row({"dataset": "gsm8k"}, None)
+
+
+def test_a_verifier_that_fails_over_a_ground_truth_refuses_the_row() -> None:
+    class Picky(Passthrough):
+        def check_ground_truth(self, ground_truth: Any) -> None:
+            ground_truth["key"]
+
+    with pytest.raises(MalformedRow, match="'ground_truth' for 'picky': TypeError: string indices") as raised:
+        parse_prompt_row(row("q", verifier="picky"), {"picky": Picky()})
+    assert raised.value.kind == "bad_ground_truth"
+    assert parse_prompt_row(row("q", {"key": 1}, verifier="picky"), {"picky": Picky()}).checks
 
 
 def test_any_verifier_will_do_where_none_are_known() -> None:
