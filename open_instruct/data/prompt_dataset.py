@@ -6,7 +6,7 @@ Legend for array names: N prompts of the data set, T tokens, C bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.records import Check, Prompt
+from open_instruct.verifiers.verifier import Verifier
 
 
 class PromptDataset(TokenDataset[Prompt]):
@@ -61,7 +62,7 @@ class PromptBuilder(RowBuilder):
         *,
         max_prompt_token_length: int,
         on_bad_row: str,
-        known_verifiers: Collection[str] | None,
+        known_verifiers: Mapping[str, Verifier] | None,
     ) -> None:
         # One token more, the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
@@ -90,12 +91,18 @@ class PromptBuilder(RowBuilder):
 
 
 def load_prompt_dataset(
-    *, known_verifiers: Collection[str] | None, flag: str = "--dataset_mixer_list", **arguments: Any
+    *, known_verifiers: Mapping[str, Verifier] | None, flag: str = "--dataset_mixer_list", **arguments: Any
 ) -> tuple[PromptDataset, DataReport]:
     """`load_token_dataset` with `max_prompt_token_length`, and what may judge an answer (None: any verifier will do).
 
     Raises:
-        InputError: see there; a row that names none of `known_verifiers` is malformed.
+        InputError: see there; a row that names none of `known_verifiers`, or one that refuses its ground truth, is
+            malformed.
     """
+
+    def builder_of(chat: ChatFormat, *, names_of_verifiers: Any, **own: Any) -> PromptBuilder:
+        del names_of_verifiers  # for the name of the cached file alone
+        return PromptBuilder(chat, known_verifiers=known_verifiers, **own)
+
     names = None if known_verifiers is None else sorted(known_verifiers)
-    return load_token_dataset(PromptDataset, PromptBuilder, flag=flag, known_verifiers=names, **arguments)
+    return load_token_dataset(PromptDataset, builder_of, flag=flag, names_of_verifiers=names, **arguments)

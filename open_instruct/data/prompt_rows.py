@@ -10,13 +10,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.data.preference_rows import Message, kind_of, parse_conversation
 from open_instruct.data.rows import MalformedRow
 from open_instruct.records import Check
+from open_instruct.verifiers.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +36,10 @@ class PromptRow:
     checks: tuple[Check, ...]
 
 
-def parse_prompt_row(row: Mapping[str, Any], known_verifiers: Collection[str] | None) -> PromptRow:
+def parse_prompt_row(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None) -> PromptRow:
     """Checks one row and takes out what is used; other keys are left alone.
 
-    Where `known_verifiers` is None, any name will do.
+    Where `known_verifiers`, by name, is None, any name and any ground truth will do.
 
     Raises:
         MalformedRow: with the kind and the reason.
@@ -58,7 +59,7 @@ def _messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return parse_conversation(row, "messages", last_role="user")
 
 
-def _checks(row: Mapping[str, Any], known_verifiers: Collection[str] | None) -> tuple[Check, ...]:
+def _checks(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None) -> tuple[Check, ...]:
     for key in ("dataset", "ground_truth"):
         if row.get(key) is None:
             raise MalformedRow("missing_key", f"no {key!r}; the row has {', '.join(map(repr, row))}")
@@ -76,13 +77,25 @@ def _checks(row: Mapping[str, Any], known_verifiers: Collection[str] | None) -> 
             "one that is not a list for all",
         )
     weights = _weights(row, len(names))
-    return tuple(
+    checks = tuple(
         Check(verifier=_verifier(name, known_verifiers), ground_truth=_json_value(truth), weight=weight)
         for name, truth, weight in zip(names, truths, weights, strict=True)
     )
+    for check in checks:
+        if known_verifiers is not None:
+            _check_ground_truth(check, known_verifiers[check.verifier])
+    return checks
 
 
-def _verifier(name: Any, known: Collection[str] | None) -> str:
+def _check_ground_truth(check: Check, verifier: Verifier) -> None:
+    try:
+        verifier.check_ground_truth(check.ground_truth)
+    except Exception as error:  # it may be foreign code, which may raise anything
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise MalformedRow("bad_ground_truth", f"'ground_truth' for {check.verifier!r}: {reason}") from error
+
+
+def _verifier(name: Any, known: Mapping[str, Verifier] | None) -> str:
     if not isinstance(name, str) or not name:
         raise MalformedRow("bad_verifier", f"'dataset' must name verifiers, and has {kind_of(name)}: {name!r}")
     if known is not None and name not in known and name.lower() in known:

@@ -11,8 +11,23 @@ MAX_CHARACTERS = 300
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SAID = re.compile(r"(?:final )?answer(?: is|:)\s*:?\s*([^\n]+)", flags=re.IGNORECASE)
 _DOLLARS = re.compile(r"\$+([^$]+)\$+")
-_DROPPED = re.compile(r"\\(?:left|right|displaystyle|limits|!|,|;|:|quad|qquad|%|\$)|\\ |\$|%|°|\^\s*\{?\\circ\}?|~")
+_DROPPED = re.compile(
+    r"\\(?:left(?![a-z])|right(?![a-z])|displaystyle|limits|degree|!|,|;|:|quad|qquad|%|\$)|(?<!\\)\\ "
+    r"|\$|%|°|\^\s*\{?\\circ\}?|~"
+)
 _WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname|mbox)\s*\{([^{}]*)\}")
+_UNITS = re.compile(_WORDS.pattern + r"(?:\s*\^\s*\{?\d\}?)?")
+# Shorter words may be products of symbols.
+_PLAIN_UNITS = re.compile(
+    r"((?:\\frac|\\sqrt|\\pi|[^A-Za-z\\])*\d[^A-Za-z\\]*?)"
+    r"(\s+(?:[A-Za-z]{3,}|in)[A-Za-z\s/.]*|\s*(?:mm|cm|km|kg|ft|mph))(?:\^\{?\d\}?)?"
+)
+_AND = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
+_NAMED = re.compile(r"(?:^|(?<=,))\s*([A-Za-z])(?:\([A-Za-z]\))?\s*(?:=|\\in(?![a-z]))")
+_MATRIX = re.compile(r"\\begin\{[bp]?matrix\}(.*)\\end\{[bp]?matrix\}", flags=re.DOTALL)
+_RELATIONS = {r"\\leq?(?![a-z])|≤": "<=", r"\\geq?(?![a-z])|≥": ">=", r"\\lt(?![a-z])": "<", r"\\gt(?![a-z])": ">"}
+_UNORDERED = {"list", "union"}
 # Nothing but these may reach the parser of sympy, which evaluates what it is given.
 _NAMES = {
     "sqrt": "sqrt",
@@ -25,16 +40,17 @@ _NAMES = {
     "ln": "log",
 }
 _FUNCTIONS = {"sqrt", "sin", "cos", "tan", "log"}
-_OPERATORS = {"**", "-", "+", "*", "/", "(", ","}
-_TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|([A-Za-z]+)|(\*\*|[-+*/(),]))")
+_OPERATORS = {"**", "-", "+", "*", "/", "("}
+_TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|([A-Za-z]+)|(\*\*|[-+*/()]))")
 
 
 class Math(Verifier):
-    """1 if the answer and the ground truth are the same expression, tuple or text.
+    """1 if the answer and the ground truth are the same expression, tuple, interval, list, matrix, relation or text.
 
     The answer is the last `\\boxed{…}`; without one what follows the last "answer is", or the last `$…$`. Both
-    are compared as texts without layout and units, then by sympy: fractions, roots, pi, polynomials in one-letter
-    symbols, tuples. What is longer than 300 characters is compared as text alone.
+    are compared as texts without layout and units, then part by part with sympy: fractions, mixed numbers, roots, pi,
+    polynomials in one-letter symbols. Brackets must be of the same kind; lists, sets and unions have no order, and
+    a ± b is a list of two. What is longer than 300 characters is compared as text alone.
     """
 
     name: ClassVar[str] = "math"
@@ -69,31 +85,111 @@ def _until_closed(text: str, start: int) -> str | None:
 
 def are_equal(answer: str, expected: str) -> bool:
     """Whether two answers say the same. May take for ever on malicious ones: call it where it can be killed."""
+    if max(len(answer), len(expected)) > MAX_CHARACTERS:
+        return answer.split() == expected.split()
     ours, theirs = _plain(answer), _plain(expected)
-    if ours == theirs:
-        return bool(ours)
-    if max(len(ours), len(theirs)) > MAX_CHARACTERS:
-        return False
-    left, right = _parse(ours), _parse(theirs)
-    if left is None or right is None or len(left) != len(right):
-        return False
-    import sympy
+    return bool(ours) and bool(theirs) and _are_equal(ours, theirs)
 
-    return all(sympy.simplify(one - other) == 0 for one, other in zip(left, right, strict=True))
+
+def _are_equal(one: str, other: str) -> bool:
+    if _key(one) == _key(other):
+        return True
+    (kind, parts), (other_kind, other_parts) = _parts(one), _parts(other)
+    if kind != other_kind or len(parts) != len(other_parts):
+        return False
+    if kind == "expression":
+        left, right = _parse(one), _parse(other)
+        if left is None or right is None:
+            return False
+        import sympy
+
+        return bool(left == right or sympy.simplify(left - right) == 0)
+    if kind not in _UNORDERED:
+        return all(map(_are_equal, parts, other_parts))
+    for part in parts:
+        match = next((index for index, other in enumerate(other_parts) if _are_equal(part, other)), None)
+        if match is None:
+            return False
+        del other_parts[match]
+    return True
 
 
 def _plain(text: str) -> str:
-    """Without layout; a unit in words after a number is left out, other words stay."""
+    """Without layout; a unit in words after a number is left out, other words stay, and so is "x =" before values."""
     text = _DROPPED.sub("", text.replace("{,}", ""))
-    without_words = _WORDS.sub("", text).strip()
+    for pattern, sign in _RELATIONS.items():
+        text = re.sub(pattern, sign, text)
+    text = _AND.sub(", ", text)
+    without_words = _UNITS.sub("", text).strip()
     text = without_words if re.search(r"\d", without_words) else _WORDS.sub(r"\1", text)
-    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    text = re.sub(r"^\s*[A-Za-z]\s*=", "", text)
-    return " ".join(text.strip().rstrip(".").split())
+    if not re.match(r"\s*(?:\(|\[|\\\{)", text):
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    if len(set(_NAMED.findall(text))) == 1:
+        text = _NAMED.sub("", text)
+    text = " ".join(text.strip().rstrip(".").split())
+    with_units = _PLAIN_UNITS.fullmatch(text)
+    return with_units[1] if with_units and not set(re.findall(r"[A-Za-z]+", with_units[2])) & _NAMES.keys() else text
 
 
-def _parse(text: str) -> list[Any] | None:
-    """The expressions of a tuple (or of a single answer), or None where this is no mathematics that we know."""
+def _key(text: str) -> str:
+    """The same for texts that differ in spaces, braces around one character, or the case of words."""
+    text = re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", re.sub(r"([_^])\{(\w)\}", r"\1\2", text))
+    return text.lower() if re.fullmatch(r"[A-Za-z ]{3,}", text) else text
+
+
+def _parts(text: str) -> tuple[str, list[str]]:
+    """What kind of thing this is, with its brackets or relations, and what it is made of."""
+    text = text.strip()
+    if matrix := _MATRIX.fullmatch(text):
+        rows = [row.split("&") for row in re.split(r"\\\\", matrix[1]) if row.strip()]
+        return f"matrix with rows of {list(map(len, rows))}", [cell for row in rows for cell in row]
+    if len(sets := re.split(r"\\cup(?![a-z])|∪", text)) > 1:
+        return "union", sets
+    inner, brackets = re.sub(r"^\\(?=\{)", "", text), ""
+    if inner[:1] in "([{" and len(_split(inner)) == 1 and _closes_at_end(inner):
+        brackets = inner[0] + inner[-1]
+        inner = inner[1:-1].removesuffix("\\")
+    items = _split(inner)
+    if brackets and brackets != "{}" and len(items) > 1:
+        return brackets, items
+    if brackets in ("", "{}"):
+        items = [item.replace("\\pm", sign) for item in items for sign in ("+-" if "\\pm" in item else "+")]
+        if len(items) > 1:
+            return "list", items
+    relations = re.findall(r"[<>]=?|=", text)
+    if relations:
+        sides = re.split(r"[<>]=?|=", text)
+        if relations[0][0] == ">":
+            relations = [sign.translate(str.maketrans("<>", "><")) for sign in relations[::-1]]
+            sides.reverse()
+        return " ".join(relations), sides
+    return "expression", [text]
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that stand in no brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _closes_at_end(text: str) -> bool:
+    """Whether the bracket that `text` begins with is closed by its last character, of whatever kind."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return index == len(text) - 1
+    return False
+
+
+def _parse(text: str) -> Any | None:
+    """The expression, or None where this is no mathematics that we know."""
     source = _to_python(text)
     if source is None:
         return None
@@ -104,18 +200,27 @@ def _parse(text: str) -> list[Any] | None:
         parsed = parse_expr(source)
     except Exception:  # the parser runs into every kind of error on what is no expression
         return None
-    parts = list(parsed) if isinstance(parsed, tuple | sympy.Tuple) else [parsed]
-    return parts if all(isinstance(part, sympy.Expr) for part in parts) else None
+    return parsed if isinstance(parsed, sympy.Expr) else None
+
+
+def _mixed_number(match: re.Match[str]) -> str:
+    r"""2\frac{1}{2} is a half more than 2, but 2\frac{3}{2} is 3."""
+    whole, top, bottom = match.groups()
+    return f"({whole}+{top}/{bottom})" if int(top) < int(bottom) else f"({whole}*{top}/{bottom})"
 
 
 def _to_python(text: str) -> str | None:
     """LaTeX or plain arithmetic as words that only name numbers, operators, known functions and one-letter symbols."""
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"((\1)/(\2))", text)
+    text = re.sub(r"\\frac\s*(\d)", r"\\frac{\1}", text)
+    text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", text)
+    text = re.sub(r"(?<![\d.^_])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", _mixed_number, text)
+    text = re.sub(r"(?<![\d.^_/])(\d+)\s+(\d+)/(\d+)(?![\d.])", _mixed_number, text)
     # From the inside out: braces without braces in them.
     for _ in range(text.count("{")):
         text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))", text)
         text = re.sub(r"\\sqrt\s*\{([^{}]*)\}", r"sqrt(\1)", text)
+        text = re.sub(r"\\sqrt\s*\[(\d+)\]\s*\{([^{}]*)\}", r"((\2)^(1/\1))", text)
         text = re.sub(r"\^\s*\{([^{}]*)\}", r"^(\1)", text)
     text = re.sub(r"\\sqrt\s*(\d)", r"sqrt(\1)", text)
     text = text.replace("\\cdot", "*").replace("\\times", "*").replace("\\div", "/").replace("\\", " ")
@@ -128,12 +233,15 @@ def _to_python(text: str) -> str | None:
         if match is None:
             return None
         number, name, sign = match.groups()
-        if name is not None and name not in _NAMES and len(name) > 1:
-            return None
+        if name is not None and name not in _NAMES and (len(name) > 3 or (len(name) > 1 and text.isalpha())):
+            return None  # a word, not a product of symbols such as 2xy
         starts_factor = sign is None or sign == "("
         if starts_factor and words and words[-1] not in _OPERATORS and words[-1] not in _FUNCTIONS:
             words.append("*")  # 2x, x(y + 1)
-        # A letter by itself is a symbol, also where sympy has a constant of that name.
-        words.append(number or sign or _NAMES.get(name) or f"Symbol('{name}')")
+        if number is not None:
+            words.append(f"Rational('{number.rstrip('.')}')")  # decimals are exact
+        else:
+            # A letter by itself is a symbol, also where sympy has a constant of that name.
+            words.append(sign or _NAMES.get(name) or " * ".join(f"Symbol('{letter}')" for letter in name))
         position = match.end()
     return " ".join(words) or None

@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class VerifierPool:
         self.verifiers = known_verifiers(user_verifiers)
         self._command = [sys.executable, "-m", "open_instruct.verifiers.worker", *user_verifiers]
         self._timeout_s = timeout_s
+        # Linux ends a worker with the thread that started it, so that must be one that lives as long as the pool.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-starter")
         # A place is a worker, or None until somebody needs one.
         self._places: queue.Queue[_Worker | None] = queue.Queue()
         self._num_places = num_processes
@@ -51,11 +54,14 @@ class VerifierPool:
         text = without_thinking(completion)
         verifier = self.verifiers[check.verifier]
         if not verifier.isolated:
-            return _bounded(check.verifier, verifier.score(text, check.ground_truth))
+            try:
+                return _bounded(check.verifier, float(verifier.score(text, check.ground_truth)))
+            except Exception as error:  # it may be foreign code, which may raise anything
+                return Outcome(score=0.0, problem=f"{check.verifier}: {type(error).__name__}: {error}")
         worker = self._places.get()
         try:
             if worker is None:
-                worker = _Worker(self._command)
+                worker = _Worker(self._command, self._starter)
             request = {"verifier": check.verifier, "text": text, "ground_truth": check.ground_truth}
             answer = worker.ask(request, timeout_s=self._timeout_s)
             if answer is None:
@@ -74,6 +80,7 @@ class VerifierPool:
             worker = self._places.get()
             if worker is not None:
                 worker.kill()
+        self._starter.shutdown()
 
 
 def _bounded(name: str, score: float) -> Outcome:
@@ -83,16 +90,17 @@ def _bounded(name: str, score: float) -> Outcome:
 
 
 class _Worker:
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], starter: ThreadPoolExecutor) -> None:
         paths = [str(PACKAGE_PARENT), os.getcwd(), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
+        self._process = starter.submit(
+            subprocess.Popen,
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             # So that the package is found uninstalled, and the user's module where the run was started.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
+        ).result()
         self._is_ready = self._read(START_TIMEOUT_S) is not None
 
     def ask(self, request: dict[str, object], *, timeout_s: float) -> dict[str, Any] | None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from open_instruct.errors import InputError
 from open_instruct.verifiers.answers import GSM8K, Passthrough, StringF1, StringMatcher
+from open_instruct.verifiers.ifeval import IFEval
 from open_instruct.verifiers.math_answers import Math
 from open_instruct.verifiers.verifier import Verifier
 
-BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, Math, StringMatcher, StringF1, Passthrough)
+BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, IFEval, Math, StringMatcher, StringF1, Passthrough)
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 

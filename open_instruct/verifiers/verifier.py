@@ -11,11 +11,20 @@ THINKING_ENDS = "</think>"
 class Verifier(ABC):
     """One kind of answer. `isolated` verifiers run foreign or unbounded code, so they get a process that can be killed.
 
-    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`.
+    A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. One that cannot
+    compare with everything says so in `check_ground_truth`, which is asked when rows are loaded.
     """
 
     name: ClassVar[str]
     isolated: ClassVar[bool] = True
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        """Refuses a row's ground truth that `score` could not use.
+
+        Raises:
+            ValueError: with the reason, for the author of the row.
+        """
+        return
 
     @abstractmethod
     def score(self, completion: str, ground_truth: Any) -> float:

@@ -15,6 +15,7 @@ from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
 from open_instruct.models.tiny import train_tokenizer
 from open_instruct.models.tiny_corpus import built_in_corpus
+from open_instruct.verifiers.registry import known_verifiers
 
 Rows = list[dict[str, Any]]
 FILES = ("sft", "prompts", "held_out")
@@ -73,7 +74,7 @@ def test_sizes_and_forms(rows: tuple[Rows, Rows, Rows]) -> None:
     assert list(map(len, rows)) == [3000, 4500, 200]
     assert {tuple(message["role"] for message in row["messages"]) for row in sft} == {("user", "assistant")}
     for row in prompts + held_out:
-        parsed = parse_prompt_row(row, ("gsm8k",))
+        parsed = parse_prompt_row(row, known_verifiers())
         assert [(check.verifier, check.ground_truth) for check in parsed.checks] == [("gsm8k", str(sum(operands(row))))]
 
 

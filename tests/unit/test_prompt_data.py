@@ -24,9 +24,12 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError, RunError
 from open_instruct.models.tiny import train_tokenizer
 from open_instruct.records import Check, Prompt
+from open_instruct.verifiers.answers import Passthrough
+from open_instruct.verifiers.registry import known_verifiers
 
 Load = Callable[..., tuple[PromptDataset, DataReport]]
-VERIFIERS = ("gsm8k", "ifeval", "string_matcher")
+VERIFIERS = {name: known_verifiers()[name] for name in ("gsm8k", "ifeval", "string_matcher")}
+NO_COMMAS = {"func_name": "validate_no_commas"}
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +82,17 @@ HEAD = len("BU\n") + len("\nA\n")  # bos, the role tokens and their line breaks
         ({"ground_truth": "42", "dataset": "gsm8k"}, [("gsm8k", "42", 1.0)]),
         ({"ground_truth": ["a", "b"], "dataset": "string_matcher"}, [("string_matcher", ["a", "b"], 1.0)]),
         (
-            {"ground_truth": ["42", {"n": 3}], "dataset": ["gsm8k", "ifeval"]},
-            [("gsm8k", "42", 1.0), ("ifeval", {"n": 3}, 1.0)],
+            {"ground_truth": ["42", NO_COMMAS], "dataset": ["gsm8k", "ifeval"]},
+            [("gsm8k", "42", 1.0), ("ifeval", NO_COMMAS, 1.0)],
         ),
         (
             {"ground_truth": "42", "dataset": ["gsm8k", "string_matcher"], "weights": [1, 0.5]},
             [("gsm8k", "42", 1.0), ("string_matcher", "42", 0.5)],
         ),
-        ({"ground_truth": 42, "dataset": ["gsm8k", "ifeval"], "weight": 2}, [("gsm8k", 42, 2.0), ("ifeval", 42, 2.0)]),
+        (
+            {"ground_truth": 42, "dataset": ["gsm8k", "string_matcher"], "weight": 2},
+            [("gsm8k", 42, 2.0), ("string_matcher", 42, 2.0)],
+        ),
         ({"ground_truth": "42", "dataset": "GSM8K", "weights": None}, [("gsm8k", "42", 1.0)]),
     ],
 )
@@ -121,6 +127,7 @@ def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[
         ({"weight": True}, "bad_weight", "not True"),
         ({"ground_truth": float("nan")}, "bad_ground_truth", "JSON"),
         ({"ground_truth": b"1"}, "bad_ground_truth", "JSON"),
+        ({"dataset": "ifeval"}, "bad_ground_truth", "'ground_truth' for 'ifeval': it must be an object"),
     ],
 )
 def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
@@ -133,6 +140,17 @@ def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
 def test_a_row_without_a_prompt() -> None:
     with pytest.raises(MalformedRow, match="neither 'messages' nor 'prompt'; the row has 'dataset'"):
         parse_prompt_row({"dataset": "gsm8k"}, None)
+
+
+def test_a_verifier_that_fails_over_a_ground_truth_refuses_the_row() -> None:
+    class Picky(Passthrough):
+        def check_ground_truth(self, ground_truth: Any) -> None:
+            ground_truth["key"]
+
+    with pytest.raises(MalformedRow, match="'ground_truth' for 'picky': TypeError: string indices") as raised:
+        parse_prompt_row(row("q", verifier="picky"), {"picky": Picky()})
+    assert raised.value.kind == "bad_ground_truth"
+    assert parse_prompt_row(row("q", {"key": 1}, verifier="picky"), {"picky": Picky()}).checks
 
 
 def test_any_verifier_will_do_where_none_are_known() -> None:
@@ -248,14 +266,14 @@ def test_the_cache_is_not_asked_where_anything_differs(
     rows = numbered(tmp_path / "rows.jsonl", 4)
     load(rows, "0.5")
     others: list[dict[str, Any]] = [
-        {"known_verifiers": ("gsm8k",)},
+        {"known_verifiers": {"gsm8k": VERIFIERS["gsm8k"]}},
         {"max_prompt_token_length": 63},
         {"seed": 1},
         {"chat_template_name": "tulu"},
     ]
     for other in others:
         assert not load(rows, "0.5", **other)[1].from_cache, other
-    assert load(rows, "0.5", known_verifiers=reversed(VERIFIERS))[1].from_cache
+    assert load(rows, "0.5", known_verifiers=dict(reversed(VERIFIERS.items())))[1].from_cache
     monkeypatch.setattr(token_dataset, "CACHE_VERSION", -1)
     assert not load(rows, "0.5")[1].from_cache
 

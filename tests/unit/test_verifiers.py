@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,11 +32,22 @@ class Odd(Verifier):
         if completion == "hang":
             while True:
                 time.sleep(1)
+        if completion == "spin":
+            print(os.getpid(), file=open("spinning", "w"), flush=True)
+            while True:
+                pass
+        if completion == "multiply":
+            print(os.getpid(), file=open("spinning", "w"), flush=True)
+            9 ** 9 ** 9 ** 9
         if completion == "die":
             os._exit(3)
         if completion == "pid":
             return 1 / os.getpid()
         return float(completion)
+
+class Inline(Odd):
+    name = "inline"
+    isolated = False
 
 class NotOne:
     name = "not_one"
@@ -58,7 +70,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def pool(user_module: str) -> Iterator[VerifierPool]:
-    pool = VerifierPool([f"{user_module}:Odd"], num_processes=2, timeout_s=0.5)
+    pool = VerifierPool([f"{user_module}:Odd", f"{user_module}:Inline"], num_processes=2, timeout_s=0.5)
     yield pool
     pool.close()
 
@@ -154,24 +166,73 @@ class TestPool:
         with ThreadPoolExecutor(8) as threads:
             assert [o.score for o in threads.map(lambda x: pool.score(check("odd"), str(x)), wanted)] == wanted
 
-    def test_workers_end_with_a_parent_that_is_killed(self, user_module: str) -> None:
+    @pytest.mark.parametrize("completion", ["not a number", "7", "nan"])
+    def test_what_goes_wrong_in_the_driver_is_one_too(self, pool: VerifierPool, completion: str) -> None:
+        outcome = pool.score(check("inline"), completion)
+        assert outcome.score == 0.0
+        assert outcome.problem == pool.score(check("odd"), completion).problem.replace("odd", "inline", 1)
+
+    def test_a_worker_outlives_the_thread_that_needed_it_first(self, user_module: str) -> None:
+        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=5)
+        scores = []
+        for _ in range(2):
+            with ThreadPoolExecutor(1) as thread:
+                scores.append(thread.submit(pool.score, check("odd"), "pid").result().score)
+            time.sleep(0.2)
+        pool.close()
+        assert scores[0] == scores[1] > 0
+
+    @pytest.mark.parametrize("completion", ["", "spin", "multiply"])
+    def test_workers_end_with_a_parent_that_is_killed(self, user_module: str, tmp_path: Path, completion: str) -> None:
+        """Idle ones, busy ones, and ones in which no other thread gets a turn."""
         code = f"""
-import os, signal
+import os, signal, threading, time
 from open_instruct.records import Check
 from open_instruct.verifiers.pool import VerifierPool
 pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=60)
-outcome = pool.score(Check(verifier="odd", ground_truth=None), "pid")
-print(round(1 / outcome.score), flush=True)
+odd = Check(verifier="odd", ground_truth=None)
+print(round(1 / pool.score(odd, "pid").score), flush=True)
+if {completion!r}:
+    threading.Thread(target=pool.score, args=(odd, {completion!r})).start()
+    while not os.path.exists("spinning"):
+        time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert run.stdout.strip().isdecimal(), run.stderr
+        assert_ends(int(run.stdout))
+
+    def test_workers_see_without_the_kernel_that_their_parent_is_gone(self, tmp_path: Path) -> None:
+        code = r"""
+import os, signal, subprocess, sys
+spin = (
+    "import sys; sys.platform = 'other'; from open_instruct.verifiers.worker import end_with_parent; end_with_parent()"
+    "; print('ready', flush=True)\nwhile True: pass"
+)
+child = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-        worker = Path("/proc", run.stdout.strip())
         assert run.stdout.strip().isdecimal(), run.stderr
-        deadline = time.monotonic() + 20
-        while worker.exists() and "Z" not in (worker / "stat").read_text().split()[2]:
-            assert time.monotonic() < deadline, "the worker outlived its parent"
-            time.sleep(0.1)
+        assert_ends(int(run.stdout))
+
+
+def assert_ends(process_id: int) -> None:
+    """The process is gone within seconds; it is killed where it is not."""
+    state = Path("/proc", str(process_id), "stat")
+    deadline = time.monotonic() + 10
+    # The state stands behind the name, which is in parentheses; Z is a process whose end nobody has asked for yet.
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        if time.monotonic() > deadline:
+            os.kill(process_id, signal.SIGKILL)
+            pytest.fail("the worker outlived its parent")
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
