@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import move_to_device
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
@@ -27,8 +29,12 @@ from open_instruct.packing.rollouts import RolloutMiniBatch
 from open_instruct.records import Metric, PackedBatch, PreferenceBatch, RolloutBatch, SFTBatch
 from open_instruct.training.forward import sequence_logprobs, token_logprobs
 from open_instruct.training.preference_steps import PreferenceStep
+from open_instruct.training.reference_policy import polyak_update
 from open_instruct.training.sft_steps import SFTStep
 from open_instruct.training.train_module import SegmentTrainModule
+
+# What an updated reference policy is called in a checkpoint.
+REFERENCE = "reference"
 
 
 class SFTTrainModule(SegmentTrainModule):
@@ -128,8 +134,11 @@ class GRPOTrainModule(SegmentTrainModule):
     """Policy gradients on sampled completions; every other argument is `TransformerTrainModule`'s.
 
     A step is: `fill_logprobs` for all its mini-batches, then for each of them, and again for each epoch, `zero_grads`,
-    `train_batch`, `optim_step`. The KL penalty needs `reference`, a model that is sharded as the policy is; give it
-    before the first step where `loss.beta` is above 0.
+    `train_batch`, `optim_step`; at last `end_step`. The KL penalty needs `reference`, a model that is sharded as the
+    policy is; where `loss.beta` is above 0, give it before the first step and before a checkpoint is loaded.
+
+    A reference that is never updated is the start model, and is built from there again after a restart. One that
+    `loss.ref_policy_update_freq` moves is part of the checkpoints, beside the policy and the optimizer.
 
     :param loss: which policy loss, and its settings.
     :param temperature: of sampling; all log-probs are taken under it.
@@ -152,7 +161,7 @@ class GRPOTrainModule(SegmentTrainModule):
         step is a single update: there they are those of the update's own forward pass, so a pass is saved, and the
         ratio is exactly 1.
         """
-        assert (self.reference is not None) == (self.loss.beta > 0), "a reference policy goes with beta, and only so"
+        self._check_reference()
         needs_old = len(minibatches) * self.loss.num_epochs > 1
         if not needs_old and self.reference is None:
             return tuple(minibatches)
@@ -189,6 +198,40 @@ class GRPOTrainModule(SegmentTrainModule):
             self.trainer.record_metric("total grad norm", 0.0, namespace="optim")
         else:
             super().optim_step()
+
+    def end_step(self) -> None:
+        reference, every = self._moving_reference, self.loss.ref_policy_update_freq
+        if reference is not None and every is not None and self.trainer.global_step % every == 0:
+            polyak_update(reference, self.model, alpha=self.loss.alpha)
+
+    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
+        state = super().state_dict_to_save(optim=optim)
+        reference = self._moving_reference
+        if reference is not None:
+            state[REFERENCE] = get_model_state_dict(reference, options=self.state_dict_save_opts)
+        return state
+
+    def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
+        state = super().state_dict_to_load(metadata, optim=optim)
+        reference = self._moving_reference
+        if reference is not None and any(name.startswith(f"{REFERENCE}.") for name in metadata.state_dict_metadata):
+            state[REFERENCE] = get_model_state_dict(reference, options=self.state_dict_load_opts)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        reference = self._moving_reference
+        if reference is not None and REFERENCE in state_dict:
+            set_model_state_dict(reference, state_dict[REFERENCE], options=self.state_dict_load_opts)
+
+    @property
+    def _moving_reference(self) -> Transformer | None:
+        """The reference, if it is one that is updated."""
+        self._check_reference()
+        return None if self.loss.ref_policy_update_freq is None else self.reference
+
+    def _check_reference(self) -> None:
+        assert (self.reference is not None) == (self.loss.beta > 0), "a reference policy goes with beta, and only so"
 
     def microbatch_loss(
         self, microbatch: RolloutBatch, step: RolloutMiniBatch

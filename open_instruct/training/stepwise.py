@@ -98,10 +98,10 @@ class StepwiseTrainer:
         return self.trainer.global_step
 
     def take_step(self, minibatches: Iterable[Any], *, num_tokens: int) -> dict[str, float]:
-        """One optimizer update for each of `minibatches`; returns the metrics of the step, the same on every rank.
+        """One optimizer update for each of `minibatches`, and at last the policy's `end_step`.
 
-        Means are taken over the updates, maxima of what is called `…/max`. `num_tokens` is what the whole step
-        counts, on all ranks.
+        Returns the metrics of the step, the same on every rank: means over the updates, maxima of what is called
+        `…/max`. `num_tokens` is what the whole step counts, on all ranks.
         """
         self.trainer.global_step += 1
         self.trainer.global_train_tokens_seen += num_tokens
@@ -114,6 +114,7 @@ class StepwiseTrainer:
             recorded = self.trainer._metrics.pop(self.trainer.global_step)
             of_updates.append({name: float(value) for name, value in recorded.items()})
         self.policy.zero_grads()
+        self.policy.end_step()
         return row_of(merged(of_updates))
 
     def save(self, callers_state: dict[str, Any], *, keep_last_n: int) -> None:

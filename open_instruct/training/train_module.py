@@ -95,6 +95,9 @@ class SegmentTrainModule(TransformerTrainModule):
             self.trainer.record_metric(name, value)
         self.trainer.record_metric("num_tokens", self.trainer.global_train_tokens_seen)
 
+    def end_step(self) -> None:
+        """Called once after the last update of a step that has several."""
+
     def _check(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise RunError(

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.train_case import NUM_ROWS, TrainCase
 
@@ -31,3 +32,9 @@ def dpo_case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     rows = folder / "rows.jsonl"
     write_synthetic_preferences(rows, num_rows=NUM_ROWS, seed=1)
     return TrainCase(model=model, rows=rows, folder=folder, own_flags={"loss_type": "dpo"})
+
+
+@pytest.fixture(scope="module")
+def grpo_case(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
+    """A tiny OLMo 2 and the learner steps of made-up completions."""
+    return GRPOCase(tmp_path_factory.mktemp("grpo"))

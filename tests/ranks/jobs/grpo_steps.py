@@ -42,55 +42,67 @@ def _run(
     logits_per_chunk: int | None = None,
 ) -> list[dict[str, float]]:
     """Learn from as many completions as `completions` says, a step each."""
-    config = parse(GRPOConfig, flags)
-    validate_grpo(config)
-    run = join_run(config)
-    pretrained = open_pretrained(
-        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
-    )
-    policy = build_policy(
-        GRPOTrainModule,
-        pretrained,
-        run=run,
-        config=config,
-        num_steps=len(completions),
-        loss=config.loss,
-        temperature=config.rollout.temperature,
-        response_length=config.data.response_length,
-    )
-    if config.loss.beta > 0:
-        policy.reference = build_reference(pretrained, run=run, config=config)
-    vocab_size = pretrained.hf_config.vocab_size
+    learner = Learner(flags, num_steps=len(completions))
+    policy = learner.policy
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
-        policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * vocab_size
-    trainer = StepwiseTrainer(
-        policy,
-        folder=run.directory.path,
-        num_steps=len(completions),
-        max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
-    )
+        policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * learner.vocab_size
     rows = []
-    for step, num_completions in enumerate(completions):
-        samples = make_samples(num_completions, seed=step, vocab_size=vocab_size)
-        work = plan_steps_of_ranks(
-            samples,
-            num_ranks=run.layout.data_parallel_world_size,
-            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-            num_mini_batches=config.loss.num_mini_batches,
-        )[dist.get_rank(policy.dp_process_group)]
-        if one_at_a_time:
-            work = spread(work)
-        minibatches = policy.fill_logprobs(
-            rollout_minibatches(work, pad_token_id=0, pad_to_multiple_of=run.layout.tensor_parallel_degree)
-        )
+    for num_completions in completions:
         before = [parameter.detach().clone() for parameter in policy.model.parameters()]
-        row = trainer.take_step(minibatches * config.loss.num_epochs, num_tokens=work.num_tokens_global)
-        moved = any(not _equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
-        num_labels = sum(minibatch.num_label_tokens_global for minibatch in work.minibatches)
-        rows.append(row | {"has_moved": float(moved), "num_labels": num_labels})
+        row = learner.take_step(num_completions, one_at_a_time=one_at_a_time)
+        moved = any(not equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+        rows.append(row | {"has_moved": float(moved)})
     stop_process()
     return rows
+
+
+class Learner:
+    """One rank of a learner, in a process group of its own, on made-up completions."""
+
+    def __init__(self, flags: list[str], *, num_steps: int) -> None:
+        self.config = config = parse(GRPOConfig, flags)
+        validate_grpo(config)
+        self.run = join_run(config)
+        pretrained = open_pretrained(
+            config.model, max_seq_length=config.data.max_seq_length, export_folder=self.run.directory.hf_model
+        )
+        self.vocab_size = pretrained.hf_config.vocab_size
+        self.policy = build_policy(
+            GRPOTrainModule,
+            pretrained,
+            run=self.run,
+            config=config,
+            num_steps=num_steps,
+            loss=config.loss,
+            temperature=config.rollout.temperature,
+            response_length=config.data.response_length,
+        )
+        if config.loss.beta > 0:
+            self.policy.reference = build_reference(pretrained, run=self.run, config=config)
+        self.trainer = StepwiseTrainer(
+            self.policy,
+            folder=self.run.directory.path,
+            num_steps=num_steps,
+            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
+        )
+
+    def take_step(self, num_completions: int, *, one_at_a_time: bool = False) -> dict[str, float]:
+        """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
+        config, layout = self.config, self.run.layout
+        work = plan_steps_of_ranks(
+            make_samples(num_completions, seed=self.trainer.step, vocab_size=self.vocab_size),
+            num_ranks=layout.data_parallel_world_size,
+            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+            num_mini_batches=config.loss.num_mini_batches,
+        )[dist.get_rank(self.policy.dp_process_group)]
+        if one_at_a_time:
+            work = spread(work)
+        minibatches = self.policy.fill_logprobs(
+            rollout_minibatches(work, pad_token_id=0, pad_to_multiple_of=layout.tensor_parallel_degree)
+        )
+        row = self.trainer.take_step(minibatches * config.loss.num_epochs, num_tokens=work.num_tokens_global)
+        return row | {"num_labels": sum(minibatch.num_label_tokens_global for minibatch in work.minibatches)}
 
 
 def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSample]:
@@ -120,6 +132,7 @@ def spread(work: RankStep) -> RankStep:
     )
 
 
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether this rank holds the same of both, bit for bit."""
     ours, theirs = (getattr(tensor, "_local_tensor", tensor) for tensor in (ours, theirs))
     return torch.equal(ours, theirs)
