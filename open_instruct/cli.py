@@ -36,6 +36,11 @@ COMMANDS = {
         module="open_instruct.sft",
         function="main",
     ),
+    "grpo": Command(
+        summary="train on verifiable rewards: starts Ray, learners and engines by itself",
+        module="open_instruct.grpo_olmo_core_actor",
+        function="main",
+    ),
     "layout": Command(
         summary="show how a model would be sharded over nodes of GPUs",
         module="open_instruct.parallel.layout_command",
