@@ -34,7 +34,7 @@ FLOORS = [
     {"packing"},
     {"training"},
     {"rollout"},
-    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "olmo_core_train_modules", "cli"},
+    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "olmo_core_train_modules", "replay", "cli"},
 ]
 FLEET_LIBRARIES = {"ray", "vllm"}
 HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}
@@ -42,7 +42,7 @@ WITHOUT_TORCH = [
     *("errors.py", "records.py", "entry.py", "cli.py", "parallel/layout.py", "parallel/layout_warnings.py"),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
 ]
-LIGHT_TO_IMPORT = ["dpo.py"]
+LIGHT_TO_IMPORT = ["dpo.py", "replay.py"]
 
 MAX_LINES_OF_A_FILE = 500
 MAX_CODE_LINES = 11000
