@@ -16,6 +16,7 @@ from open_instruct.training.checkpoints import find_checkpoints
 
 # What belongs to the layout and the length of the run rather than to the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib")
+SHOWN_FIRST = ("loss", "grad_norm")
 MISSING = "-"
 
 
@@ -107,7 +108,8 @@ def agreement(recorded: Mapping[str, float], recomputed: Mapping[str, float]) ->
 def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
     """The metrics that were recomputed, one a line, in a column for each of `columns` that has numbers."""
     rows = {title: row for title, row in columns.items() if row is not None}
-    names = list(dict.fromkeys(name for title, row in rows.items() if title != "recorded" for name in row))
+    recomputed = dict.fromkeys(name for title, row in rows.items() if title != "recorded" for name in row)
+    names = sorted(recomputed, key=lambda name: name not in SHOWN_FIRST)
     lines = [["", *rows]]
     for name in names:
         lines.append([name, *(f"{row[name]:.6g}" if name in row else MISSING for row in rows.values())])

@@ -15,6 +15,7 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import markdown
+from open_instruct.config.replay import ReplayFlags
 from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -197,7 +198,7 @@ class TestFlags:
 
 def known_flags() -> set[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
-    flags = [flag for config_class in (DPOConfig, GRPOConfig) for flag in flags_of(config_class).values()]
+    flags = [flag for config_class in (DPOConfig, GRPOConfig, ReplayFlags) for flag in flags_of(config_class).values()]
     known = {flag.name for flag in flags} | {f"no_{flag.name}" for flag in flags if flag.kind is bool}
     programs = [*FILES, *(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]
     for path in programs:

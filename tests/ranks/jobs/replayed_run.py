@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from open_instruct import replay
+from open_instruct import cli
 from open_instruct.config.resolved import write_config
 from open_instruct.packing.rollouts import plan_steps_of_ranks, rollout_minibatches
 from open_instruct.parallel.process import stop_process
@@ -57,7 +57,7 @@ def replay_each(commands: list[list[str]], ports: list[int]) -> list[str]:
     for words, port in zip(commands, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            assert replay.main(words) == 0
+            assert cli.main(["replay", *words]) == 0
         printed.append(stdout.getvalue())
     return printed
 
