@@ -46,6 +46,11 @@ COMMANDS = {
         module="open_instruct.parallel.layout_command",
         function="layout_command",
     ),
+    "replay": Command(
+        summary="take one step of a GRPO run again, under its own or under other settings of the loss",
+        module="open_instruct.replay",
+        function="main",
+    ),
     "tiny-model": Command(
         summary="write a small random checkpoint with a tokenizer, to try things on",
         module="open_instruct.models.tiny_command",

@@ -9,7 +9,7 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
@@ -55,23 +55,14 @@ def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
     """The lines of `--help`. The description is the config class's docstring, the examples its `examples`."""
     flags = flags_of(config_class)
     required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags.values() if flag.required)
-    yield from _wrapped(f"usage: {program} [FILE.yaml] {required} [--flag value ...]", width, later_indent=7)
+    yield from wrapped(f"usage: {program} [FILE.yaml] {required} [--flag value ...]", width, later_indent=7)
     yield BLANK
-    yield from _wrapped(inspect.getdoc(config_class) or "", width)
+    yield from wrapped(inspect.getdoc(config_class) or "", width)
     yield BLANK
-    yield from _wrapped(SPELLING, width)
+    yield from wrapped(SPELLING, width)
     for section, section_class in sections_of(config_class).items():
-        yield BLANK
-        yield ((_title(section_class), "bold"),)
-        for flag in flags.values():
-            if flag.section == section:
-                yield (
-                    ("  ", ""),
-                    (f"--{flag.name}", "bold cyan"),
-                    (f" {flag.metavar}", "cyan"),
-                    (_default(flag), "dim"),
-                )
-                yield from _wrapped(flag.help, width, indent=6, later_indent=6)
+        of_section = [flag for flag in flags.values() if flag.section == section]
+        yield from flag_lines(_title(section_class), of_section, width)
     examples: Sequence[str] = getattr(config_class, "examples", ())
     if examples:
         yield BLANK
@@ -80,9 +71,24 @@ def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
             yield ((f"  {example}", "green"),)
 
 
+def flag_lines(title: str, flags: Iterable[Flag], width: int, *, with_defaults: bool = True) -> Iterator[Line]:
+    """A group of flags under its title, after an empty line."""
+    yield BLANK
+    yield ((title, "bold"),)
+    for flag in flags:
+        default = _default(flag) if with_defaults else ""
+        yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (default, "dim"))
+        yield from wrapped(flag.help, width, indent=6, later_indent=6)
+
+
 def print_help(config_class: type, program: str) -> None:
-    """Print `--help`, styled where stdout is a terminal and plain elsewhere."""
-    lines = help_lines(config_class, program, width=min(shutil.get_terminal_size().columns, MAX_WIDTH))
+    """Print the `--help` of an entry."""
+    print_lines(lambda width: help_lines(config_class, program, width))
+
+
+def print_lines(lines_of_width: Callable[[int], Iterator[Line]]) -> None:
+    """Print lines for the width of the terminal, styled where stdout is one and plain elsewhere."""
+    lines = lines_of_width(min(shutil.get_terminal_size().columns, MAX_WIDTH))
     if sys.stdout.isatty():
         from rich.console import Console  # not needed, so not loaded, where the output is plain
         from rich.text import Text
@@ -94,7 +100,8 @@ def print_help(config_class: type, program: str) -> None:
         print("\n".join("".join(text for text, _ in line) for line in lines))
 
 
-def _wrapped(text: str, width: int, indent: int = 0, later_indent: int = 0) -> Iterator[Line]:
+def wrapped(text: str, width: int, indent: int = 0, later_indent: int = 0) -> Iterator[Line]:
+    """`text` in lines of at most `width` characters, its own line ends forgotten."""
     for line in textwrap.wrap(
         " ".join(text.split()),
         width=max(width, MIN_WIDTH),

@@ -55,6 +55,19 @@ def parse(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
     return config_class(**sections)
 
 
+def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, Any]:
+    """The values that `words` give to some of `flags`, for a command that is not described by a config class.
+
+    Raises:
+        InputError: listing everything that is wrong.
+    """
+    problems: list[str] = []
+    values = _read_command_line(words, flags, problems)
+    if problems:
+        raise InputError("\n".join(problems))
+    return values
+
+
 # The command line
 
 

@@ -93,6 +93,11 @@ def stop_process() -> None:
     """Leave the process group, and let a later one in this process build its mesh anew."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_mesh()
+
+
+def forget_mesh() -> None:
+    """Let the next train module in this process build its mesh anew; the last one is done with."""
     from olmo_core.distributed import parallel
 
     parallel._WORLD_MESH = None

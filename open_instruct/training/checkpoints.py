@@ -120,6 +120,18 @@ class SkipStepHistory(Callback):
         optimizer._grad_norms = [torch.tensor(norm, device=optimizer.device) for norm in state_dict["grad_norms"]]
 
 
+def load_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """Put the trainer where the checkpoint in `folder` was written. Collective.
+
+    :raises RunError: if it cannot be read.
+    """
+    try:
+        trainer.load_checkpoint(folder, load_trainer_state=True, load_optim_state=True)
+    except (Exception, CheckpointException) as error:
+        log.exception("the checkpoint cannot be read")
+        raise RunError(f"the checkpoint {folder} cannot be read ({_cause(error)})") from error
+
+
 def resume(trainer: Trainer) -> int | None:
     """Load the newest checkpoint of the run directory, if there is one, and return its step.
 

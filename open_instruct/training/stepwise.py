@@ -15,7 +15,13 @@ from olmo_core.data.data_loader import DataLoaderBase
 from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 
-from open_instruct.training.checkpoints import SkipStepHistory, remove_old_checkpoints, resume, save_checkpoint
+from open_instruct.training.checkpoints import (
+    SkipStepHistory,
+    load_checkpoint,
+    remove_old_checkpoints,
+    resume,
+    save_checkpoint,
+)
 from open_instruct.training.metrics_log import row_of
 from open_instruct.training.train_module import SegmentTrainModule
 
@@ -130,6 +136,15 @@ class StepwiseTrainer:
     def resume(self) -> dict[str, Any] | None:
         """Load the newest checkpoint, if there is one, and return what the caller had saved with it."""
         return self._callers_state.value if resume(self.trainer) is not None else None
+
+    def stand_before(self, step: int, *, checkpoint: Path | None) -> None:
+        """Be about to take `step`, with weights and optimizer of `checkpoint`, or as they are.
+
+        :raises RunError: if the checkpoint cannot be read.
+        """
+        if checkpoint is not None:
+            load_checkpoint(self.trainer, checkpoint)
+        self.trainer.global_step = step - 1
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import commands_with_flags, markdown
+from open_instruct.config.replay import ReplayFlags
 from open_instruct.config.sft import SFTConfig
 from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
 
@@ -35,7 +36,7 @@ FLOORS = [
     {"packing"},
     {"training"},
     {"rollout"},
-    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "olmo_core_train_modules", "cli"},
+    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "olmo_core_train_modules", "replay", "cli"},
 ]
 FLEET_LIBRARIES = {"ray", "vllm"}
 HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}
@@ -43,7 +44,7 @@ WITHOUT_TORCH = [
     *("errors.py", "records.py", "entry.py", "cli.py", "parallel/layout.py", "parallel/layout_warnings.py"),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
 ]
-LIGHT_TO_IMPORT = ["dpo.py", "sft.py"]
+LIGHT_TO_IMPORT = ["dpo.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
 
 MAX_LINES_OF_A_FILE = 500
 MAX_CODE_LINES = 13000
@@ -200,7 +201,8 @@ class TestFlags:
 
 def known_flags() -> set[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
-    flags = [flag for config_class in (DPOConfig, SFTConfig, GRPOConfig) for flag in flags_of(config_class).values()]
+    configs = (DPOConfig, SFTConfig, GRPOConfig, ReplayFlags)
+    flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
     known = {flag.name for flag in flags} | {f"no_{flag.name}" for flag in flags if flag.kind is bool}
     programs = [*FILES, *(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]
     for path in programs:

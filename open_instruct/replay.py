@@ -1,0 +1,160 @@
+"""Take one step of a GRPO run again: read its completions, load its weights, step, compare.
+
+open-instruct replay RUN --step N [--loss_fn gspo ...]
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.config.help import print_lines
+from open_instruct.config.replay import Replay, described, help_lines, on_one_process, parse_replay
+from open_instruct.entry import HELP_WORDS
+from open_instruct.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from open_instruct.config.grpo import GRPOConfig
+    from open_instruct.parallel.process import Process
+    from open_instruct.records import RolloutGroup
+    from open_instruct.rollout.replay import StepWeights
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay what the words after the command describe, print it, and return the exit code.
+
+    :raises InputError: if the flags cannot work, or the run has no such step.
+    """
+    if any(word in HELP_WORDS for word in argv):
+        print_lines(help_lines)
+        return 0
+    asked = parse_replay(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("replay runs on one process: start it without torchrun")
+    report = replay(asked)
+    if asked.json_file is not None:
+        try:
+            asked.json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"--json {asked.json_file} cannot be written: {error.strerror or error}") from error
+    return 0
+
+
+def replay(asked: Replay) -> dict[str, Any]:
+    """Take the step, print what comes of it, and return the same numbers as JSON."""
+    from open_instruct.parallel.process import start_process, stop_process
+    from open_instruct.rollout.replay import agreement, recorded_row, table, weights_before
+    from open_instruct.rollout.traces import read_traces
+    from open_instruct.training.run_directory import RunDirectory
+
+    # Libraries warn of what a run keeps in its log; here nobody reads it.
+    logging.captureWarnings(True)
+    settings = asked.settings
+    groups = read_traces(asked.run, asked.step)
+    weights = weights_before(asked.run, asked.step, config=settings, given=asked.weights)
+    recorded = recorded_row(RunDirectory(path=asked.run).metrics, asked.step)
+    print(f"step {asked.step} of {asked.run}: {weights.told}", flush=True)
+
+    process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
+    recomputed = take_again(settings, groups, step=asked.step, weights=weights, process=process)
+    changed = None
+    if asked.changed is not None:
+        print(f"changed: {described(asked.changes)}", flush=True)
+        changed = take_again(asked.changed, groups, step=asked.step, weights=weights, process=process)
+    stop_process()
+
+    print("\n" + table({"recorded": recorded, "recomputed": recomputed, "changed": changed}))
+    if recorded is None:
+        print(f"\nmetrics.jsonl has no row of step {asked.step}: the run ended before it was written")
+    elif weights.are_the_steps_own:
+        print(f"\n{agreement(recorded, recomputed)}")
+    return {
+        "run": str(asked.run),
+        "step": asked.step,
+        "weights": {
+            "model": weights.model,
+            "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
+            "are_the_steps_own": weights.are_the_steps_own,
+            "told": weights.told,
+        },
+        "changes": {name: {"from": old, "to": new} for name, (old, new) in asked.changes.items()},
+        "recorded": recorded,
+        "recomputed": recomputed,
+        "changed": changed,
+    }
+
+
+def take_again(
+    config: GRPOConfig,
+    groups: Sequence[RolloutGroup],
+    *,
+    step: int,
+    weights: StepWeights,
+    process: Process,
+) -> dict[str, float]:
+    """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
+    from open_instruct.olmo_core_train_modules import GRPOTrainModule
+    from open_instruct.packing.rollouts import rollout_minibatches
+    from open_instruct.parallel.layout import layout_of
+    from open_instruct.parallel.process import forget_mesh
+    from open_instruct.rollout.replay import OF_THE_RUN, work_of
+    from open_instruct.training.console import Console
+    from open_instruct.training.policy import build_policy
+    from open_instruct.training.pretrained import open_pretrained
+    from open_instruct.training.reference_policy import build_reference
+    from open_instruct.training.run import Run
+    from open_instruct.training.run_directory import RunDirectory
+    from open_instruct.training.stepwise import StepwiseTrainer
+
+    config = on_one_process(config)
+    work, num_completions = work_of(groups, step=step, config=config)
+    with tempfile.TemporaryDirectory(prefix="replay_") as folder:
+        run = Run(
+            process=process,
+            layout=layout_of(config.parallel, process.gpus_per_node),
+            directory=RunDirectory(path=Path(folder)),
+            console=Console(speaks=False),
+        )
+
+        def opened(model: str) -> Any:
+            return open_pretrained(
+                replace(config.model, model_name_or_path=model),
+                max_seq_length=config.data.max_seq_length,
+                export_folder=run.directory.hf_model,
+            )
+
+        pretrained = opened(weights.model)
+        policy = build_policy(
+            GRPOTrainModule,
+            pretrained,
+            run=run,
+            config=config,
+            num_steps=config.num_steps,
+            loss=config.loss,
+            temperature=config.rollout.temperature,
+            response_length=config.data.response_length,
+        )
+        if config.loss.beta > 0:
+            policy.reference = build_reference(opened(config.model.model_name_or_path), run=run, config=config)
+        trainer = StepwiseTrainer(
+            policy,
+            folder=run.directory.path,
+            num_steps=config.num_steps,
+            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
+        )
+        trainer.stand_before(step, checkpoint=weights.checkpoint)
+        minibatches = policy.fill_logprobs(rollout_minibatches(work, pad_token_id=pretrained.pad_token_id))
+        row = trainer.take_step(minibatches * config.loss.num_epochs, num_tokens=work.num_tokens_global)
+    forget_mesh()
+    # Models and trainers hold each other: their memory is wanted before the next ones are built.
+    del policy, trainer
+    gc.collect()
+    row = {name: value for name, value in row.items() if name not in OF_THE_RUN}
+    return {"num_trained_completions": float(num_completions)} | row

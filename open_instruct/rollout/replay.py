@@ -1,0 +1,120 @@
+"""A step of a run that is over: its weights, its completions, what was recorded of it, and all of it in a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.errors import InputError
+from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
+from open_instruct.records import RolloutGroup
+from open_instruct.rollout.samples import RolloutStepBatch, training_samples
+from open_instruct.training.checkpoints import find_checkpoints
+
+# What belongs to the layout and the length of the run rather than to the step.
+OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib")
+SHOWN_FIRST = ("loss", "grad_norm")
+MISSING = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWeights:
+    """What a step is taken again with: a model folder, and a checkpoint over it where there is one.
+
+    `are_the_steps_own` says whether they are known to be those that the step began with; `told` is a sentence
+    about them.
+    """
+
+    model: str
+    checkpoint: Path | None
+    are_the_steps_own: bool
+    told: str
+
+
+def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | None) -> StepWeights:
+    """The weights that `step` of the run in `run` began with, or the nearest to them that are left.
+
+    They are those after step - 1: the checkpoint of that step, or the start model for step 1. Where that checkpoint is
+    gone, an older one. `given` overrules all of that.
+    """
+    start = config.model.model_name_or_path
+    if given is not None:
+        told = f"the weights are those of {given}, with a fresh optimizer"
+        if config.loss.ref_policy_update_freq is not None:
+            told += "; the reference policy is the start model, although the run moved it"
+        return StepWeights(model=str(given), checkpoint=None, are_the_steps_own=False, told=told)
+    if step == 1:
+        return StepWeights(
+            model=start, checkpoint=None, are_the_steps_own=True, told=f"the weights are the start model's, {start}"
+        )
+    checkpoints = {int(Path(path).name.removeprefix("step")): Path(path) for path in find_checkpoints(run)}
+    newest = max((saved for saved in checkpoints if saved < step), default=None)
+    if newest == step - 1:
+        folder = checkpoints[newest]
+        return StepWeights(
+            model=start, checkpoint=folder, are_the_steps_own=True, told=f"the weights are those of {folder}"
+        )
+    have = f"those of step {newest}, {checkpoints[newest]}" if newest is not None else f"the start model's, {start}"
+    return StepWeights(
+        model=start,
+        checkpoint=None if newest is None else checkpoints[newest],
+        are_the_steps_own=False,
+        told=f"the weights are {have}: step {step} began with those of step {step - 1}, of which there is no "
+        "checkpoint. Loss, gradient and the ratios to the engine are of another policy than the run's",
+    )
+
+
+def work_of(groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig) -> tuple[RankStep, int]:
+    """What one process learns from the groups of `step` under `config`, and from how many completions."""
+    learned = training_samples(RolloutStepBatch(groups=tuple(groups)), config=config.rollout, version=step - 1)
+    (work,) = plan_steps_of_ranks(
+        learned.samples,
+        num_ranks=1,
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        num_mini_batches=config.loss.num_mini_batches,
+    )
+    return work, len(learned.samples)
+
+
+def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
+    """What the run wrote of `step`; None where it ended before it did.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    if not metrics.exists():
+        return None
+    try:
+        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{metrics} cannot be read as rows of JSON: {error}") from error
+    return next((row for row in reversed(rows) if row.get("step") == step), None)
+
+
+def agreement(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
+    """How near the recomputed loss and gradient norm are to the recorded ones.
+
+    The loss's difference is absolute: advantages of both signs nearly cancel in it.
+    """
+    of_loss = abs(recorded["loss"] - recomputed["loss"])
+    of_norm = abs(recorded["grad_norm"] - recomputed["grad_norm"])
+    share = of_norm / recorded["grad_norm"] if recorded["grad_norm"] else of_norm
+    return f"recorded and recomputed differ by {of_loss:.1e} in loss, by {share:.1e} of itself in grad_norm"
+
+
+def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
+    """The metrics that were recomputed, one a line, in a column for each of `columns` that has numbers."""
+    rows = {title: row for title, row in columns.items() if row is not None}
+    recomputed = dict.fromkeys(name for title, row in rows.items() if title != "recorded" for name in row)
+    names = sorted(recomputed, key=lambda name: name not in SHOWN_FIRST)
+    lines = [["", *rows]]
+    for name in names:
+        lines.append([name, *(f"{row[name]:.6g}" if name in row else MISSING for row in rows.values())])
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))])
+        for name, *cells in lines
+    )

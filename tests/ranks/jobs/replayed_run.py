@@ -1,0 +1,88 @@
+"""A GRPO run of a few steps with saved rollouts, but without engines: its groups are made up."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from open_instruct import cli
+from open_instruct.config.resolved import write_config
+from open_instruct.packing.rollouts import plan_steps_of_ranks, rollout_minibatches
+from open_instruct.parallel.process import stop_process
+from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.rollout.samples import RolloutStepBatch, training_samples
+from open_instruct.rollout.traces import write_traces
+from tests.ranks.jobs.grpo_steps import Learner, make_samples
+
+NUM_GROUPS, GROUP_SIZE = 4, 3
+
+
+def run_it(flags: list[str], *, num_steps: int) -> list[dict[str, float]]:
+    """Leave in the run's folder what a run leaves there: flags, rollouts, rows, a checkpoint of every step."""
+    learner = Learner(flags, num_steps=num_steps)
+    config, run = learner.config, learner.run
+    assert config.num_steps == num_steps, "the schedule is that of the flags"
+    rows = []
+    for step in range(1, num_steps + 1):
+        batch = RolloutStepBatch(groups=make_groups(step, vocab_size=learner.vocab_size))
+        learned = training_samples(batch, config=config.rollout, version=step - 1)
+        work = plan_steps_of_ranks(
+            learned.samples,
+            num_ranks=run.layout.data_parallel_world_size,
+            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+            num_mini_batches=config.loss.num_mini_batches,
+        )[dist.get_rank(learner.policy.dp_process_group)]
+        minibatches = learner.policy.fill_logprobs(rollout_minibatches(work, pad_token_id=0))
+        row = learner.trainer.take_step(minibatches * config.loss.num_epochs, num_tokens=work.num_tokens_global)
+        rows.append({"step": step, **row, **learned.metrics})
+        learner.trainer.save({}, keep_last_n=0)
+        if run.process.rank == 0:
+            write_traces(run.directory.path, step, batch, learned)
+    if run.process.rank == 0:
+        write_config(config, run.directory.config)
+        run.directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stop_process()
+    return rows
+
+
+def replay_each(commands: list[list[str]], ports: list[int]) -> list[str]:
+    """What each replay prints; each has a process group, and so a port, of its own."""
+    printed = []
+    for words, port in zip(commands, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            assert cli.main(["replay", *words]) == 0
+        printed.append(stdout.getvalue())
+    return printed
+
+
+def make_groups(step: int, *, vocab_size: int) -> tuple[RolloutGroup, ...]:
+    """The last group has no signal; some completions were cut at the length limit."""
+    chance = random.Random(step)
+    groups = []
+    for ticket in range(NUM_GROUPS):
+        samples = make_samples(GROUP_SIZE, seed=100 * step + ticket, vocab_size=vocab_size)
+        prompt_ids = samples[0].document.token_ids[: samples[0].document.responses[0].start]
+        completions = tuple(
+            Completion(
+                token_ids=sample.document.token_ids[sample.document.responses[0].start :],
+                logprobs=sample.engine_logprobs,
+                versions=(step - 1,) * len(sample.engine_logprobs),
+                text="",
+                finish_reason="length" if index == 0 else "stop",
+                seed=index,
+            )
+            for index, sample in enumerate(samples)
+        )
+        verdicts = tuple(Verdict(reward=chance.random(), scores={}) for _ in completions)
+        if ticket == NUM_GROUPS - 1:
+            verdicts = tuple(replace(verdict, reward=1.0) for verdict in verdicts)
+        prompt = Prompt(row_id=ticket, token_ids=prompt_ids, text="", checks=())
+        groups.append(RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts))
+    return tuple(groups)

@@ -1,0 +1,161 @@
+"""What a replay may be asked for, and the weights that it chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from open_instruct.config.flags import flags_of
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.config.replay import Replay, on_one_process, parse_replay, replayed_flags
+from open_instruct.config.resolved import as_flat_dict, write_config
+from open_instruct.errors import InputError
+from open_instruct.rollout.replay import agreement, recorded_row, table, weights_before
+
+REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
+LARGE = ["--num_learners_per_node", "8", "8", "--tensor_parallel_degree", "2", "--fsdp_shard_degree", "4"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run on 16 GPUs, with checkpoints of steps 2 and 4."""
+    folder = tmp_path / "run"
+    for step in (2, 4):
+        (folder / f"step{step}").mkdir(parents=True)
+        (folder / f"step{step}" / ".metadata").touch()
+    compiled = ["--compile_model", "--activation_memory_budget", "0.5", "--active_sampling"]
+    words = [*REQUIRED, "--output_dir", str(folder), *LARGE, *compiled, "--clip_higher", "0.3"]
+    write_config(parse(GRPOConfig, words), folder / "config.yaml")
+    return folder
+
+
+def asked(run: Path, *words: str) -> Replay:
+    return parse_replay([str(run), "--step", "3", *words])
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse_replay(words)
+    return str(caught.value)
+
+
+def test_a_replay_keeps_the_settings_of_the_run(run: Path) -> None:
+    replay = asked(run)
+    assert (replay.run, replay.step, replay.weights, replay.json_file, replay.changed) == (run, 3, None, None, None)
+    assert replay.settings.loss.clip_higher == 0.3
+
+
+def test_only_what_is_another_value_is_a_change(run: Path) -> None:
+    replay = asked(
+        run, "--clip_higher", "0.3", "--loss_fn", "dapo", "--temperature=0.5", "--no-filter-zero-std-samples"
+    )
+    assert replay.changes == {"temperature": (1.0, 0.5), "filter_zero_std_samples": (True, False)}
+    assert replay.changed is not None
+    now, before = as_flat_dict(replay.changed), as_flat_dict(replay.settings)
+    # Rejected groups are not replayed, so active sampling does not stand against keeping all groups.
+    assert {name for name in now if now[name] != before[name]} == {*replay.changes, "active_sampling"}
+    assert asked(run, "--clip_higher", "0.3").changed is None
+
+
+def test_every_flag_of_the_loss_may_differ(run: Path) -> None:
+    of_loss = {name for name, flag in flags_of(GRPOConfig).items() if flag.section == "loss"}
+    assert of_loss < replayed_flags().keys()
+    assert {"advantage_normalization_type", "mask_truncated_completions", "temperature"} < replayed_flags().keys()
+    for name in flags_of(GRPOConfig).keys() - replayed_flags().keys():
+        word = {"int": "2", "float": "0.5"}.get(flags_of(GRPOConfig)[name].kind.__name__)
+        if word is not None:
+            assert f"--{name}: a replay keeps the run's own value" in refusal(
+                str(run), "--step", "1", f"--{name}", word
+            )
+
+
+def test_one_process_has_no_shards(run: Path) -> None:
+    config = on_one_process(asked(run).settings)
+    assert (config.parallel.num_learners_per_node, config.parallel.tensor_parallel_degree) == ([1], 1)
+    assert config.parallel.fsdp_shard_degree is None and not config.memory.compile_model
+    assert config.memory.activation_memory_budget == 1.0
+    alone = parse(GRPOConfig, [*REQUIRED, "--output_dir", "out", "--single_gpu_mode"])
+    assert on_one_process(alone).parallel.single_gpu_mode
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--step", "3"], "the first word is the folder of the run"),
+        (["RUN"], "missing: --step N"),
+        (["RUN", "--step", "0"], "--step 0: the first step is 1"),
+        (["RUN", "--step", "two"], "--step takes a whole number, not 'two'"),
+        (["gone", "--step", "3"], "gone is not the folder of a run: it has no config.yaml"),
+        (["RUN", "--step", "3", "--seed", "2", "--beta", "1"], "--seed: a replay keeps the run's own value"),
+        (["RUN", "--step", "3", "--loss_fm", "gspo"], "did you mean --loss_fn?"),
+        (["RUN", "--step", "3", "--loss_fn", "ppo"], "--loss_fn takes one of dapo"),
+        (["RUN", "--step", "3", "--rho_cap", "0.5"], "--rho_cap 0.5: must be above 1"),
+        (["RUN", "--step", "3", "--weights", "gone"], "--weights gone: there is no such folder"),
+        (["RUN", "--step", "3", "--json", "gone/x.json"], "--json gone/x.json"),
+    ],
+)
+def test_what_cannot_be_asked(run: Path, words: list[str], part: str) -> None:
+    assert part in refusal(*(str(run) if word == "RUN" else word for word in words))
+
+
+def test_a_run_of_another_kind(run: Path) -> None:
+    (run / "config.yaml").write_text("mixer_list: [rows.jsonl, '1.0']\n")
+    message = refusal(str(run), "--step", "3")
+    assert "config.yaml is not that of a GRPO run" in message and "mixer_list" in message
+
+
+@pytest.mark.parametrize(
+    ("step", "checkpoint", "are_the_steps_own"),
+    [
+        (1, None, True),
+        (2, None, False),
+        (3, "step2", True),
+        (4, "step2", False),
+        (5, "step4", True),
+        (9, "step4", False),
+    ],
+)
+def test_the_weights_before_a_step(run: Path, step: int, checkpoint: str | None, are_the_steps_own: bool) -> None:
+    weights = weights_before(run, step, config=asked(run).settings, given=None)
+    assert (weights.model, weights.are_the_steps_own) == ("start", are_the_steps_own)
+    assert weights.checkpoint == (None if checkpoint is None else run / checkpoint)
+    assert ("of another policy" in weights.told) == (not are_the_steps_own)
+    assert (f"step {step} began with those of step {step - 1}" in weights.told) == (not are_the_steps_own)
+
+
+def test_given_weights_overrule_checkpoints(run: Path) -> None:
+    replay = asked(run, "--weights", str(run / "step2"))
+    weights = weights_before(run, 3, config=replay.settings, given=replay.weights)
+    assert (weights.model, weights.checkpoint, weights.are_the_steps_own) == (str(run / "step2"), None, False)
+
+
+def test_the_row_of_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert recorded_row(file, 1) is None
+    file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+    assert recorded_row(file, 2) == {"step": 2, "loss": 0.25}
+    assert recorded_row(file, 3) is None
+    file.write_text('{"step": 1, "lo')
+    with pytest.raises(InputError, match=r"metrics.jsonl cannot be read as rows of JSON"):
+        recorded_row(file, 1)
+
+
+def test_the_table() -> None:
+    recorded, recomputed = {"loss": 0.5, "reward": 1.0}, {"loss": 0.25, "kl": 1e-7}
+    lines = table({"recorded": recorded, "recomputed": recomputed, "changed": None}).splitlines()
+    assert [line.split() for line in lines] == [
+        ["recorded", "recomputed"],
+        ["loss", "0.5", "0.25"],
+        ["kl", "-", "1e-07"],
+    ]
+    assert len({len(line) for line in lines}) == 1
+    assert table({"recorded": None, "recomputed": recomputed}).splitlines()[1].split() == ["loss", "0.25"]
+
+
+def test_agreement() -> None:
+    recorded = {"loss": 0.5, "grad_norm": 2.0}
+    assert "by 0.0e+00 in loss, by 0.0e+00" in agreement(recorded, recorded)
+    assert "by 2.5e-01 in loss, by 5.0e-01 of itself" in agreement(recorded, {"loss": 0.25, "grad_norm": 3.0})
+    assert "by 1.0e+00 of itself" in agreement({"loss": 0.0, "grad_norm": 0.0}, {"loss": 0.0, "grad_norm": 1.0})
