@@ -1,0 +1,115 @@
+"""A GRPO run small enough for tests, with a reward that random weights already earn some of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from open_instruct.verifiers.verifier import Verifier
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 240.0
+NUM_STEPS = 4
+NUM_PROMPTS_PER_STEP = 2
+NUM_SAMPLES_PER_PROMPT = 4
+
+
+class ShareOfDigits(Verifier):
+    """How much of an answer is digits: every group has a spread, so every step has something to learn."""
+
+    name = "digits"
+    isolated = False
+
+    def score(self, text: str, ground_truth: Any) -> float:
+        return sum(character.isdigit() for character in text) / max(len(text), 1)
+
+
+def write_prompts(path: Path, num_rows: int) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": f"Number {i}?"}], "ground_truth": str(i), "dataset": "digits"}
+        for i in range(num_rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@dataclass(kw_only=True)
+class GRPOCase:
+    """One command, run as its users run it, in a process of its own."""
+
+    model: Path
+    prompts: Path
+    output_dir: Path
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def command(self) -> list[str]:
+        flags = {
+            "model_name_or_path": self.model,
+            "dataset_mixer_list": [self.prompts, "1.0"],
+            "verifier": "tests.fleet.grpo_case:ShareOfDigits",
+            "num_learners_per_node": 1,
+            "vllm_num_engines": 1,
+            "vllm_kv_cache_mib": 16,
+            "num_unique_prompts_rollout": NUM_PROMPTS_PER_STEP,
+            "num_samples_per_prompt_rollout": NUM_SAMPLES_PER_PROMPT,
+            "total_episodes": NUM_STEPS * NUM_PROMPTS_PER_STEP * NUM_SAMPLES_PER_PROMPT,
+            "response_length": 12,
+            "max_prompt_token_length": 32,
+            "param_dtype": "float32",
+            "learning_rate": "1e-3",
+            "async_steps": 0,
+            "output_dir": self.output_dir,
+        } | self.flags
+        words = [str(REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py")]
+        for name, value in flags.items():
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        return [sys.executable, *words]
+
+    def start(self) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            self.command(),
+            cwd=self.output_dir.parent,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self) -> str:
+        """To a good end; returns what it said."""
+        return finished(self.start(), exit_code=0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.output_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pids(self) -> dict[str, Any]:
+        return json.loads((self.output_dir / "pids.json").read_text())
+
+    def when_step(self, step: int, process: subprocess.Popen[str], then: Callable[[], None]) -> None:
+        """Call `then` as soon as the row of `step` is there."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not any(row["step"] >= step for row in self.rows()):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline_s, "the step did not come"
+            time.sleep(0.02)
+        then()
+
+
+def finished(process: subprocess.Popen[str], *, exit_code: int) -> str:
+    try:
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        raise
+    assert process.returncode == exit_code, said
+    return said

@@ -1,0 +1,198 @@
+"""Whole runs of GRPO: real Ray, real learners over gloo, a real vLLM engine, one command each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from open_instruct.models.tiny import write_tiny_model
+from open_instruct.rollout.traces import read_traces
+from open_instruct.rollout.watchdog import SHARED_MEMORY
+from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished, write_prompts
+
+# What scripts read; see README.
+EVERY_STEP = {
+    *("step", "loss", "reward", "verifier/digits", "kl", "clip_fraction", "rho/mean", "rho/max", "grad_norm", "lr"),
+    *("logprob_diff/mean", "logprob_diff/max", "staleness/mean", "sequence_length/mean", "truncated_fraction"),
+    *("zero_std_fraction", "num_tokens", "time/generate", "time/train", "time/sync", "time/step"),
+}
+# Nothing in it depends on the clock.
+TIMED = ("time/", "tokens_per_second", "peak_memory")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
+    folder = tmp_path_factory.mktemp("grpo")
+    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    return GRPOCase(
+        model=model,
+        prompts=write_prompts(folder / "prompts.jsonl", 6),
+        output_dir=folder / "out",
+        flags={"checkpointing_steps": 2},
+    )
+
+
+@pytest.fixture(scope="module")
+def variant(base: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GRPOCase]:
+    def make(**flags: Any) -> GRPOCase:
+        return replace(base, output_dir=tmp_path_factory.mktemp("run") / "out", flags=base.flags | flags)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(variant: Callable[..., GRPOCase]) -> GRPOCase:
+    """On-policy, two learners: what disturbed runs are compared with."""
+    case = variant(
+        num_learners_per_node=2,
+        save_traces="true",
+        dataset_mixer_eval_list=[variant().prompts, "2"],
+        local_eval_every=2,
+    )
+    case.run()
+    return case
+
+
+def weights(case: GRPOCase) -> dict[str, torch.Tensor]:
+    return load_file(case.output_dir / "hf_model" / "model.safetensors")
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def assert_gone(pids: dict[str, Any]) -> None:
+    deadline_s = time.monotonic() + 30
+    left = [pids["driver"], *pids["learners"], *pids["engines"]]
+    while any(map(is_alive, left)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not any(map(is_alive, left))
+    assert not list(SHARED_MEMORY.glob(f"open_instruct-{pids['driver']}-*"))
+
+
+def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
+    rows = undisturbed.rows()
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert all(set(row) >= EVERY_STEP for row in rows)
+    assert all(row["reward"] == row["verifier/digits"] > 0 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert [("eval/reward" in row, "eval/pass_at_1" in row) for row in rows] == [(False,) * 2, (True,) * 2] * 2
+    out = undisturbed.output_dir
+    assert {path.name for path in out.iterdir()} >= {"config.yaml", "layout.json", "run.log", "hf_model", "step4"}
+    assert not (out / "pids.json").exists()
+    assert json.loads((out / "layout.json").read_text())["shard_degree"] == 2
+
+
+def test_engines_and_learners_agree_after_every_sync(undisturbed: GRPOCase) -> None:
+    assert max(row["logprob_diff/max"] for row in undisturbed.rows()) < 1e-4
+    assert all(row["staleness/max"] == 0 for row in undisturbed.rows())
+
+
+def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:
+    for step in range(1, NUM_STEPS + 1):
+        versions = {
+            version
+            for group in read_traces(undisturbed.output_dir, step)
+            for completion in group.completions
+            for version in completion.versions
+        }
+        assert versions == {step - 1}
+
+
+def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> None:
+    """Shard groups stay inside nodes, and new weights reach completions that are being generated."""
+    case = variant(
+        num_learners_per_node=[2, 4], async_steps=1, inflight_updates="true", num_mini_batches=2, vllm_num_engines=2
+    )
+    case.run()
+    layout = json.loads((case.output_dir / "layout.json").read_text())
+    assert layout["shard_groups"] == [[0, 1], [2, 3], [4, 5]]
+    rows = case.rows()
+    assert len(rows) == NUM_STEPS
+    assert max(row["staleness/max"] for row in rows) == 1
+
+
+@pytest.mark.parametrize("backend", ["gloo"])
+def test_one_device_for_learner_and_engine(variant: Callable[..., GRPOCase], backend: str) -> None:
+    case = variant(single_gpu_mode="true", weight_sync_backend=backend, async_steps=1, beta=0.1)
+    case.run()
+    rows = case.rows()
+    assert len(rows) == NUM_STEPS
+    assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
+
+
+def test_a_killed_learner_is_replaced(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
+    """From the last checkpoint, with the same engines, to the very weights of an undisturbed run."""
+    case = variant(num_learners_per_node=2, checkpointing_steps=2)
+    process = case.start()
+    killed: list[int] = []
+
+    def kill() -> None:
+        killed.append(case.pids()["learners"][1])
+        os.kill(killed[0], signal.SIGKILL)
+
+    case.when_step(3, process, kill)
+    said = finished(process, exit_code=0)
+    assert f"learner rank 1 (node 127.0.0.1, pid {killed[0]})" in said
+    assert "starting the learners again from the last checkpoint (1 of 3)" in said
+    assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(tensor, weights(case)[name]), name
+
+
+def test_a_killed_engine_is_replaced(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
+    case = variant(num_learners_per_node=2)
+    process = case.start()
+    case.when_step(1, process, lambda: os.kill(case.pids()["engines"][0], signal.SIGKILL))
+    said = finished(process, exit_code=0)
+    assert "engine 0 was lost" in said and "starting it again (1 of 3 restarts)" in said
+    assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(tensor, weights(case)[name]), name
+
+
+def test_a_killed_driver_takes_all_with_it_and_the_next_start_resumes(
+    variant: Callable[..., GRPOCase], undisturbed: GRPOCase
+) -> None:
+    case = variant(num_learners_per_node=2, checkpointing_steps=1)
+    process = case.start()
+    case.when_step(2, process, lambda: os.kill(process.pid, signal.SIGKILL))
+    pids = case.pids()
+    process.communicate()
+    assert_gone(pids)
+    said = case.run()
+    assert "resuming after step" in said
+    assert untimed(case.rows())[-1]["reward"] == untimed(undisturbed.rows())[-1]["reward"]
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(tensor, weights(case)[name]), name
+
+
+def test_a_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
+    case = variant(num_learners_per_node=2, checkpointing_steps=100)
+    process = case.start()
+    case.when_step(2, process, lambda: process.send_signal(signal.SIGTERM))
+    pids = case.pids()
+    said = finished(process, exit_code=143)
+    assert "SIGTERM: stopped after step" in said.splitlines()[-1]
+    assert_gone(pids)
+    case.run()
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(tensor, weights(case)[name]), name
