@@ -27,6 +27,9 @@ class Outgoing(Protocol):
     def check(self) -> None:
         """Raise what went wrong since the last `put`; returns at once."""
 
+    def close(self) -> None:
+        """Let go of memory and connections, whoever still knows this object."""
+
 
 class SharedMemoryWriter:
     """Writes its boxes to their places in a slot that the receivers see."""
@@ -47,6 +50,9 @@ class SharedMemoryWriter:
     def check(self) -> None:
         pass
 
+    def close(self) -> None:
+        del self._slots_SN
+
 
 class PartSender:
     """Sends its boxes to the rank that gathers."""
@@ -60,6 +66,9 @@ class PartSender:
         gather(shards, None, dtype=self._dtype, device=self._device, rank=self._rank)
 
     def check(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -92,19 +101,24 @@ class Broadcaster:
         self._under_way[position] = broadcast(self._group, flat)
 
     def check(self) -> None:
-        for position, work in list(self._under_way.items()):
-            if work.is_completed():
+        for position in list(self._under_way):
+            if self._under_way[position].is_completed():
                 self._finish(position)
 
+    def close(self) -> None:
+        # A receiver waits for what it asked for until the group, and everything that was begun in it, is gone.
+        self._under_way.clear()
+        del self._group, self._slots_SN
+
     def _finish(self, position: int) -> None:
-        work = self._under_way.pop(position, None)
-        if work is None:
+        if position not in self._under_way:
             return
         try:
-            work.wait()
+            self._under_way[position].wait()
         except RuntimeError as error:
             time.sleep(SECONDS_TO_ANSWER)
             missing = self._roll.missing(f"done/{position}", self._receivers)
             raise self._roll.fail(
                 f"the broadcast broke before {' and '.join(missing) or 'all receivers'} had the whole bucket: {error}"
             ) from error
+        del self._under_way[position]

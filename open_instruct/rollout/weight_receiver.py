@@ -46,6 +46,8 @@ class IncomingWeights:
         self._device = device
         self._position = 0
         self._slots_SN: torch.Tensor | None = None
+        self._group: Any = None
+        self._arriving: tuple[torch.Tensor, dist.Work] | None = None
         self._roll = RollCall.join(
             info["address"], info["port"], member=receiver_name(index), timeout_s=info["timeout_s"]
         )
@@ -82,8 +84,15 @@ class IncomingWeights:
         self._position += len(self._manifest.buckets)
 
     def fail(self, error: BaseException) -> None:
-        """Tell everybody that this receiver has failed."""
-        self._roll.fail(f"{self._roll.member} failed: {type(error).__name__}: {error}")
+        """Tell everybody that this receiver has failed, and leave the channel."""
+        if not isinstance(error, RunError):
+            self._roll.fail(f"{self._roll.member} failed: {type(error).__name__}: {error}")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of memory and connections, whoever still knows this object."""
+        # What was begun in a group is waited for, until its peers are gone too, when the group goes.
+        self._arriving = self._slots_SN = self._group = None
 
     def _from_slots(self) -> Iterator[Weights]:
         assert self._slots_SN is not None
@@ -97,28 +106,31 @@ class IncomingWeights:
     def _from_broadcasts(self) -> Iterator[Weights]:
         """The next bucket arrives while one is being used."""
         self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
-        arriving = self._begin(self._manifest.buckets[0])
-        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            flat = self._finish(*arriving, position)
+        buckets = self._manifest.buckets
+        self._begin(buckets[0])
+        for index, bucket in enumerate(buckets):
+            position = self._position + index
+            flat = self._finish(position)
             self._roll.report(f"done/{position}")
-            following = position - self._position + 1
-            if following < len(self._manifest.buckets):
-                arriving = self._begin(self._manifest.buckets[following])
+            if index + 1 < len(buckets):
+                self._begin(buckets[index + 1])
             yield bucket.views(flat, self._manifest.dtype)
 
-    def _begin(self, bucket: Bucket) -> tuple[torch.Tensor, dist.Work]:
+    def _begin(self, bucket: Bucket) -> None:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._flat_device)
-        return flat, broadcast(self._group, flat)
+        self._arriving = flat, broadcast(self._group, flat)
 
-    def _finish(self, flat: torch.Tensor, work: dist.Work, position: int) -> torch.Tensor:
+    def _finish(self, position: int) -> torch.Tensor:
+        assert self._arriving is not None
         sending = f"send bucket {self._number(position)}"
-        self._roll.wait_until(work.is_completed, who=lambda: [HOST], to=sending)
+        self._roll.wait_until(self._arriving[1].is_completed, who=lambda: [HOST], to=sending)
         try:
-            work.wait()
+            self._arriving[1].wait()
         except RuntimeError as error:
-            raise self._roll.fail(
-                f"{self._roll.member} waited for {HOST} to {sending}, which broke: {error}"
-            ) from error
+            reason = f"{self._roll.member} waited for {HOST} to {sending}, and lost it: {error}"
+            raise self._roll.fail(reason) from error
+        flat = self._arriving[0]
+        self._arriving = None
         settle(flat.device)
         return flat
 
@@ -137,7 +149,8 @@ class WeightReceiver:
     def open_channel(self: Any, info: dict[str, Any]) -> None:
         """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
         workers_per_engine = self.vllm_config.parallel_config.world_size
-        self.incoming_weights = None  # an earlier channel ends before the next begins
+        if getattr(self, "incoming_weights", None) is not None:
+            self.incoming_weights.close()
         self.incoming_weights = IncomingWeights(
             info, index=info["receiver_index"] * workers_per_engine + self.rank, device=self.device
         )
@@ -163,8 +176,7 @@ class WeightReceiver:
                 for weights in self.incoming_weights.buckets():
                     model.load_weights(weights)
         except Exception as error:
-            if not isinstance(error, RunError):
-                self.incoming_weights.fail(error)
+            self.incoming_weights.fail(error)
             raise
 
     def finish_update(self: Any) -> None:

@@ -189,16 +189,17 @@ class WeightSender:
             if self._rank == GATHERER:  # the others still look into the store that this rank keeps
                 roll.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
         except BaseException as error:
-            self._outgoing = None
             if not isinstance(error, RunError):
                 roll.fail(f"{roll.member} failed: {type(error).__name__}: {error}")
+            self._close_outgoing()  # the store stays, to tell the others why
             raise
         self._position += len(buckets)
 
     def close(self) -> None:
         """Give the channel up, if there is one; who waits for something on it is told."""
         self._remove_file()
-        self._outgoing = self._slots_SN = self._roll = None
+        self._close_outgoing()
+        self._slots_SN = self._roll = None
 
     def _offer(self, num_receivers: int, address: str | None) -> dict[str, Any]:
         """On rank 0: keep the store, make the memory, and describe both."""
@@ -241,6 +242,11 @@ class WeightSender:
             timeout_s=self._timeout_s,
         )
         return Broadcaster(group, roll, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank)
+
+    def _close_outgoing(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.close()
+            self._outgoing = None
 
     def _find_shards(self) -> dict[str, Shards]:
         """By the names that travel."""
