@@ -24,6 +24,9 @@ from open_instruct.rollout.weight_wire import (
     slot_of,
 )
 
+# Added to a receiver's time-out: whom the learners wait for is the better reason.
+EXTRA_PATIENCE_S = 5.0
+
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -49,7 +52,10 @@ class IncomingWeights:
         self._group: Any = None
         self._arriving: tuple[torch.Tensor, dist.Work] | None = None
         self._roll = RollCall.join(
-            info["address"], info["port"], member=receiver_name(index), timeout_s=info["timeout_s"]
+            info["address"],
+            info["port"],
+            member=receiver_name(index),
+            timeout_s=info["timeout_s"] + EXTRA_PATIENCE_S,
         )
         backend, slot_bytes = info["backend"], self._manifest.largest_bucket_bytes
         if backend == "shm":
