@@ -121,6 +121,7 @@ class IncomingWeights:
             if index + 1 < len(buckets):
                 self._begin(buckets[index + 1])
             yield bucket.views(flat, self._manifest.dtype)
+            del flat
 
     def _begin(self, bucket: Bucket) -> None:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._flat_device)
