@@ -14,7 +14,7 @@ import torch.distributed as dist
 from open_instruct.errors import RunError
 from open_instruct.rollout.roll_call import HOST, RollCall, learner_name, receiver_name
 from open_instruct.rollout.weight_backend import SHARED
-from open_instruct.rollout.weight_manifest import Bucket, WeightManifest
+from open_instruct.rollout.weight_manifest import WeightManifest
 from open_instruct.rollout.weight_wire import (
     broadcast,
     broadcast_group,
@@ -45,12 +45,12 @@ class IncomingWeights:
             RunError: some did not come within the time-out; names them.
         """
         self._manifest = WeightManifest.of_plain(info)
-        self._writers = [learner_name(rank) for rank in info["writers"]]
+        self._writers = [learner_name(rank) for rank in self._manifest.ranks]
         self._device = device
         self._position = 0
         self._slots_SN: torch.Tensor | None = None
         self._group: Any = None
-        self._arriving: tuple[torch.Tensor, dist.Work] | None = None
+        self._arriving: dist.Work | None = None
         self._roll = RollCall.join(
             info["address"],
             info["port"],
@@ -75,7 +75,9 @@ class IncomingWeights:
                 port=info["port"],
                 timeout_s=info["timeout_s"],
             )
-            self._flat_device = device if backend == "nccl" else torch.device("cpu")
+            self._flat = torch.empty(
+                slot_bytes, dtype=torch.uint8, device=device if backend == "nccl" else torch.device("cpu")
+            )
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -105,41 +107,27 @@ class IncomingWeights:
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
             flat = slot_of(self._slots_SN, position, bucket)
-            yield ((name, tensor.clone()) for name, tensor in bucket.views(flat, self._manifest.dtype))
+            yield bucket.unpack(flat, self._manifest.dtype)
             settle(flat.device)
             self._roll.report(f"done/{position}")
 
     def _from_broadcasts(self) -> Iterator[Weights]:
-        """The next bucket arrives while one is being used."""
         self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
-        buckets = self._manifest.buckets
-        self._begin(buckets[0])
-        for index, bucket in enumerate(buckets):
-            position = self._position + index
-            flat = self._finish(position)
+        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
+            flat = self._flat[: bucket.num_bytes]
+            self._receive(flat, to=f"send bucket {self._number(position)}")
             self._roll.report(f"done/{position}")
-            if index + 1 < len(buckets):
-                self._begin(buckets[index + 1])
-            yield bucket.views(flat, self._manifest.dtype)
-            del flat
+            yield bucket.unpack(flat, self._manifest.dtype)
 
-    def _begin(self, bucket: Bucket) -> None:
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._flat_device)
-        self._arriving = flat, broadcast(self._group, flat)
-
-    def _finish(self, position: int) -> torch.Tensor:
-        assert self._arriving is not None
-        sending = f"send bucket {self._number(position)}"
-        self._roll.wait_until(self._arriving[1].is_completed, who=lambda: [HOST], to=sending)
+    def _receive(self, flat: torch.Tensor, *, to: str) -> None:
+        self._arriving = broadcast(self._group, flat)
+        self._roll.wait_until(self._arriving.is_completed, who=lambda: [HOST], to=to)
         try:
-            self._arriving[1].wait()
+            self._arriving.wait()
         except RuntimeError as error:
-            reason = f"{self._roll.member} waited for {HOST} to {sending}, and lost it: {error}"
+            reason = f"{self._roll.member} waited for {HOST} to {to}, and lost it: {error}"
             raise self._roll.fail(reason) from error
-        flat = self._arriving[0]
-        self._arriving = None
         settle(flat.device)
-        return flat
 
     def _number(self, position: int) -> str:
         return f"{position - self._position + 1} of {len(self._manifest.buckets)}"
