@@ -107,7 +107,7 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
         if rank != delivery.owner:
             if local.numel() > 0:
                 sent = local.to(delivery.dtype).contiguous()
-                posted.append(dist.P2POp(dist.isend, as_bytes(sent), delivery.owner))
+                posted.append(dist.P2POp(dist.isend, _as_bytes(sent), delivery.owner))
             continue
         whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
         for peer, box in boxes.items():
@@ -117,7 +117,7 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
             elif part.numel() > 0:
                 in_place = local.device.type == "cpu" and part.is_contiguous()
                 received = part if in_place else torch.empty(part.shape, dtype=part.dtype, device=local.device)
-                posted.append(dist.P2POp(dist.irecv, as_bytes(received), peer))
+                posted.append(dist.P2POp(dist.irecv, _as_bytes(received), peer))
                 if not in_place:
                     arriving.append((part, received))
     if posted:
@@ -146,6 +146,6 @@ def boxes_beside(tensor: DTensor, owner: int) -> dict[int, Box]:
     }
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage as bytes, which every backend can send."""
     return tensor.view(-1).view(torch.uint8)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from open_instruct.errors import RunError
 from open_instruct.rollout.roll_call import HOST, RollCall, learner_name, receiver_name
 from open_instruct.rollout.weight_backend import SHARED
-from open_instruct.rollout.weight_manifest import Bucket, WeightManifest
+from open_instruct.rollout.weight_manifest import WeightManifest
 from open_instruct.rollout.weight_wire import (
     broadcast,
     broadcast_group,
@@ -23,6 +23,9 @@ from open_instruct.rollout.weight_wire import (
     settle,
     slot_of,
 )
+
+# Added to a receiver's time-out: whom the learners wait for is the better reason.
+EXTRA_PATIENCE_S = 5.0
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -42,12 +45,17 @@ class IncomingWeights:
             RunError: some did not come within the time-out; names them.
         """
         self._manifest = WeightManifest.of_plain(info)
-        self._writers = [learner_name(rank) for rank in info["writers"]]
+        self._writers = [learner_name(rank) for rank in self._manifest.ranks]
         self._device = device
         self._position = 0
         self._slots_SN: torch.Tensor | None = None
+        self._group: Any = None
+        self._arriving: dist.Work | None = None
         self._roll = RollCall.join(
-            info["address"], info["port"], member=receiver_name(index), timeout_s=info["timeout_s"]
+            info["address"],
+            info["port"],
+            member=receiver_name(index),
+            timeout_s=info["timeout_s"] + EXTRA_PATIENCE_S,
         )
         backend, slot_bytes = info["backend"], self._manifest.largest_bucket_bytes
         if backend == "shm":
@@ -67,7 +75,9 @@ class IncomingWeights:
                 port=info["port"],
                 timeout_s=info["timeout_s"],
             )
-            self._flat_device = device if backend == "nccl" else torch.device("cpu")
+            self._flat = torch.empty(
+                slot_bytes, dtype=torch.uint8, device=device if backend == "nccl" else torch.device("cpu")
+            )
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -82,45 +92,42 @@ class IncomingWeights:
         self._position += len(self._manifest.buckets)
 
     def fail(self, error: BaseException) -> None:
-        """Tell everybody that this receiver has failed."""
-        self._roll.fail(f"{self._roll.member} failed: {type(error).__name__}: {error}")
+        """Tell everybody that this receiver has failed, and leave the channel."""
+        if not isinstance(error, RunError):
+            self._roll.fail(f"{self._roll.member} failed: {type(error).__name__}: {error}")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of memory and connections, whoever still knows this object."""
+        # What was begun in a group is waited for, until its peers are gone too, when the group goes.
+        self._arriving = self._slots_SN = self._group = None
 
     def _from_slots(self) -> Iterator[Weights]:
         assert self._slots_SN is not None
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
             flat = slot_of(self._slots_SN, position, bucket)
-            yield ((name, tensor.clone()) for name, tensor in bucket.views(flat, self._manifest.dtype))
+            yield bucket.unpack(flat, self._manifest.dtype)
             settle(flat.device)
             self._roll.report(f"done/{position}")
 
     def _from_broadcasts(self) -> Iterator[Weights]:
-        """The next bucket arrives while one is being used."""
         self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
-        arriving = self._begin(self._manifest.buckets[0])
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            flat = self._finish(*arriving, position)
+            flat = self._flat[: bucket.num_bytes]
+            self._receive(flat, to=f"send bucket {self._number(position)}")
             self._roll.report(f"done/{position}")
-            following = position - self._position + 1
-            if following < len(self._manifest.buckets):
-                arriving = self._begin(self._manifest.buckets[following])
-            yield bucket.views(flat, self._manifest.dtype)
+            yield bucket.unpack(flat, self._manifest.dtype)
 
-    def _begin(self, bucket: Bucket) -> tuple[torch.Tensor, dist.Work]:
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._flat_device)
-        return flat, broadcast(self._group, flat)
-
-    def _finish(self, flat: torch.Tensor, work: dist.Work, position: int) -> torch.Tensor:
-        sending = f"send bucket {self._number(position)}"
-        self._roll.wait_until(work.is_completed, who=lambda: [HOST], to=sending)
+    def _receive(self, flat: torch.Tensor, *, to: str) -> None:
+        self._arriving = broadcast(self._group, flat)
+        self._roll.wait_until(self._arriving.is_completed, who=lambda: [HOST], to=to)
         try:
-            work.wait()
+            self._arriving.wait()
         except RuntimeError as error:
-            raise self._roll.fail(
-                f"{self._roll.member} waited for {HOST} to {sending}, which broke: {error}"
-            ) from error
+            reason = f"{self._roll.member} waited for {HOST} to {to}, and lost it: {error}"
+            raise self._roll.fail(reason) from error
         settle(flat.device)
-        return flat
 
     def _number(self, position: int) -> str:
         return f"{position - self._position + 1} of {len(self._manifest.buckets)}"
@@ -137,7 +144,8 @@ class WeightReceiver:
     def open_channel(self: Any, info: dict[str, Any]) -> None:
         """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
         workers_per_engine = self.vllm_config.parallel_config.world_size
-        self.incoming_weights = None  # an earlier channel ends before the next begins
+        if getattr(self, "incoming_weights", None) is not None:
+            self.incoming_weights.close()
         self.incoming_weights = IncomingWeights(
             info, index=info["receiver_index"] * workers_per_engine + self.rank, device=self.device
         )
@@ -163,8 +171,7 @@ class WeightReceiver:
                 for weights in self.incoming_weights.buckets():
                     model.load_weights(weights)
         except Exception as error:
-            if not isinstance(error, RunError):
-                self.incoming_weights.fail(error)
+            self.incoming_weights.fail(error)
             raise
 
     def finish_update(self: Any) -> None:

@@ -25,17 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.load import parameter_shapes, raise_together
 from open_instruct.models.names import TensorNames, clean_name
-from open_instruct.models.shards import reshard
+from open_instruct.models.shards import Box, boxes_beside, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.rollout.roll_call import LOOPBACK, RollCall, learner_name, outward_address, receiver_name
 from open_instruct.rollout.weight_backend import SHARED, check_backend, choose_backend
-from open_instruct.rollout.weight_gather import GATHERER, Shards
 from open_instruct.rollout.weight_manifest import WeightManifest
-from open_instruct.rollout.weight_outgoing import Broadcaster, Outgoing, PartSender, SharedMemoryWriter
+from open_instruct.rollout.weight_outgoing import GATHERER, Broadcaster, Outgoing, PartSender, SharedMemoryWriter
 from open_instruct.rollout.weight_wire import (
     NUM_SLOTS,
     broadcast_group,
@@ -64,9 +63,8 @@ def abandon(info: Mapping[str, Any], reason: str) -> None:
 class WeightSender:
     """One rank's part in sending the weights of `model`. All methods but `close` are collective over the learners.
 
-    The process group must have been started. Beside its shards a rank holds at most two buckets (for "shm", in
-    shared memory, and once for the host) and, of one tensor at a time that tensor parallelism cuts across its rows,
-    the parts that arrive.
+    The process group must have been started. Beside its shards a rank holds at most two buckets: rank 0 where it
+    gathers, the others their parts of one, and with "shm" the host has two in shared memory.
     """
 
     def __init__(
@@ -102,9 +100,12 @@ class WeightSender:
         self._device = next(model.parameters()).device if backend in ("nccl", "ipc") else CPU
         if backend in ("nccl", "ipc") and self._device.type != "cuda":
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
-        shapes = parameter_shapes(model)
+        parameters = self._parameters()
         self.manifest = WeightManifest(
-            {hf_name: shapes[name] for name, hf_name in names}, dtype=dtype, bucket_bytes=bucket_bytes
+            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+            {name: _boxes(parameter) for name, parameter in parameters.items()},
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
         )
         self._roll: RollCall | None = None
         self._outgoing: Outgoing | None = None
@@ -152,6 +153,7 @@ class WeightSender:
         self._outgoing = self._make_outgoing(roll)
         self._position = 0
 
+    @torch.no_grad()
     def send(self, version: int) -> None:
         """Send all weights once; returns when every receiver has taken the last bucket.
 
@@ -160,11 +162,10 @@ class WeightSender:
                 no use then: open another one.
         """
         roll, outgoing = self._roll, self._outgoing
-        is_open = roll is not None and outgoing is not None
-        raise_together([] if is_open else ["weight sync: there is no channel; open() and join() first"], kind=RunError)
-        assert roll is not None and outgoing is not None
+        if roll is None or outgoing is None:
+            raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
-        shards = self._find_shards()
+        tensors = {name: _local(parameter) for name, parameter in self._parameters().items()}
         buckets, first = self.manifest.buckets, self._position
         taking = f"of {len(buckets)} of version {version}"
         try:
@@ -182,23 +183,22 @@ class WeightSender:
                         meanwhile=outgoing.check,
                     )
                 if index < len(buckets):
-                    outgoing.put(
-                        first + index, buckets[index], [shards[tensor.name] for tensor in buckets[index].tensors]
-                    )
+                    outgoing.put(first + index, buckets[index], tensors)
             roll.report(f"sent/{first}")
             if self._rank == GATHERER:  # the others still look into the store that this rank keeps
                 roll.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
         except BaseException as error:
-            self._outgoing = None
             if not isinstance(error, RunError):
                 roll.fail(f"{roll.member} failed: {type(error).__name__}: {error}")
+            self._close_outgoing()  # the store stays, to tell the others why
             raise
         self._position += len(buckets)
 
     def close(self) -> None:
         """Give the channel up, if there is one; who waits for something on it is told."""
         self._remove_file()
-        self._outgoing = self._slots_SN = self._roll = None
+        self._close_outgoing()
+        self._slots_SN = self._roll = None
 
     def _offer(self, num_receivers: int, address: str | None) -> dict[str, Any]:
         """On rank 0: keep the store, make the memory, and describe both."""
@@ -210,7 +210,6 @@ class WeightSender:
             "port": self._roll.store.port,
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
-            "writers": sorted({rank for shards in self._find_shards().values() for rank in shards.boxes}),
             **self.manifest.plain(),
         }
         slot_bytes = self.manifest.largest_bucket_bytes
@@ -240,14 +239,30 @@ class WeightSender:
             port=info["port"],
             timeout_s=self._timeout_s,
         )
-        return Broadcaster(group, roll, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank)
+        return Broadcaster(group, roll, self._receivers, manifest=self.manifest, device=self._device)
 
-    def _find_shards(self) -> dict[str, Shards]:
+    def _close_outgoing(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.close()
+            self._outgoing = None
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
         """By the names that travel."""
         parameters = {clean_name(name): parameter for name, parameter in self._model.named_parameters()}
-        return {hf_name: Shards.of(parameters[name]) for name, hf_name in self._names}
+        return {hf_name: parameters[name] for name, hf_name in self._names}
 
     def _remove_file(self) -> None:
         if self._path is not None:
             remove_shared_file(self._path)
             self._path = None
+
+
+def _boxes(parameter: torch.Tensor) -> dict[int, Box]:
+    """What each of the ranks that share a copy of the parameter with rank 0 brings."""
+    if isinstance(parameter, DTensor):
+        return boxes_beside(parameter, GATHERER)
+    return {GATHERER: tuple(slice(0, size) for size in parameter.shape)}
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from open_instruct.models.tiny import write_tiny_model
+from open_instruct.rollout.watchdog import MARK_VARIABLE
 
 JOB = "tests.ranks.jobs.weight_sync"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
@@ -70,3 +73,30 @@ def test_receivers_get_what_an_export_holds(run_ranks, models, tmp_path, num_lea
         folder=str(tmp_path),
     )
     assert results[num_learners:] == [[[]] * len(cases)] * num_receivers
+
+
+@pytest.mark.parametrize(
+    ("backend", "missing_at", "complaint"),
+    [
+        ("shm", "join", "2 s for receiver 1 to join"),
+        ("gloo", "begin", "2 s for receiver 1 to begin to receive version 7"),
+        ("shm", "receive", r"2 s for receiver 1 to take bucket \d of \d+ of version 7"),
+        ("gloo", "abandoned", "engine 1 died"),
+    ],
+)
+def test_who_is_missing_is_named_on_every_side(run_ranks, models, tmp_path, backend, missing_at, complaint):
+    results = run_ranks(
+        4,
+        f"{JOB}:go_missing",
+        timeout_s=60,
+        environment={MARK_VARIABLE: f"open_instruct-test-{os.getpid()}"},
+        folder=str(tmp_path),
+        source=str(models["llama"]),
+        layout=FSDP_2,
+        backend=backend,
+        missing_at=missing_at,
+    )
+    *learners, receiver, missing = results
+    assert missing == "missing"
+    for message in (*learners, receiver):
+        assert re.search(complaint, message), results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from open_instruct.errors import RunError
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import stream_load
 from open_instruct.models.names import TensorNames
+from open_instruct.rollout.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.rollout.weight_receiver import IncomingWeights
-from open_instruct.rollout.weight_sync import WeightSender
+from open_instruct.rollout.weight_sync import WeightSender, abandon
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import sharded, unsharded
 
@@ -127,3 +130,46 @@ def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, 
     logprobs: list[float] = logits[0, :-1].float().log_softmax(-1).gather(-1, chosen).squeeze(-1).tolist()
     sender.close()
     return logprobs
+
+
+def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, missing_at: str) -> str:
+    """Ranks 0 and 1 are learners, 2 and 3 receivers; receiver 1 stops at `missing_at`. Each rank's complaint."""
+    rank, path = own_rank(), Path(folder, f"{backend}-{missing_at}.json")
+    try:
+        if rank < 2:
+            start_learner(2)
+            model, names = load(source, layout)
+            timeout_s = 30.0 if missing_at == "abandoned" else 2.0
+            sender = WeightSender(
+                model, names, backend=backend, dtype=torch.float32, bucket_bytes=100_000, timeout_s=timeout_s
+            )
+            offer(sender, 2, path)
+            assert backend != "shm" or own_files()
+            try:
+                sender.join()
+            finally:
+                dist.barrier()
+                assert not own_files(), "nothing stays in shared memory"
+            sender.send(7)
+            return "sent"
+        info = told(path)
+        if rank == 3 and missing_at == "join":
+            return "missing"
+        incoming = IncomingWeights(info, index=rank - 2, device=CPU)
+        if rank == 3 and missing_at == "begin":
+            time.sleep(4)
+            return "missing"
+        for number, _ in enumerate(incoming.buckets()):
+            if rank == 3 and number == 2:
+                if missing_at == "abandoned":
+                    abandon(info, "engine 1 died")
+                time.sleep(4)
+                return "missing"
+        return "received"
+    except RunError as error:
+        time.sleep(1)  # the others ask learner 0 why
+        return str(error)
+
+
+def own_files() -> list[str]:
+    return [path.name for path in SHARED_MEMORY.glob(f"{os.environ[MARK_VARIABLE]}*")]

@@ -1,0 +1,275 @@
+"""Rate and memory of a weight sync, beside bare copies of the same bytes in the same buckets.
+
+    python benchmarks/weight_sync.py                       # 50M and 500M parameters, shm and gloo
+    python benchmarks/weight_sync.py --sizes small --backends shm
+
+Two FSDP ranks hold fp32 shards and one more process receives them in bf16. "bare" is what the way of
+travelling costs without us: for shm a copy into the slot and a copy out of it, for gloo a broadcast from
+rank 0 to the receiver over the same kind of group. Both are taken in turns in the same processes; rates are of
+the bytes that travel, and the best of the repetitions: the machine may have other work.
+
+Memory is anonymous memory (RssAnon) above what the same process held before the channel was opened, as a
+multiple of the bucket size. Ends with code 1 if a sync is slower than 0.6 of the bare rate, or takes more
+than two buckets on any process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)
+
+from benchmarks.load_memory import PeakMemory
+
+MIB = 2**20
+NUM_LEARNERS = 2
+VOCAB_SIZE = 2048
+BUCKET_MIB = {"small": 32, "base": 64}
+TIMEOUT_S = 120.0
+LEAST_RATIO = 0.6
+MOST_BUCKETS = 2.0
+
+
+def learner(backend: str, size: str, repeat: int, folder: Path) -> None:
+    """One of the ranks; the first one writes the rates."""
+    import torch
+    import torch.distributed as dist
+    from olmo_core.config import DType
+    from olmo_core.distributed.parallel import DataParallelType, build_world_mesh
+    from olmo_core.train.train_module.transformer import TransformerDataParallelConfig
+    from olmo_core.train.train_module.transformer.common import parallelize_model
+
+    from open_instruct.models.build import build_model
+    from open_instruct.models.names import TensorNames
+    from open_instruct.models.tiny import SIZES, tiny_config
+    from open_instruct.rollout.weight_sync import WeightSender
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    hf_config = tiny_config("olmo2", SIZES[size], vocab_size=VOCAB_SIZE, tie=False)
+    dp = TransformerDataParallelConfig(
+        name=DataParallelType.hsdp, num_replicas=1, shard_degree=NUM_LEARNERS, param_dtype=DType.bfloat16
+    )
+    model = parallelize_model(
+        build_model(hf_config),
+        world_mesh=build_world_mesh(dp=dp, device_type="cpu"),
+        device=torch.device("cpu"),
+        max_sequence_length=128,
+        dp_config=dp,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().uniform_()
+    sender = WeightSender(
+        model,
+        TensorNames(hf_config),
+        backend=backend,
+        dtype=torch.bfloat16,
+        bucket_bytes=BUCKET_MIB[size] * MIB,
+        timeout_s=TIMEOUT_S,
+    )
+    manifest = sender.manifest
+    dist.barrier()
+    memory = PeakMemory()
+    memory.start()
+    info = sender.open(1)
+    if rank == 0:
+        publish(folder / "info.json", info)
+    sender.join()
+    ours_s, bare_s = [], []
+    source = bare = None
+    for repetition in range(repeat + 1):  # the first one touches the memory for the first time
+        dist.barrier()
+        started_s = time.perf_counter()
+        sender.send(repetition)
+        ours_s.append(time.perf_counter() - started_s)
+        if repetition == 0:
+            memory.stop()
+        if rank == 0:
+            if bare is None:
+                bare = Bare(info, rank=0, port_path=folder / "bare.json")
+                source = torch.ones(manifest.largest_bucket_bytes, dtype=torch.uint8)
+            bare_s.append(bare.send(source))
+    if rank == 0:
+        report = {
+            "num_bytes": manifest.num_bytes,
+            "num_buckets": len(manifest.buckets),
+            "ours_s": min(ours_s[1:]),
+            "bare_s": min(bare_s[1:]),
+        }
+        publish(folder / "report.json", report)
+    publish(folder / f"memory_{rank}.json", {"anonymous": memory.anonymous_bytes})
+    dist.barrier()
+
+
+def receiver(repeat: int, folder: Path) -> None:
+    """The process of an engine, without an engine."""
+    import torch
+
+    from open_instruct.rollout.weight_receiver import IncomingWeights
+
+    info = awaited(folder / "info.json")
+    memory = PeakMemory()
+    memory.start()
+    incoming = IncomingWeights(info, index=0, device=torch.device("cpu"))
+    bare = None
+    for repetition in range(repeat + 1):
+        for weights in incoming.buckets():
+            for _ in weights:
+                pass
+        if repetition == 0:
+            memory.stop()
+            bare = Bare(info, rank=1, port_path=folder / "bare.json")
+        bare.receive()
+    publish(folder / "memory_receiver.json", {"anonymous": memory.anonymous_bytes})
+
+
+class Bare:
+    """The same buckets between two processes, from a buffer that is there already."""
+
+    def __init__(self, info: dict[str, Any], *, rank: int, port_path: Path) -> None:
+        from open_instruct.rollout import weight_wire
+        from open_instruct.rollout.roll_call import LOOPBACK, RollCall
+        from open_instruct.rollout.weight_manifest import WeightManifest
+
+        self.wire = weight_wire
+        self.manifest = WeightManifest.of_plain(info)
+        self.rank = rank
+        self.is_shared = info["backend"] == "shm"
+        slot_bytes = self.manifest.largest_bucket_bytes
+        self.position = 0
+        if rank == 0:
+            self.roll = RollCall.host(LOOPBACK, timeout_s=TIMEOUT_S)
+            path = weight_wire.create_shared_file(slot_bytes)
+            publish(port_path, {"port": self.roll.store.port, "path": path})
+        else:
+            told = awaited(port_path)
+            path = told["path"]
+            self.roll = RollCall.join(LOOPBACK, told["port"], member="peer", timeout_s=TIMEOUT_S)
+        self.slots = weight_wire.map_shared_file(path, slot_bytes)
+        self.roll.report("mapped")
+        self.roll.wait("mapped", ["learner 0", "peer"], to="map the file")
+        weight_wire.remove_shared_file(path)
+        self.group = weight_wire.broadcast_group(
+            "gloo", self.roll.store, rank=rank, size=2, address=LOOPBACK, port=1, timeout_s=TIMEOUT_S
+        )
+
+    def send(self, source: Any) -> float:
+        """Seconds until the peer has all of it."""
+        self.roll.wait(f"began/{self.position}", ["peer"], to="begin")
+        started_s = time.perf_counter()
+        for index, bucket in enumerate(self.manifest.buckets):
+            position = self.position + index
+            if not self.is_shared:
+                self.wire.broadcast(self.group, source[: bucket.num_bytes]).wait()
+                continue
+            if index >= self.wire.NUM_SLOTS:
+                self.roll.wait(f"done/{position - self.wire.NUM_SLOTS}", ["peer"], to="copy")
+            self.wire.slot_of(self.slots, position, bucket).copy_(source[: bucket.num_bytes])
+            self.roll.report(f"filled/{position}")
+        self.position += len(self.manifest.buckets)
+        self.roll.wait(f"done/{self.position - 1}", ["peer"], to="copy")
+        return time.perf_counter() - started_s
+
+    def receive(self) -> None:
+        import torch
+
+        self.roll.report(f"began/{self.position}")
+        for bucket in self.manifest.buckets:
+            if self.is_shared:
+                self.roll.wait(f"filled/{self.position}", ["learner 0"], to="copy")
+                self.wire.slot_of(self.slots, self.position, bucket).clone()
+            else:
+                self.wire.broadcast(self.group, torch.empty(bucket.num_bytes, dtype=torch.uint8)).wait()
+            self.roll.report(f"done/{self.position}")
+            self.position += 1
+
+
+def publish(path: Path, content: dict[str, Any]) -> None:
+    path.with_suffix(".partial").write_text(json.dumps(content))
+    path.with_suffix(".partial").rename(path)
+
+
+def awaited(path: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.01)
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def measure(backend: str, size: str, repeat: int) -> dict[str, Any]:
+    """Rates, and the largest memory of each kind of process, of three fresh processes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        processes = []
+        for rank in range(NUM_LEARNERS + 1):
+            environment = {
+                **os.environ,
+                "RANK": str(rank), "WORLD_SIZE": str(NUM_LEARNERS), "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(NUM_LEARNERS), "NUM_NODES": "1", "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }
+            command = [sys.executable, __file__, "--worker", backend, size, str(repeat), scratch]
+            log = (folder / f"{rank}.log").open("w")
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            rank = next(rank for rank, code in enumerate(codes) if code)
+            sys.exit(f"{backend} failed on process {rank}\n{(folder / f'{rank}.log').read_text()[-4000:]}")
+        report = awaited(folder / "report.json")
+        learners = [awaited(folder / f"memory_{rank}.json")["anonymous"] for rank in range(NUM_LEARNERS)]
+        received = awaited(folder / "memory_receiver.json")["anonymous"]
+    bucket_bytes = BUCKET_MIB[size] * MIB
+    return {**report, "learner_buckets": max(learners) / bucket_bytes, "receiver_buckets": received / bucket_bytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=list(BUCKET_MIB), choices=list(BUCKET_MIB))
+    parser.add_argument("--backends", nargs="+", default=["shm", "gloo"], choices=["shm", "gloo"])
+    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        backend, size, repeat, scratch = arguments.worker
+        if int(os.environ["RANK"]) < NUM_LEARNERS:
+            return learner(backend, size, int(repeat), Path(scratch))
+        return receiver(int(repeat), Path(scratch))
+
+    missed = []
+    print(f"{'size':6}{'way':6}{'MB':>6}{'buckets':>9}{'ours MB/s':>11}{'bare MB/s':>11}{'ratio':>7}  extra memory")
+    for size in arguments.sizes:
+        for backend in arguments.backends:
+            result = measure(backend, size, arguments.repeat)
+            ratio = result["bare_s"] / result["ours_s"]
+            megabytes = result["num_bytes"] / 1e6
+            print(
+                f"{size:6}{backend:6}{megabytes:>6.0f}{result['num_buckets']:>9}"
+                f"{megabytes / result['ours_s']:>11.0f}{megabytes / result['bare_s']:>11.0f}{ratio:>7.2f}  "
+                f"{result['learner_buckets']:.2f} buckets a learner, {result['receiver_buckets']:.2f} the receiver",
+                flush=True,
+            )
+            if ratio < LEAST_RATIO:
+                missed.append(f"{size} {backend}: the rate is {ratio:.2f} of the bare one, less than {LEAST_RATIO}")
+            if max(result["learner_buckets"], result["receiver_buckets"]) > MOST_BUCKETS:
+                missed.append(f"{size} {backend}: a process took more than {MOST_BUCKETS} buckets of memory")
+    if missed:
+        sys.exit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()
