@@ -137,10 +137,12 @@ class CommandFlags:
 def commands_with_flags() -> tuple[CommandFlags, ...]:
     """Every command that trains, in the order of the page."""
     from open_instruct.config.dpo import DPOConfig
+    from open_instruct.config.grpo import GRPOConfig
     from open_instruct.config.sft import SFTConfig
 
     return (
         CommandFlags(name="dpo", script="open_instruct/dpo.py", config_class=DPOConfig),
+        CommandFlags(name="grpo", script="open_instruct/grpo_olmo_core_actor.py", config_class=GRPOConfig),
         CommandFlags(name="sft", script="open_instruct/sft.py", config_class=SFTConfig),
     )
 

@@ -99,11 +99,13 @@ class Engine:
 
     def cancel(self, keys: Sequence[int]) -> None:
         """Give up what was begun under these keys; nothing will be told of it."""
-        for key in keys:
-            future = self._begun.get(key)
-            if future is not None:
-                future.cancel()
         with self._changed:
+            for key in keys:
+                self._completions.pop(key, None)
+                self._refused.pop(key, None)
+                future = self._begun.pop(key, None)
+                if future is not None:
+                    future.cancel()
             self._changed.notify_all()
 
     def poll(self, wait_s: float) -> EngineAnswers:
@@ -199,11 +201,10 @@ class Engine:
         return future
 
     def _answer(self, key: int, future: Future[Completion]) -> None:
-        self._begun.pop(key, None)
-        if future.cancelled():
-            return
-        error = future.exception()
         with self._changed:
+            if self._begun.pop(key, None) is None:
+                return  # cancelled
+            error = future.exception()
             if error is None:
                 self._completions[key] = future.result()
             elif isinstance(error, ValueError):
@@ -240,8 +241,7 @@ class Engine:
                         self._changed.wait_for(lambda: self._calls or self._can_admit() or self._is_closed)
             failure = RunError("the engine was shut down")
         except BaseException as error:
-            failure = RunError(f"the engine failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure = _failure_of(error)
         self._fail(failure)
         core.close()
 
@@ -253,6 +253,9 @@ class Engine:
                 future.set_result(function(core))
             except Exception as error:
                 future.set_exception(error)  # the caller's to judge: a peer may be gone, and the update tried again
+            except BaseException as error:
+                future.set_exception(_failure_of(error))
+                raise
 
     def _can_admit(self) -> bool:
         return self._is_admitting and bool(self._waiting) and len(self._running) < self._settings.max_num_seqs
@@ -270,7 +273,7 @@ class Engine:
             except ValueError as error:
                 settle(future, error)
             except BaseException as error:
-                settle(future, RunError(f"the engine failed: {type(error).__name__}: {error}"))
+                settle(future, _failure_of(error))
                 raise
             else:
                 self._running[key] = future
@@ -306,3 +309,9 @@ class Engine:
             self._changed.notify_all()
         for future in futures:
             settle(future, failure)
+
+
+def _failure_of(error: BaseException) -> RunError:
+    failure = RunError(f"the engine failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.parallel.layout import resolve_layout, unsharded_memory_warning
 from open_instruct.records import ShardLayout
+from open_instruct.rollout.placement import FleetShape, learner_layout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAGNITUDES = {"M": 1e6, "B": 1e9}
@@ -27,14 +29,23 @@ class Kind:
 
     config_class: type[Any]
     validate: Callable[[Any], list[str]]
-    unit: str
+    script: str
 
 
 KINDS = {
-    "dpo": Kind(config_class=DPOConfig, validate=validate_dpo, unit="pairs"),
-    "sft": Kind(config_class=SFTConfig, validate=validate_sft, unit="conversations"),
+    "dpo": Kind(config_class=DPOConfig, validate=validate_dpo, script="open_instruct/dpo.py"),
+    "grpo": Kind(config_class=GRPOConfig, validate=validate_grpo, script="open_instruct/grpo_olmo_core_actor.py"),
+    "sft": Kind(config_class=SFTConfig, validate=validate_sft, script="open_instruct/sft.py"),
 }
+UNITS = {"dpo": "pairs", "sft": "conversations"}  # of the global batch
+CLUSTER_SCRIPT = "scripts/launch_ray_slurm.sh"
 FILES = sorted(path for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml"))
+TORCHRUN_FILES = [path for path in FILES if path.parent.name != "grpo"]
+GRPO_FILES = [path for path in FILES if path.parent.name == "grpo"]
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
 
 
 def read(path: Path, *more: str) -> Any:
@@ -52,6 +63,8 @@ def nodes(path: Path) -> list[int]:
 
 def layout_of(path: Path) -> ShardLayout:
     parallel = read(path).parallel
+    if path in GRPO_FILES:
+        return learner_layout(parallel)
     return resolve_layout(
         nodes(path),
         fsdp_shard_degree=parallel.fsdp_shard_degree,
@@ -61,14 +74,16 @@ def layout_of(path: Path) -> ShardLayout:
     )
 
 
-def launch_words(path: Path) -> list[str]:
-    """The words of the command in the header that starts one of our scripts, its continuation lines joined."""
+def launch_words(path: Path) -> tuple[list[str], list[str]]:
+    """The command in the header that starts one of our scripts, as the words before the script and after it."""
     comment = "\n".join(
         line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")
     )
-    commands = re.findall(r"^(?:torchrun|python) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
+    commands = re.findall(r"^(?:torchrun|python|sbatch) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
     (command,) = (command for command in commands if "open_instruct/" in command)
-    return shlex.split(command.replace("\\\n", " "))
+    words = shlex.split(command.replace("\\\n", " "))
+    script = words.index(KINDS[path.parent.name].script)
+    return words[:script], words[script + 1 :]
 
 
 def test_all_files_of_configs_are_known() -> None:
@@ -76,33 +91,68 @@ def test_all_files_of_configs_are_known() -> None:
     assert sorted((REPOSITORY / "configs").rglob("*.*")) == FILES
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 class TestFile:
     def test_flags_are_good(self, path: Path) -> None:
         assert KINDS[path.parent.name].validate(read(path)) == []
-
-    def test_the_global_batch_is_what_the_header_says(self, path: Path) -> None:
-        optim = read(path).optim
-        world = layout_of(path).data_parallel_world_size
-        num_rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps * world
-        assert num_rows == int(header(path)[f"global_batch_{KINDS[path.parent.name].unit}"])
 
     def test_the_training_state_fits(self, path: Path) -> None:
         words = header(path)
         num_params = round(float(words["num_params"][:-1]) * MAGNITUDES[words["num_params"][-1]])
         memory_gib = float(words.get("device_memory_gib", "4"))
+        config = read(path)
+        if path in GRPO_FILES and config.parallel.single_gpu_mode:
+            memory_gib *= 1 - config.fleet.vllm_gpu_memory_utilization
         warning = unsharded_memory_warning(layout_of(path), num_params=num_params, device_memory_gib=memory_gib)
         assert warning is None
 
-    def test_the_launch_command_starts_this_file_on_these_nodes(self, path: Path) -> None:
-        words = launch_words(path)
-        script = words.index(f"open_instruct/{path.parent.name}.py")
-        launcher, ours = words[1:script], words[script + 1 :]
+    def test_the_launch_command_starts_this_file(self, path: Path) -> None:
+        _, ours = launch_words(path)
+        assert ours[0] == str(path.relative_to(REPOSITORY))
+        assert KINDS[path.parent.name].validate(read(path, *ours[1:])) == []
+
+
+@pytest.mark.parametrize("path", TORCHRUN_FILES, ids=name_of)
+class TestTorchrunFile:
+    def test_the_global_batch_is_what_the_header_says(self, path: Path) -> None:
+        optim = read(path).optim
+        world = layout_of(path).data_parallel_world_size
+        num_rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps * world
+        assert num_rows == int(header(path)[f"global_batch_{UNITS[path.parent.name]}"])
+
+    def test_the_launch_command_names_these_nodes(self, path: Path) -> None:
+        (_, *launcher), _ = launch_words(path)
         flags = dict(zip(launcher[::2], launcher[1::2], strict=True))
         num_nodes = int(flags.get("--nnodes", "1"))
         assert [int(flags.get("--nproc_per_node", "1"))] * num_nodes == nodes(path)
-        assert ours[0] == str(path.relative_to(REPOSITORY))
-        read(path, *ours[1:])
+
+
+@pytest.mark.parametrize("path", GRPO_FILES, ids=name_of)
+class TestGRPOFile:
+    def test_the_steps_are_what_the_header_says(self, path: Path) -> None:
+        config, words = read(path), header(path)
+        assert config.num_completions_per_step == int(words["completions_per_step"])
+        assert config.num_steps == int(words["num_steps"])
+
+    def test_learners_and_engines_take_all_devices(self, path: Path) -> None:
+        config = read(path)
+        assert FleetShape.of(config.fleet, config.parallel).num_devices == sum(nodes(path))
+
+    def test_each_node_has_room_for_its_learners(self, path: Path) -> None:
+        learners = read(path).parallel.num_learners_per_node
+        assert len(learners) <= len(nodes(path))
+        assert all(
+            num <= gpus for num, gpus in zip(sorted(learners), sorted(nodes(path))[-len(learners) :], strict=True)
+        )
+
+    def test_the_launch_command_names_these_nodes(self, path: Path) -> None:
+        launcher, ours = launch_words(path)
+        if len(nodes(path)) == 1:
+            assert launcher == ["python"]
+            assert read(path, *ours[1:]).fleet.ray_address is None
+        else:  # the script adds --ray_address
+            assert launcher == ["sbatch", "--nodes", str(len(nodes(path))), CLUSTER_SCRIPT]
+            assert (REPOSITORY / CLUSTER_SCRIPT).is_file()
 
 
 def test_only_the_file_that_says_so_straddles_nodes() -> None:

@@ -180,19 +180,51 @@ def test_the_package_stays_small() -> None:
     assert sum(num_code_lines(path) for path in FILES) < MAX_CODE_LINES
 
 
+@cache
+def files_behind(script: str) -> frozenset[Path]:
+    """The script, and what it imports of the package, now or once it runs."""
+    found: set[Path] = set()
+    left = [REPOSITORY / script]
+    while left:
+        path = left.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in imports_of(tree_of(path)):
+            module = REPOSITORY / name.replace(".", "/")  # of a module, or of something in a module
+            left += [file for file in (module.with_suffix(".py"), module.parent.with_suffix(".py")) if file in FILES]
+    return frozenset(found)
+
+
+@cache
+def attributes_read(node: ast.AST) -> frozenset[str]:
+    return frozenset(
+        child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load)
+    )
+
+
+def properties_that_read(name: str) -> set[str]:
+    """Properties of the config classes that are made of this flag: `num_steps` of `total_episodes`."""
+    return {
+        node.name
+        for path in (PACKAGE / "config").glob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+        and name in attributes_read(node)
+    }
+
+
 class TestFlags:
     @pytest.mark.parametrize(
-        "name", sorted({name for command in commands_with_flags() for name in flags_of(command.config_class)})
+        ("script", "name"),
+        [(command.script, name) for command in commands_with_flags() for name in flags_of(command.config_class)],
     )
-    def test_every_flag_is_read(self, name: str) -> None:
-        readers = [
-            path
-            for path in FILES
-            if room_of(path) != "config"
-            for node in ast.walk(tree_of(path))
-            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
-        ]
-        assert readers, f"--{name} is accepted and read by nothing outside config/"
+    def test_every_flag_is_read(self, script: str, name: str) -> None:
+        names = {name, *properties_that_read(name)}
+        files = [path for path in files_behind(script) if room_of(path) != "config"]
+        readers = [path for path in files if attributes_read(tree_of(path)) & names]
+        assert readers, f"--{name} is accepted and read by nothing that {script} imports, outside config/"
 
     def test_the_page_of_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")

@@ -1,0 +1,316 @@
+"""The engine's loop around a core: who gets which completion, and which weights made its tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from open_instruct.errors import RunError
+from open_instruct.records import Completion
+from open_instruct.rollout.engine import Engine
+from tests.unit.fake_engine import (
+    MAX_NUM_SEQS,
+    MAX_PROMPT_LENGTH,
+    SETTINGS,
+    TIMEOUT_S,
+    FakeCore,
+    eventually,
+    request,
+    text_of,
+)
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+@pytest.fixture
+def engine(core: FakeCore) -> Iterator[Engine]:
+    it = Engine(SETTINGS, make_core=lambda settings: core)
+    yield it
+    core.release()
+    it.shutdown()
+
+
+def meanwhile(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run it on a thread of its own, which may hang without holding up the tests."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def poll_all(engine: Engine, num_keys: int) -> dict[int, Completion]:
+    told: dict[int, Completion] = {}
+
+    def all_are_told() -> bool:
+        answers = engine.poll(0.01)
+        assert not told.keys() & answers.completions.keys()
+        told.update(answers.completions)
+        return len(told) >= num_keys
+
+    eventually(all_are_told)
+    return told
+
+
+@contextmanager
+def held_after(engine: Engine, core: FakeCore, num_steps: int) -> Iterator[None]:
+    """Inside the block the engine stands in its next step, with `num_steps` done; then it runs freely."""
+    core.allow(num_steps)
+    eventually(lambda: core.num_steps_begun == num_steps + 1)
+    yield
+    core.release()
+
+
+def update(engine: Engine, version: int, *, drain: bool = False) -> None:
+    engine.begin_update(drain)
+    engine.receive_weights()
+    engine.finish_update(version)
+
+
+class TestGenerate:
+    def test_many_threads_ask_at_once_and_each_gets_its_own(self, engine: Engine) -> None:
+        def ask(caller: int) -> bool:
+            asked = [request(10 * caller + i, num_tokens=1 + (caller + i) % 5) for i in range(5)]
+            completions = engine.generate(asked)
+            return [(it.text, len(it.token_ids)) for it in completions] == [
+                (text_of(each), each.sampling.max_tokens) for each in asked
+            ]
+
+        with ThreadPoolExecutor(16) as callers:
+            assert all(callers.map(ask, range(64), timeout=TIMEOUT_S))
+        health = engine.health()
+        assert (health.num_running, health.num_waiting) == (0, 0)
+        assert health.num_generated_tokens == sum(1 + (caller + i) % 5 for caller in range(64) for i in range(5))
+
+    def test_never_more_at_once_than_the_engine_takes(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({key: request(key) for key in range(MAX_NUM_SEQS + 3)})
+        with held_after(engine, core, 1):
+            health = engine.health()
+            assert (health.num_running, health.num_waiting) == (MAX_NUM_SEQS, 3)
+        poll_all(engine, MAX_NUM_SEQS + 3)
+        assert max(call[1] for call in core.calls if call[0] == "step") == MAX_NUM_SEQS
+
+    def test_a_request_that_cannot_be_is_refused_and_no_other(self, engine: Engine) -> None:
+        too_long = request(1, prompt_length=MAX_PROMPT_LENGTH + 1)
+        with pytest.raises(ValueError, match="too long"):
+            engine.generate([too_long])
+        engine.begin({5: too_long, 6: request(6)})
+        assert poll_all(engine, 1).keys() == {6}
+        engine.begin({7: too_long})
+        assert engine.poll(TIMEOUT_S).refused == {7: "the prompt is too long"}
+        assert not engine.poll(0).refused
+
+
+class TestPoll:
+    def test_tells_each_completion_once(self, engine: Engine) -> None:
+        engine.begin({key: request(key, num_tokens=1 + key % 4) for key in range(30)})
+        told = poll_all(engine, 30)
+        assert {key: it.text for key, it in told.items()} == {key: f"answer {key}" for key in range(30)}
+        assert not engine.poll(0.05).completions
+
+    def test_waits_for_something_to_tell(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({1: request(1, num_tokens=1)})
+        polled = meanwhile(engine.poll, TIMEOUT_S)
+        assert not engine.poll(0).completions
+        core.allow(1)
+        assert polled.result(TIMEOUT_S).completions.keys() == {1}
+
+
+class TestCancel:
+    def test_of_what_runs_aborts_it(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({key: request(key, num_tokens=10) for key in range(2)})
+        with held_after(engine, core, 1):
+            engine.cancel([0])
+        assert poll_all(engine, 1).keys() == {1}
+        assert [call for call in core.calls if call[0] == "abort"] == [("abort", "0")]
+        assert not engine.poll(0.02).completions
+
+    def test_of_what_waits_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({key: request(key) for key in range(MAX_NUM_SEQS + 2)})
+        with held_after(engine, core, 0):
+            engine.cancel([MAX_NUM_SEQS])
+        assert poll_all(engine, MAX_NUM_SEQS + 1).keys() == {*range(MAX_NUM_SEQS), MAX_NUM_SEQS + 1}
+        assert len([call for call in core.calls if call[0] == "add"]) == MAX_NUM_SEQS + 1
+
+    def test_of_what_is_done_tells_nothing_of_it(self, engine: Engine) -> None:
+        engine.begin({1: request(1)})
+        eventually(lambda: engine.health().num_generated_tokens == 3 and engine._completions)
+        engine.cancel([1])
+        assert not engine.poll(0.02).completions
+
+    def test_of_the_last_ends_a_drain(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({1: request(1, num_tokens=50)})
+        with held_after(engine, core, 1):
+            updating = meanwhile(engine.begin_update, True)
+            engine.cancel([1])
+        updating.result(TIMEOUT_S)
+        assert engine.health().is_updating
+
+
+class TestUpdate:
+    def test_tokens_switch_version_exactly_at_it(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({1: request(1, num_tokens=9)})
+        with held_after(engine, core, 3):
+            updating = meanwhile(update, engine, 4)
+        updating.result(TIMEOUT_S)
+        # The fourth token was on its way when the update was asked for.
+        assert poll_all(engine, 1)[1].versions == (0, 0, 0, 0, 4, 4, 4, 4, 4)
+        assert engine.version == engine.health().version == 4
+        names = [call[0] for call in core.calls]
+        first = names.index("start_update")
+        assert names[first : first + 5] == [
+            "start_update",
+            "receive_weights",
+            "finish_update",
+            "weights_changed",
+            "step",
+        ]
+
+    def test_with_drain_no_completion_is_of_two_versions(self, engine: Engine, core: FakeCore) -> None:
+        asking = ThreadPoolExecutor(8)
+        asked = [asking.submit(engine.generate, [request(number, num_tokens=7)]) for number in range(200)]
+        for version in range(1, 6):
+            update(engine, version, drain=True)
+        seen = {future.result(TIMEOUT_S)[0].versions for future in asked}
+        asking.shutdown()
+        assert all(len(set(versions)) == 1 for versions in seen)
+        assert len(seen) > 1
+
+    def test_with_drain_what_runs_is_finished_first(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({1: request(1, num_tokens=9)})
+        with held_after(engine, core, 3):
+            updating = meanwhile(partial(update, engine, 4, drain=True))
+        updating.result(TIMEOUT_S)
+        assert poll_all(engine, 1)[1].versions == (0,) * 9
+
+    @pytest.mark.parametrize("drain", [False, True])
+    def test_requests_that_come_meanwhile_wait(self, engine: Engine, core: FakeCore, drain: bool) -> None:
+        engine.begin_update(drain)
+        engine.begin({1: request(1)})
+        assert not engine.poll(0.05).completions
+        health = engine.health()
+        assert (health.is_updating, health.num_waiting, health.num_running) == (True, 1, 0)
+        engine.receive_weights()
+        assert not engine.poll(0.05).completions
+        engine.finish_update(2)
+        assert poll_all(engine, 1)[1].versions == (2, 2, 2)
+
+    def test_weights_that_did_not_come_may_come_again(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        engine.begin({1: request(1, num_tokens=4)})
+        core.failures["receive_weights"] = RunError("learner 0 failed")
+        with held_after(engine, core, 1):
+            beginning = meanwhile(engine.begin_update, False)
+        beginning.result(TIMEOUT_S)
+        with pytest.raises(RunError, match=r"^learner 0 failed$"):
+            engine.receive_weights()
+        assert not engine.poll(0.05).completions  # nothing is made with half of the new weights
+        engine.open_channel({"port": 1})
+        update(engine, 6)
+        assert poll_all(engine, 1)[1].versions == (0, 0, 6, 6)
+
+    def test_the_channel_is_opened_at_the_workers(self, engine: Engine, core: FakeCore) -> None:
+        engine.open_channel({"port": 1})
+        assert core.calls == [("open_channel", {"port": 1})]
+
+
+class TestFailure:
+    @pytest.mark.parametrize("error", [OSError("no memory"), SystemExit(3)], ids=["error", "exit"])
+    def test_of_a_step_fails_all_who_wait_and_all_who_come(
+        self, engine: Engine, core: FakeCore, error: BaseException
+    ) -> None:
+        core.hold()
+        generating = meanwhile(engine.generate, [request(number) for number in range(MAX_NUM_SEQS + 2)])
+        eventually(lambda: core.num_steps_begun == 1)
+        polling = meanwhile(engine.poll, TIMEOUT_S)
+        draining = meanwhile(engine.begin_update, True)
+        core.failures["step"] = error
+        core.allow(1)
+        sentence = f"^the engine failed: {type(error).__name__}: {error}$"
+        for future in (generating, polling, draining):
+            with pytest.raises(RunError, match=sentence):
+                future.result(TIMEOUT_S)
+        for call in (
+            lambda: engine.generate([request(1)]),
+            lambda: engine.begin({1: request(1)}),
+            lambda: engine.poll(TIMEOUT_S),
+            lambda: engine.begin_update(False),
+            engine.receive_weights,
+            engine.health,
+        ):
+            with pytest.raises(RunError, match=sentence):
+                call()
+        eventually(lambda: core.is_closed)
+
+    def test_of_beginning_a_request_is_the_engines(self, engine: Engine, core: FakeCore) -> None:
+        core.failures["add"] = OSError("no memory")
+        with pytest.raises(RunError, match="the engine failed: OSError: no memory"):
+            engine.generate([request(1), request(2)])
+
+    def test_of_a_control_call_that_ends_processes_reaches_its_caller(self, engine: Engine, core: FakeCore) -> None:
+        core.failures["receive_weights"] = SystemExit(3)
+        receiving = meanwhile(engine.receive_weights)
+        with pytest.raises(RunError, match="SystemExit"):
+            receiving.result(TIMEOUT_S)
+        with pytest.raises(RunError, match="SystemExit"):
+            engine.health()
+
+    def test_of_the_construction_is_raised_as_it_is(self) -> None:
+        def broken(settings: object) -> FakeCore:
+            raise OSError("no such model")
+
+        with pytest.raises(OSError, match="no such model"):
+            Engine(SETTINGS, make_core=broken)
+
+
+class TestShutdown:
+    def test_fails_who_waits_and_closes_the_core(self, engine: Engine, core: FakeCore) -> None:
+        core.hold()
+        generating = meanwhile(engine.generate, [request(number) for number in range(MAX_NUM_SEQS + 2)])
+        eventually(lambda: core.num_steps_begun == 1)
+        ending = meanwhile(engine.shutdown)
+        core.release()
+        ending.result(TIMEOUT_S)
+        with pytest.raises(RunError, match="shut down"):
+            generating.result(TIMEOUT_S)
+        with pytest.raises(RunError, match="shut down"):
+            engine.generate([request(1)])
+        assert core.is_closed
+
+    def test_of_an_idle_engine_and_again(self, engine: Engine, core: FakeCore) -> None:
+        engine.generate([request(1)])
+        engine.shutdown()
+        engine.shutdown()
+        assert core.is_closed
+
+
+class TestHealth:
+    def test_tells_how_long_a_step_takes(self, engine: Engine, core: FakeCore) -> None:
+        assert engine.health().seconds_in_step == 0
+        core.hold()
+        engine.begin({1: request(1)})
+        eventually(lambda: engine.health().seconds_in_step > 0.02)
+        core.release()
+        poll_all(engine, 1)
+        eventually(lambda: engine.health().seconds_in_step == 0)
