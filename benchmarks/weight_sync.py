@@ -219,9 +219,14 @@ def measure(backend: str, size: str, repeat: int) -> dict[str, Any]:
         for rank in range(NUM_LEARNERS + 1):
             environment = {
                 **os.environ,
-                "RANK": str(rank), "WORLD_SIZE": str(NUM_LEARNERS), "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(NUM_LEARNERS), "NUM_NODES": "1", "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(NUM_LEARNERS),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(NUM_LEARNERS),
+                "NUM_NODES": "1",
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
             }
             command = [sys.executable, __file__, "--worker", backend, size, str(repeat), scratch]
             log = (folder / f"{rank}.log").open("w")

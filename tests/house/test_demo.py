@@ -1,11 +1,12 @@
-"""The parts of the demo that need no run: its flags, and the summary that it ends with."""
+"""The parts of the demos that need no run: their flags, and the summaries that they end with."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,24 +14,76 @@ import pytest
 from rich.console import Console
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
+from open_instruct.config.sft import SFTConfig, validate_sft
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_under_test", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+PROGRAMS = ["demo_dpo", "demo_grpo"]
 
 
-def test_importing_the_demo_does_not_load_torch() -> None:
-    code = f"import runpy, sys; runpy.run_path({str(SCRIPT)!r}); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parents[1], env={"PYTHONPATH": "."}).returncode == 0
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    def load(name: str) -> ModuleType:
+        monkeypatch.syspath_prepend(str(SCRIPTS))
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.fixture
+def demo(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("demo_dpo")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_importing_a_demo_does_not_load_torch(name: str) -> None:
+    code = f"import runpy, sys; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py'); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, env={"PYTHONPATH": "."}).returncode == 0
+
+
+def test_grpo_uses_what_sft_leaves(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = load("demo_grpo")
+    monkeypatch.chdir(SCRIPTS.parent)
+    sft, grpo = parse(SFTConfig, demo.sft_flags()), parse(GRPOConfig, demo.grpo_flags())
+    assert validate_sft(sft) == [] and validate_grpo(grpo) == []
+    assert sft.model.model_name_or_path == str(demo.MODEL)
+    assert sft.data.mixer_list[0] == str(demo.DATA / "sft.jsonl")
+    assert grpo.model.model_name_or_path == f"{sft.run.output_dir}/hf_model"
+    assert grpo.data.dataset_mixer_list[0] == str(demo.DATA / "prompts.jsonl")
+    assert grpo.data.dataset_mixer_eval_list[0] == str(demo.DATA / "held_out.jsonl")
+    assert grpo.run.output_dir == str(demo.GRPO)
+    assert grpo.evaluation.eval_on_step_0
+
+
+@pytest.mark.parametrize("width", [72, 80, 140])
+def test_grpo_summary_fits(load: Callable[[str], ModuleType], width: int) -> None:
+    demo = load("demo_grpo")
+    times = {"time/generate": 0.5, "time/train": 0.25, "time/sync": 0.125}
+    metrics = [
+        {"reward": reward, "sequence_length/mean": 8 * reward, "logprob_diff/max": 2e-6} | times
+        for reward in (0.25, 0.5, 0.75)
+    ]
+    evaluations = [{"eval/reward": 0.3}, {"eval/reward": 0.85}]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=240.0, width=width))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join("\n".join(lines).replace("│", " ").split())
+    for fact in ("30.0% -> 85.0%", "in 3 steps", "2.0 -> 6.0 tokens", "0.50 waiting", "2.0e-06", "4.0 minutes"):
+        assert fact in text
+    assert text.count("┤") == demo.CURVE_HEIGHT
+
+
+def test_grpo_samples_show_both_answers(load: Callable[[str], ModuleType]) -> None:
+    demo = load("demo_grpo")
+    sample = {"prompt": "<|bos|><|user|>\nWhat is 1 + 2?\n<|assistant|>\n", "ground_truth": ["3"]}
+    before, after = sample | {"completion": " 4", "reward": 0.0}, sample | {"completion": "1+2=3 3", "reward": 1.0}
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(demo.samples([before], [after]))
+    text = console.export_text()
+    assert "What is 1 + 2?" in text and "4 ✗" in text and "1+2=3 3 ✓" in text
 
 
 def test_dpo_accepts_the_flags(demo: ModuleType) -> None:

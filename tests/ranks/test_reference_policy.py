@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from olmo_core.distributed.checkpoint import get_checkpoint_metadata
 
-from tests.ranks.dpo_case import free_ports
+from tests.ranks.train_case import free_ports
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks
 

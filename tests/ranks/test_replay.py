@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.dpo_case import free_ports
+from tests.ranks.train_case import free_ports
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import REPOSITORY, run_ranks
 

@@ -1,24 +1,22 @@
-"""The whole walk on a small scale: a tiny model, made-up preferences, DPO over four sharded ranks, export, a reply.
+"""DPO on a small scale: a tiny model, made-up preferences, four sharded ranks, export, a reply.
 
-Every step is the command that a user would type, and is shown before it runs. Start it with `make demo`.
+Every step is the command that a user would type, and is shown before it runs. Start it with `make demo-dpo`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step
 from rich.columns import Columns
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -26,16 +24,10 @@ from rich.text import Text
 from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.training.curves import draw_curve
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-# Relative to the repository, as the commands are shown.
-OUTPUT = Path("demo_output")
 MODEL, TRAIN_ROWS, HELD_OUT_ROWS, RUN = (OUTPUT / name for name in ("model", "train.jsonl", "held_out.jsonl", "run"))
 
 NUM_TRAIN_ROWS, NUM_HELD_OUT_ROWS = 512, 128
 NUM_RANKS, NUM_STEPS = 4, 40
-CURVE_HEIGHT = 8
-
-console = Console(highlight=False)
 
 
 def main() -> int:
@@ -88,23 +80,6 @@ def dpo_flags() -> list[str]:
     """.split()
 
 
-def step(number: int, what: str) -> None:
-    console.rule(f"[bold]{number}. {what}", align="left")
-
-
-def run(program: str, *arguments: object) -> None:
-    """Run a program of the environment, shown as the user would type it; end the demo if it fails."""
-    words = [str(argument) for argument in arguments]
-    console.print(f"$ {shlex.join([program, *words])}", style="dim", markup=False, soft_wrap=True)
-    executable = Path(sys.executable).with_name(program)
-    # One thread a process: four of them share two cores or so. Nothing here needs the hub.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    finished = subprocess.run([executable, *words], env=environment)
-    if finished.returncode != 0:
-        console.print(f"[red]{program} ended with code {finished.returncode}; what went wrong is said above.")
-        sys.exit(finished.returncode)
-
-
 def generate(model_dir: Path, prompt: list[dict[str, str]]) -> str:
     """The likeliest reply to a conversation, at most 24 tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -118,10 +93,6 @@ def generate(model_dir: Path, prompt: list[dict[str, str]]) -> str:
     prompt_ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     output_ids = model.generate(prompt_ids, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     return str(tokenizer.decode(output_ids[0, prompt_ids.shape[1] :], skip_special_tokens=True)).strip()
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def summary(
@@ -168,7 +139,4 @@ def summary(
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(ended(main))

@@ -1,0 +1,133 @@
+"""GRPO on a small scale: a tiny model learns sums from examples, then from its own answers, judged right or wrong.
+
+The examples show two habits: most blurt out a number near the sum, some work it out. Nothing tells the model which
+is better; the reward, which looks at the last number of an answer alone, does. The held-out sums appear in no other
+file. Every step is the command that a user would type, and is shown before it runs. Start it with `make demo-grpo`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from open_instruct.data.arithmetic import write_arithmetic
+from open_instruct.training.curves import draw_curve
+
+# Where configs/sft/cpu_tiny.yaml and configs/grpo/cpu_tiny.yaml look for them.
+MODEL, DATA = OUTPUT / "tiny", OUTPUT / "arithmetic"
+SFT, GRPO = OUTPUT / "sft", OUTPUT / "grpo"
+NUM_SFT_ROWS, NUM_PROMPTS, NUM_HELD_OUT = 8000, 2000, 200
+
+
+def main() -> int:
+    os.chdir(REPOSITORY)
+    began_s = time.monotonic()
+
+    step(1, "a small random OLMo-2 with a tokenizer of its own")
+    shutil.rmtree(MODEL, ignore_errors=True)
+    run("open-instruct", "tiny-model", MODEL, "--family", "olmo2", "--size", "tiny")
+
+    step(2, "made-up sums: examples, prompts, and others held out")
+    DATA.mkdir(parents=True, exist_ok=True)
+    write_arithmetic(DATA, num_sft_rows=NUM_SFT_ROWS, num_prompts=NUM_PROMPTS, num_held_out=NUM_HELD_OUT, seed=0)
+    console.print(f"{DATA}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out sums")
+
+    step(3, "a warm start on the examples")
+    run("torchrun", "--nproc_per_node", 2, "open_instruct/sft.py", *sft_flags())
+
+    step(4, "GRPO: learners in two shards, and a vLLM engine")
+    run("python", "open_instruct/grpo_olmo_core_actor.py", *grpo_flags())
+
+    console.print()
+    evaluations = rows_of(GRPO / "eval.jsonl")
+    console.print(samples(evaluations[0]["samples"], evaluations[-1]["samples"]))
+    console.print(
+        summary(
+            metrics=rows_of(GRPO / "metrics.jsonl"),
+            evaluations=evaluations,
+            elapsed_s=time.monotonic() - began_s,
+            width=console.width,
+        )
+    )
+    return 0
+
+
+def sft_flags() -> list[str]:
+    """The file's global batch, over two processes."""
+    return f"""
+        configs/sft/cpu_tiny.yaml --per_device_train_batch_size 32 --output_dir {SFT} --overwrite_output_dir
+        --cache_dir {OUTPUT / "cache"}
+    """.split()
+
+
+def grpo_flags() -> list[str]:
+    return f"""
+        configs/grpo/cpu_tiny.yaml --output_dir {GRPO} --overwrite_output_dir --cache_dir {OUTPUT / "cache"}
+    """.split()
+
+
+def samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
+    """The same held-out prompts, answered by the model as it was and as it is."""
+    table = Table(title="held-out sums", title_justify="left", expand=False)
+    for column in ("asked", "before", "after", "right answer"):
+        table.add_column(column)
+    for first, last in zip(before, after, strict=True):
+        question = first["prompt"].split("\n")[1]
+        table.add_row(Text(question), judged(first), judged(last), Text(", ".join(first["ground_truth"])))
+    return table
+
+
+def judged(sample: dict[str, Any]) -> Text:
+    is_right = sample["reward"] > 0
+    return Text(f"{sample['completion'].strip()} {'✓' if is_right else '✗'}", style="green" if is_right else "red")
+
+
+def summary(
+    *, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], elapsed_s: float, width: int
+) -> Panel:
+    """What a person wants to know of the run, to fit a terminal `width` characters wide."""
+    curve = draw_curve([row["reward"] for row in metrics], width=width - 4, height=CURVE_HEIGHT, title="reward")
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row(
+        "held-out reward",
+        "[bold]" + " -> ".join(f"{row['eval/reward']:.1%}" for row in (evaluations[0], evaluations[-1])) + "[/]"
+        f" of sums that no file but theirs has, in {len(metrics)} steps",
+    )
+    facts.add_row(
+        "length", f"{metrics[0]['sequence_length/mean']:.1f} -> {metrics[-1]['sequence_length/mean']:.1f} tokens"
+    )
+    facts.add_row(
+        "seconds a step",
+        ", ".join(
+            f"{sum(row[f'time/{name}'] for row in metrics) / len(metrics):.2f} {words}"
+            for name, words in (
+                ("generate", "waiting for rollouts"),
+                ("train", "training"),
+                ("sync", "sending weights"),
+            )
+        ),
+    )
+    facts.add_row(
+        "agreement", f"log-probs of learners and engine differ by {max(row['logprob_diff/max'] for row in metrics):.1e}"
+    )
+    facts.add_row("the model", f"{GRPO / 'hf_model'}")
+    facts.add_row("every step", f"{GRPO / 'metrics.jsonl'}")
+    facts.add_row("time", f"{elapsed_s / 60:.1f} minutes")
+    body = Table.grid()
+    body.add_row(Text(curve))
+    body.add_row("")
+    body.add_row(facts)
+    return Panel(body, title="what happened", title_align="left", expand=False)
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,50 @@
+"""What the demos share: a command is shown as a user would type it, and then run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# Relative to the repository, as the commands are shown.
+OUTPUT = Path("demo_output")
+CURVE_HEIGHT = 8
+
+console = Console(highlight=False)
+
+
+def step(number: int, what: str) -> None:
+    console.rule(f"[bold]{number}. {what}", align="left")
+
+
+def run(program: str, *arguments: object) -> None:
+    """Run a program of the environment; end the demo if it fails."""
+    words = [str(argument) for argument in arguments]
+    console.print(f"$ {shlex.join([program, *words])}", style="dim", markup=False, soft_wrap=True)
+    executable = Path(sys.executable).with_name(program)
+    # One thread a process: several of them share two cores or so. Nothing here needs the hub.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    finished = subprocess.run([executable, *words], env=environment)
+    if finished.returncode != 0:
+        console.print(f"[red]{program} ended with code {finished.returncode}; what went wrong is said above.")
+        sys.exit(finished.returncode)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ended(main: Callable[[], int]) -> int:
+    """The exit code of `main`, also where it is interrupted."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return 130
