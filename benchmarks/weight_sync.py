@@ -87,7 +87,7 @@ def learner(backend: str, size: str, repeat: int, folder: Path) -> None:
         publish(folder / "info.json", info)
     sender.join()
     ours_s, bare_s = [], []
-    source = bare = None
+    bare = None
     for repetition in range(repeat + 1):  # the first one touches the memory for the first time
         dist.barrier()
         started_s = time.perf_counter()
@@ -98,8 +98,7 @@ def learner(backend: str, size: str, repeat: int, folder: Path) -> None:
         if rank == 0:
             if bare is None:
                 bare = Bare(info, rank=0, port_path=folder / "bare.json")
-                source = torch.ones(manifest.largest_bucket_bytes, dtype=torch.uint8)
-            bare_s.append(bare.send(source))
+            bare_s.append(bare.send())
     if rank == 0:
         report = {
             "num_bytes": manifest.num_bytes,
@@ -135,9 +134,11 @@ def receiver(repeat: int, folder: Path) -> None:
 
 
 class Bare:
-    """The same buckets between two processes, from a buffer that is there already."""
+    """The same buckets between two processes, between memory that is there already."""
 
     def __init__(self, info: dict[str, Any], *, rank: int, port_path: Path) -> None:
+        import torch
+
         from open_instruct.rollout import weight_wire
         from open_instruct.rollout.roll_call import LOOPBACK, RollCall
         from open_instruct.rollout.weight_manifest import WeightManifest
@@ -156,6 +157,7 @@ class Bare:
             told = awaited(port_path)
             path = told["path"]
             self.roll = RollCall.join(LOOPBACK, told["port"], member="peer", timeout_s=TIMEOUT_S)
+        self.memory = torch.ones(slot_bytes, dtype=torch.uint8)
         self.slots = weight_wire.map_shared_file(path, slot_bytes)
         self.roll.report("mapped")
         self.roll.wait("mapped", ["learner 0", "peer"], to="map the file")
@@ -164,33 +166,31 @@ class Bare:
             "gloo", self.roll.store, rank=rank, size=2, address=LOOPBACK, port=1, timeout_s=TIMEOUT_S
         )
 
-    def send(self, source: Any) -> float:
+    def send(self) -> float:
         """Seconds until the peer has all of it."""
         self.roll.wait(f"began/{self.position}", ["peer"], to="begin")
         started_s = time.perf_counter()
         for index, bucket in enumerate(self.manifest.buckets):
             position = self.position + index
             if not self.is_shared:
-                self.wire.broadcast(self.group, source[: bucket.num_bytes]).wait()
+                self.wire.broadcast(self.group, self.memory[: bucket.num_bytes]).wait()
                 continue
             if index >= self.wire.NUM_SLOTS:
                 self.roll.wait(f"done/{position - self.wire.NUM_SLOTS}", ["peer"], to="copy")
-            self.wire.slot_of(self.slots, position, bucket).copy_(source[: bucket.num_bytes])
+            self.wire.slot_of(self.slots, position, bucket).copy_(self.memory[: bucket.num_bytes])
             self.roll.report(f"filled/{position}")
         self.position += len(self.manifest.buckets)
         self.roll.wait(f"done/{self.position - 1}", ["peer"], to="copy")
         return time.perf_counter() - started_s
 
     def receive(self) -> None:
-        import torch
-
         self.roll.report(f"began/{self.position}")
         for bucket in self.manifest.buckets:
             if self.is_shared:
                 self.roll.wait(f"filled/{self.position}", ["learner 0"], to="copy")
-                self.wire.slot_of(self.slots, self.position, bucket).clone()
+                self.memory[: bucket.num_bytes].copy_(self.wire.slot_of(self.slots, self.position, bucket))
             else:
-                self.wire.broadcast(self.group, torch.empty(bucket.num_bytes, dtype=torch.uint8)).wait()
+                self.wire.broadcast(self.group, self.memory[: bucket.num_bytes]).wait()
             self.roll.report(f"done/{self.position}")
             self.position += 1
 
@@ -246,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(BUCKET_MIB), choices=list(BUCKET_MIB))
     parser.add_argument("--backends", nargs="+", default=["shm", "gloo"], choices=["shm", "gloo"])
-    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--repeat", type=int, default=8)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

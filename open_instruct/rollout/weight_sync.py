@@ -19,7 +19,7 @@ For each rank of the learners::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class WeightSender:
         """
         reshard(model)
         self._model = model
-        self._names = names
+        self._places = _places(model, names)
         self._rank = dist.get_rank()
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
@@ -246,15 +246,26 @@ class WeightSender:
             self._outgoing.close()
             self._outgoing = None
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def _parameters(self) -> dict[str, torch.Tensor]:
         """By the names that travel."""
-        parameters = {clean_name(name): parameter for name, parameter in self._model.named_parameters()}
-        return {hf_name: parameters[name] for name, hf_name in self._names}
+        return {hf_name: getattr(module, name) for hf_name, (module, name) in self._places.items()}
 
     def _remove_file(self) -> None:
         if self._path is not None:
             remove_shared_file(self._path)
             self._path = None
+
+
+def _places(model: nn.Module, names: TensorNames) -> dict[str, tuple[nn.Module, str]]:
+    """By the names that travel: where the model keeps the parameter, whichever object it is by then."""
+    modules = {clean_name(f"{path}.{name}"): (module, name) for path, module, name in _each(model)}
+    return {hf_name: modules[name] for name, hf_name in names}
+
+
+def _each(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            yield path, module, name
 
 
 def _boxes(parameter: torch.Tensor) -> dict[int, Box]:

@@ -9,44 +9,69 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
 
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError
+from open_instruct.models.shards import shard_box
 from open_instruct.rollout.weight_backend import check_backend, choose_backend
 from open_instruct.rollout.weight_manifest import WeightManifest
+
+
+def manifest_of(shapes: dict[str, tuple[int, ...]], *, num_ranks: int, bucket_bytes: int) -> WeightManifest:
+    """Of tensors whose rows are cut as FSDP cuts them."""
+    boxes = {}
+    for name, shape in shapes.items():
+        placements = [Shard(0)] if shape else [Replicate()]
+        ranks = range(num_ranks) if shape else [0]
+        boxes[name] = {rank: shard_box(shape, (num_ranks,), (rank,), placements) for rank in ranks}
+    return WeightManifest(shapes, boxes, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
 
 
 class TestBuckets:
     def test_whole_tensors_up_to_the_limit_and_larger_ones_alone(self) -> None:
         shapes = {"a": (3,), "b": (2, 2), "large": (100,), "c": (1,), "d": (7,), "e": (1,)}
-        manifest = WeightManifest(shapes, dtype=torch.bfloat16, bucket_bytes=16)
-        assert [[tensor.name for tensor in bucket.tensors] for bucket in manifest.buckets] == [
-            *(["a", "b"], ["large"], ["c", "d"], ["e"]),
-        ]
+        manifest = manifest_of(shapes, num_ranks=1, bucket_bytes=16)
+        assert [list(bucket.shapes) for bucket in manifest.buckets] == [["a", "b"], ["large"], ["c", "d"], ["e"]]
         assert [bucket.num_bytes for bucket in manifest.buckets] == [14, 200, 16, 2]
         assert (manifest.largest_bucket_bytes, manifest.num_bytes) == (200, 232)
 
-    @given(st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=20), st.integers(1, 400))
-    def test_every_tensor_has_its_own_bytes(self, shapes: list[list[int]], bucket_bytes: int) -> None:
+    def test_what_a_rank_brings_is_one_run_of_bytes(self) -> None:
+        (bucket,) = manifest_of({"a": (3, 2), "b": (4,)}, num_ranks=2, bucket_bytes=100).buckets
+        assert [bucket.span(rank) for rank in range(3)] == [(0, 12), (12, 20), (0, 0)]
+        assert {name: (part.start, part.num_bytes) for name, part in bucket.parts[1].items()} == {
+            "a": (12, 4), "b": (16, 4),
+        }
+
+    @given(
+        st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=20),
+        st.integers(1, 400),
+        st.integers(1, 4),
+    )
+    def test_what_ranks_pack_is_what_receivers_unpack(
+        self, shapes: list[list[int]], bucket_bytes: int, num_ranks: int
+    ) -> None:
         named = {str(number): tuple(shape) for number, shape in enumerate(shapes)}
-        manifest = WeightManifest(named, dtype=torch.float32, bucket_bytes=bucket_bytes)
-        values = {}
+        manifest = manifest_of(named, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
+        wholes = {name: torch.rand(shape) for name, shape in named.items()}
+        unpacked = {}
         for bucket in manifest.buckets:
-            assert bucket.num_bytes <= bucket_bytes or len(bucket.tensors) == 1
+            assert bucket.num_bytes <= bucket_bytes or len(bucket.shapes) == 1
             flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-            for name, view in bucket.views(flat, torch.float32):
-                assert view.shape == named[name]
-                view.fill_(float(name) + 1)
-            values |= {name: view.clone() for name, view in bucket.views(flat, torch.float32)}
-            assert torch.count_nonzero(flat.view(torch.float32)) == bucket.num_bytes // 4
-        assert list(values) == list(named)
-        assert all((value == float(name) + 1).all() for name, value in values.items())
-        assert manifest.num_bytes == sum(4 * math.prod(shape) for shape in named.values())
+            for rank in manifest.ranks:
+                start, stop = bucket.span(rank)
+                own = {name: wholes[name][part.box] for name, part in bucket.parts.get(rank, {}).items()}
+                bucket.pack(flat[start:stop], own, rank=rank, dtype=torch.bfloat16, first_byte=start)
+            unpacked |= dict(bucket.unpack(flat, torch.bfloat16))
+            flat.zero_()  # what was unpacked has memory of its own
+        assert list(unpacked) == list(named)
+        assert all(torch.equal(unpacked[name], whole.bfloat16()) for name, whole in wholes.items())
+        assert manifest.num_bytes == sum(2 * math.prod(shape) for shape in named.values())
 
     def test_both_sides_pack_alike(self) -> None:
-        manifest = WeightManifest({"a": (3, 5), "b": ()}, dtype=torch.bfloat16, bucket_bytes=8)
+        manifest = manifest_of({"a": (3, 5), "b": ()}, num_ranks=2, bucket_bytes=8)
         again = WeightManifest.of_plain(json.loads(json.dumps(manifest.plain())))
-        assert (again.buckets, again.dtype, again.shapes) == (manifest.buckets, manifest.dtype, manifest.shapes)
+        assert (again.buckets, again.dtype, again.ranks) == (manifest.buckets, manifest.dtype, [0, 1])
 
 
 ONE_HOST = {"on_cuda": False, "single_device": False, "same_host": True}
