@@ -197,12 +197,16 @@ class EnginePool:
         while is_there and not self._is_closed:
             member = self._members[index]
             try:
-                answers: EngineAnswers = member.handle.ask("poll", POLL_WAIT_S, timeout_s=self._timeout_s)
+                timeout_s = POLL_WAIT_S + self._timeout_s
+                answers: EngineAnswers = member.handle.ask("poll", POLL_WAIT_S, timeout_s=timeout_s)
                 if answers.health.seconds_in_step > self._timeout_s:
                     raise RunError(f"engine {index} has been in one step for {answers.health.seconds_in_step:.0f} s")
                 self._take(member, answers)
             except RunError as error:
                 is_there = self._restarted(index, error)
+            except Exception as unexpected:
+                log.exception("engine %d could not be asked", index)
+                is_there = self._restarted(index, RunError(f"engine {index} could not be asked: {unexpected}"))
 
     def _take(self, member: _Member, answers: EngineAnswers) -> None:
         with self._lock:
@@ -246,6 +250,9 @@ class EnginePool:
             with self._lock:
                 # Not alive yet: it holds the start model until it was brought the weights of the others.
                 self._members[index] = member = _Member(handle, is_alive=False)
+                if self._is_closed:
+                    handle.kill()
+                    return False
             self._on_restart(index)
         except RunError as again:
             log.warning("engine %d could not be started again: %s", index, again)
