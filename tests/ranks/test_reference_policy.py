@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from olmo_core.distributed.checkpoint import get_checkpoint_metadata
 
-from tests.ranks.train_case import free_ports
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks
+from tests.ranks.train_case import free_ports
 
 JOB = "tests.ranks.jobs.grpo_reference:run_each"
 COMPLETIONS = [5, 6, 7, 4]

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.train_case import free_ports
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import REPOSITORY, run_ranks
+from tests.ranks.train_case import free_ports
 
 RUN, REPLAY = "tests.ranks.jobs.replayed_run:run_it", "tests.ranks.jobs.replayed_run:replay_each"
 NUM_STEPS = 3
