@@ -46,7 +46,10 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
     for warning in layout.warnings:
         console.warn(warning)
     pretrained = open_pretrained(
-        config.model, max_seq_length=config.data.max_seq_length, export_folder=directory.hf_model
+        config.model,
+        max_seq_length=config.data.max_seq_length,
+        export_folder=directory.hf_model,
+        length_flag="--max_prompt_token_length and --response_length together:",
     )
     data = config.data
     chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from open_instruct.errors import InputError
 from open_instruct.records import Completion
 from open_instruct.rollout.requests import EngineSettings, GenerationRequest
 
@@ -40,6 +41,9 @@ class VLLMCore:
     Args:
         settings: of the model and of vLLM.
         weight_receiver: class, by its dotted name, that vLLM adds to its workers; see `WeightReceiver`.
+
+    Raises:
+        InputError: the key-value cache is too small.
     """
 
     def __init__(self, settings: EngineSettings, *, weight_receiver: str = WEIGHT_RECEIVER) -> None:
@@ -53,30 +57,38 @@ class VLLMCore:
             kv_cache_bytes = CPU_KV_CACHE_BYTES
         self._max_model_len = settings.max_model_len
         self._stop_token_ids = list(settings.stop_token_ids)
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=settings.model_folder,
-                tokenizer=settings.tokenizer_folder,
-                load_format="safetensors",
-                dtype=settings.dtype,
-                seed=settings.seed,
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                tensor_parallel_size=settings.tensor_parallel_size,
-                # Named, or vLLM would start actors of its own where it finds Ray.
-                distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                kv_cache_memory_bytes=kv_cache_bytes,
-                enable_prefix_caching=settings.enable_prefix_caching,
-                enforce_eager=settings.enforce_eager or not on_cuda,
-                # A step that is on its way while weights change would make tokens of neither version.
-                async_scheduling=False,
-                # Of the distribution that was sampled from: after the temperature.
-                logprobs_mode="processed_logprobs",
-                worker_extension_cls=weight_receiver,
-                disable_log_stats=True,
-            )
+        arguments = EngineArgs(
+            model=settings.model_folder,
+            tokenizer=settings.tokenizer_folder,
+            load_format="safetensors",
+            dtype=settings.dtype,
+            seed=settings.seed,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            # Named, or vLLM would start actors of its own where it finds Ray.
+            distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_bytes,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            enforce_eager=settings.enforce_eager or not on_cuda,
+            # A step that is on its way while weights change would make tokens of neither version.
+            async_scheduling=False,
+            # Of the distribution that was sampled from: after the temperature.
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=weight_receiver,
+            disable_log_stats=True,
         )
+        try:
+            self._engine = LLMEngine.from_engine_args(arguments)
+        except ValueError as error:
+            if "KV cache" not in str(error):
+                raise
+            flag = "--vllm_kv_cache_mib" if kv_cache_bytes is not None else "--vllm_gpu_memory_utilization"
+            raise InputError(
+                f"the keys and values of one completion, {settings.max_model_len} tokens with its prompt, do not fit "
+                f"into an engine's cache: raise {flag}, or lower --response_length or --max_prompt_token_length"
+            ) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[str, int] = {}
         self._engine.set_weight_version("0")

@@ -58,10 +58,13 @@ class Pretrained:
         return max(num_values, key=lambda dtype: num_values[dtype])
 
 
-def open_pretrained(model: ModelSection, *, max_seq_length: int, export_folder: Path) -> Pretrained:
+def open_pretrained(
+    model: ModelSection, *, max_seq_length: int, export_folder: Path, length_flag: str = "--max_seq_length"
+) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
-    That the trained model can be written to `export_folder` in the end is checked now too.
+    That the trained model can be written to `export_folder` in the end is checked now too. `length_flag` is what
+    `max_seq_length` comes from.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
@@ -77,7 +80,7 @@ def open_pretrained(model: ModelSection, *, max_seq_length: int, export_folder: 
     longest = getattr(hf_config, "max_position_embeddings", None)
     if longest is not None and max_seq_length > longest:
         raise InputError(
-            f"--max_seq_length {max_seq_length} is more than the {longest} positions the model in {folder} has; "
+            f"{length_flag} {max_seq_length} is more than the {longest} positions the model in {folder} has; "
             f"use at most {longest}"
         )
     names = TensorNames(hf_config)
