@@ -234,4 +234,5 @@ class Driver:
 
     def _learners(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
         timeout_s = self.config.fleet.step_timeout_s
-        return self.fleet.learners.call(method, *args, per_rank=per_rank, timeout_s=timeout_s)
+        with self.fleet.publisher.learners_at_work():
+            return self.fleet.learners.call(method, *args, per_rank=per_rank, timeout_s=timeout_s)
