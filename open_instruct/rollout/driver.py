@@ -114,8 +114,9 @@ class Driver:
             with self.view.phase("sending weights"):
                 sync_time_s = self.fleet.publisher.publish(step)
         if not self._agrees:
-            check_agreement(learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config))
-            self._agrees = True
+            self._agrees = check_agreement(
+                learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config)
+            )
         self.conductor.weights_published(step)
         self.num_tokens += rollouts.num_tokens
         row: dict[str, float] = {
