@@ -11,20 +11,24 @@ MAX_DIFFERENCE = {"float32": 1e-2, "bfloat16": 1.0}
 MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
-def check_agreement(metrics: Mapping[str, float], *, param_dtype: str, engine_dtype: str) -> None:
-    """Compare the log-probs of the first step's tokens, which both sides took with the start model.
+def check_agreement(metrics: Mapping[str, float], *, param_dtype: str, engine_dtype: str) -> bool:
+    """Compare the log-probs of the first step's tokens, which both sides took with the same weights.
+
+    Returns:
+        Whether there was something to compare: tokens of a step that had a learning signal.
 
     Raises:
         RunError: they differ by more than rounding explains: temperature, template, weights or positions disagree.
     """
     dtype = "float32" if param_dtype == engine_dtype == "float32" else "bfloat16"
     if "logprob_diff/max" not in metrics:
-        return  # nothing of the step had a learning signal
+        return False
     largest, mean = metrics["logprob_diff/max"], metrics["logprob_diff/mean"]
-    if largest > MAX_DIFFERENCE[dtype] and mean > MAX_MEAN_DIFFERENCE[dtype]:
-        raise RunError(
-            f"engines and learners disagree on the log-probs of the first step's tokens by {mean:.2g} on average and "
-            f"{largest:.2g} at most, although both hold the start model: training on them would be off-policy from the "
-            "start. Is --tokenizer_name_or_path of another model? If not, this is a defect: please report the model "
-            "and the command"
-        )
+    if largest <= MAX_DIFFERENCE[dtype] or mean <= MAX_MEAN_DIFFERENCE[dtype]:  # neither holds for NaN
+        return True
+    raise RunError(
+        f"engines and learners disagree on the log-probs of the first step's tokens by {mean:.2g} on average and "
+        f"{largest:.2g} at most, although both hold the same weights: training on them would be off-policy from the "
+        "start. Is --tokenizer_name_or_path of another model? If not, this is a defect: please report the model "
+        "and the command"
+    )

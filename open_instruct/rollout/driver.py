@@ -114,8 +114,9 @@ class Driver:
             with self.view.phase("sending weights"):
                 sync_time_s = self.fleet.publisher.publish(step)
         if not self._agrees:
-            check_agreement(learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config))
-            self._agrees = True
+            self._agrees = check_agreement(
+                learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config)
+            )
         self.conductor.weights_published(step)
         self.num_tokens += rollouts.num_tokens
         row: dict[str, float] = {
@@ -234,4 +235,5 @@ class Driver:
 
     def _learners(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
         timeout_s = self.config.fleet.step_timeout_s
-        return self.fleet.learners.call(method, *args, per_rank=per_rank, timeout_s=timeout_s)
+        with self.fleet.publisher.learners_at_work():
+            return self.fleet.learners.call(method, *args, per_rank=per_rank, timeout_s=timeout_s)

@@ -148,8 +148,24 @@ class EnginePool:
         return [call.result() for call in calls]
 
     def pids(self) -> list[int]:
-        """Process ids, by engine."""
-        return [health.pid for health in self.call_all("health", timeout_s=self._timeout_s)]
+        """Process ids, by engine; those that do not answer are left out."""
+        calls = self.start_all("health", timeout_s=self._timeout_s)
+        return [call.result().pid for call in calls if call.exception() is None]
+
+    def silent(self) -> set[int]:
+        """Which engines do not answer, because they died or failed."""
+        calls = self.start_all("health", timeout_s=self._timeout_s)
+        return {index for index, call in enumerate(calls) if call.exception() is not None}
+
+    def fail_waiting(self, failure: RunError) -> None:
+        """Fail all completions that are waited for now; those asked for later come as ever."""
+        with self._lock:
+            for member in self._members:
+                if member.is_alive:
+                    member.handle.tell("cancel", list(member.asked))
+            left = self._take_all()
+        for each in left:
+            settle(each.future, failure)
 
     def close(self) -> None:
         """End the engines; whoever waits for a completion gets a RunError."""
@@ -174,12 +190,15 @@ class EnginePool:
 
     def _fail(self, failure: RunError) -> None:
         self._failure = self._failure or failure
+        for each in self._take_all():
+            settle(each.future, failure)
+
+    def _take_all(self) -> list[_Asked]:
         left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]
         self._homeless = {}
         for member in self._members:
             member.asked = {}
-        for each in left:
-            settle(each.future, failure)
+        return left
 
     def _forget_cancelled(self, key: int, future: Future[Completion]) -> None:
         if not future.cancelled():

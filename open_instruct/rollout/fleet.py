@@ -115,7 +115,11 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
 
         def made_again(index: int) -> RayEngine:
             handle = make_engine(index)
-            handle.wait_ready(config.fleet.engine_timeout_s)
+            try:
+                handle.wait_ready(config.fleet.engine_timeout_s)
+            except BaseException:
+                handle.kill()  # the next one needs its place
+                raise
             return handle
 
         def restarted(index: int) -> None:

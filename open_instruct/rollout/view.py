@@ -46,8 +46,10 @@ class FleetView:
             transient=True,
         ) as live:
             self._live = live
-            yield self
-        self._live = None
+            try:
+                yield self
+            finally:
+                self._live = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

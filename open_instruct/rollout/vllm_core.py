@@ -160,10 +160,15 @@ class VLLMCore:
         )
 
     def _text_of(self, output: CompletionOutput) -> str:
-        if isinstance(output.stop_reason, str):
-            return output.text  # up to the stop string, which may end within a token
         token_ids = list(output.token_ids)
+        if isinstance(output.stop_reason, str):
+            # vLLM's own text has some of the prompt in front where that ends within a character.
+            before, stop_string, _ = self._decode(token_ids).partition(output.stop_reason)
+            return before + stop_string  # which may end within a token
         if output.finish_reason == "stop":
             token_ids.pop()
+        return self._decode(token_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text

@@ -324,3 +324,23 @@ class TestCallAll:
         calls = two.pool.start_each("open_channel", [({"n": 0},), ({"n": 1},)], timeout_s=TIMEOUT_S)
         assert two.pool.results(calls) == [None, None]
         assert [engine.core.calls for engine in two.made] == [[("open_channel", {"n": n})] for n in range(2)]
+
+    def test_who_is_silent(self, two: Pool) -> None:
+        assert two.pool.silent() == set()
+        assert len(two.pool.pids()) == 2
+        two.may_be_made.clear()
+        two.made[1].die()
+        assert two.pool.silent() == {1}
+        assert len(two.pool.pids()) == 1
+
+    def test_fail_waiting_fails_what_is_out_and_nothing_later(self, two: Pool) -> None:
+        two.hold()
+        futures = two.submit(*range(4))
+        two.pool.fail_waiting(RunError("the learners were lost"))
+        for future in futures:
+            with pytest.raises(RunError, match=r"^the learners were lost$"):
+                future.result(TIMEOUT_S)
+        for engine in two.made:
+            assert engine.told[-1][0] == "cancel"
+            engine.core.release()
+        assert texts(two.submit(5, 6)) == answers(5, 6)

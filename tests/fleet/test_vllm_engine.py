@@ -1,0 +1,204 @@
+"""A real vLLM as an engine's core: what it answers is what our learners would compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from open_instruct.models.build import build_model, materialize
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.load import stream_load
+from open_instruct.models.names import TensorNames
+from open_instruct.models.tiny import write_tiny_model
+from open_instruct.packing.documents import pack_documents
+from open_instruct.records import Completion, Document, Span
+from open_instruct.training.forward import token_logprobs
+from tests.fleet.vllm_session import (
+    MAX_TOKENS,
+    NUM_REQUESTS,
+    STEPS_BEFORE_UPDATE,
+    STOP_TOKEN_IDS,
+    TEMPERATURE,
+    requests,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SESSION_TIMEOUT_S = 200
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+
+pytestmark = pytest.mark.slow
+
+
+class Session:
+    """What the engine answered, and the two models that it had."""
+
+    def __init__(self, folders: list[Path], answers: dict[str, Any]) -> None:
+        self.folders = folders
+        self.answers = answers
+        self.tokenizer = AutoTokenizer.from_pretrained(folders[0])
+
+    def completions(self, name: str) -> list[Completion]:
+        return [completion_of(answer) for answer in self.answers[name]]
+
+
+def completion_of(answer: dict[str, Any]) -> Completion:
+    return Completion(**{key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()})
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    pytest.importorskip("vllm", reason="needs vLLM")
+    folder = tmp_path_factory.mktemp("session")
+    folders = [write_tiny_model(folder / f"model{seed}", family="olmo2", seed=seed) for seed in range(2)]
+    with (folder / "log").open("w") as log:
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.fleet.vllm_session", *map(str, folders), str(folder / "answers.json")],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            timeout=SESSION_TIMEOUT_S,
+        )
+    assert ended.returncode == 0, (folder / "log").read_text()[-4000:]
+    return Session(folders, json.loads((folder / "answers.json").read_text()))
+
+
+@cache
+def learner(folder: Path) -> Any:
+    hf_config = load_hf_config(folder)
+    model = build_model(hf_config)
+    materialize(model, device=CPU, max_seq_len=128)
+    with CheckpointFiles.open(folder) as files:
+        stream_load(model, files, TensorNames(hf_config))
+    return model
+
+
+@torch.no_grad()
+def learner_logprobs(folder: Path, completions: list[Completion], temperature: float) -> list[list[float]]:
+    """As the learner takes them, with all completions in one packed row."""
+    documents = [
+        Document(
+            token_ids=(*asked.prompt_token_ids, *completion.token_ids),
+            responses=(
+                Span(start=len(asked.prompt_token_ids), stop=len(asked.prompt_token_ids) + len(completion.token_ids)),
+            ),
+        )
+        for asked, completion in zip(requests(), completions, strict=True)
+    ]
+    tokens = token_logprobs(learner(folder), pack_documents(documents), device=CPU, temperature=temperature)
+    lengths = [len(completion.token_ids) for completion in completions]
+    return [part.tolist() for part in tokens.logprobs_N.split(lengths)]
+
+
+def largest_difference(completions: list[Completion], expected: list[list[float]], *, version: int = 0) -> float:
+    return max(
+        abs(ours - theirs)
+        for completion, logprobs in zip(completions, expected, strict=True)
+        for ours, theirs, made_by in zip(logprobs, completion.logprobs, completion.versions, strict=True)
+        if made_by == version
+    )
+
+
+def test_same_seed_same_tokens(session: Session) -> None:
+    first, again = session.completions("sampled"), session.completions("sampled_backwards")[::-1]
+    assert [it.token_ids for it in first] == [it.token_ids for it in again]
+    # Four of each prompt differ by nothing but their seeds.
+    assert len({it.token_ids for it in first}) == NUM_REQUESTS
+    assert [it.seed for it in first] == [asked.seed for asked in requests()]
+
+
+def test_temperature_0_takes_the_likeliest_whatever_the_seed(session: Session) -> None:
+    greedy = session.completions("greedy")
+    assert len({it.token_ids for it in greedy}) == NUM_REQUESTS // 4
+
+
+def test_logprobs_are_the_learners_under_the_temperature(session: Session) -> None:
+    sampled = session.completions("sampled")
+    assert largest_difference(sampled, learner_logprobs(session.folders[0], sampled, TEMPERATURE)) < TOLERANCE
+    assert largest_difference(sampled, learner_logprobs(session.folders[0], sampled, 1.0)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["sampled", "updated", "back"])
+def test_a_stop_token_ends_a_completion_and_is_its_last(session: Session, name: str) -> None:
+    completions = session.completions(name)
+    reasons = [it.finish_reason for it in completions]
+    assert {"stop", "length"} == set(reasons)
+    for it in completions:
+        *before, last = it.token_ids
+        assert not set(before) & set(STOP_TOKEN_IDS)
+        assert (last in STOP_TOKEN_IDS) == (it.finish_reason == "stop")
+        said = before if it.finish_reason == "stop" else it.token_ids
+        assert it.text == session.tokenizer.decode(said, skip_special_tokens=True)
+        assert it.finish_reason == "stop" or len(it.token_ids) == MAX_TOKENS
+
+
+def test_the_limit_cuts(session: Session) -> None:
+    short = session.completions("short")
+    for cut, whole in zip(short, session.completions("sampled"), strict=True):
+        assert cut.token_ids == whole.token_ids[:3]
+        assert cut.is_truncated == (len(whole.token_ids) > 3 or whole.is_truncated)
+
+
+def test_a_stop_string_ends_a_completion(session: Session) -> None:
+    assert len(session.answers["stopped"]) >= 3
+    for answer in session.answers["stopped"]:
+        whole, stopped = completion_of(answer["whole"]), completion_of(answer["stopped"])
+        assert stopped.finish_reason == "stop"
+        assert stopped.text.endswith(answer["stop"])
+        assert whole.text.startswith(stopped.text)
+        assert answer["stop"] not in stopped.text[: -len(answer["stop"])]
+        num_tokens = len(stopped.token_ids)
+        assert stopped.token_ids == whole.token_ids[:num_tokens]
+        assert len(stopped.logprobs) == len(stopped.versions) == num_tokens
+        # The tokens say it, and without the last they do not.
+        assert answer["stop"] in session.tokenizer.decode(stopped.token_ids)
+        assert answer["stop"] not in session.tokenizer.decode(stopped.token_ids[:-1])
+
+
+def test_too_long_a_prompt_is_refused_and_the_longest_is_not(session: Session) -> None:
+    assert session.answers["refused"] == (
+        "the prompt has 37 tokens, and a completion of 60 leaves it 1 to 36 of the engine's 96"
+    )
+    assert len(session.completions("longest")) == 1
+
+
+def test_an_update_in_flight(session: Session) -> None:
+    """The tokens so far stay, with the log-probs of who made them; the rest is of the new weights altogether."""
+    updated, before = session.completions("updated"), session.completions("sampled")
+    both = [it for it in updated if set(it.versions) == {0, 1}]
+    assert len(both) > NUM_REQUESTS // 2
+    assert {it.versions.count(0) for it in both} <= set(range(1, STEPS_BEFORE_UPDATE + 1))
+    for it, unchanged in zip(updated, before, strict=True):
+        assert list(it.versions) == sorted(it.versions)
+        num_old = it.versions.count(0)
+        assert it.token_ids[:num_old] == unchanged.token_ids[:num_old]
+    for version in range(2):
+        expected = learner_logprobs(session.folders[version], updated, TEMPERATURE)
+        assert largest_difference(updated, expected, version=version) < TOLERANCE
+        assert largest_difference(updated, expected, version=1 - version) > 100 * TOLERANCE
+
+
+def test_nothing_is_left_of_the_old_weights(session: Session) -> None:
+    """Not in the cache of prefixes either: the prompts are those that were asked before the update."""
+    other = session.completions("other")
+    assert {version for it in other for version in it.versions} == {1}
+    expected = learner_logprobs(session.folders[1], other, TEMPERATURE)
+    assert largest_difference(other, expected, version=1) < TOLERANCE
+    back = session.completions("back")
+    assert {version for it in back for version in it.versions} == {2}
+    assert [it.token_ids for it in back] == [it.token_ids for it in session.completions("sampled")]
+
+
+def test_cancelled_requests_leave_the_others_alone(session: Session) -> None:
+    assert session.completions("after_cancel") == session.completions("back")[1:2]

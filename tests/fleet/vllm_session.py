@@ -1,0 +1,160 @@
+"""A process with one real engine, which is asked everything that the test beside it wants to know.
+
+    python -m tests.fleet.vllm_session MODEL_FOLDER OTHER_MODEL_FOLDER OUT.json
+
+Its own process, because vLLM and transformers' models do not go together in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from open_instruct.records import Completion
+from open_instruct.rollout.engine import Engine
+from open_instruct.rollout.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.rollout.vllm_core import VLLMCore, engine_environment
+
+TEMPERATURE = 0.7
+MAX_MODEL_LEN = 96
+NUM_REQUESTS = 24
+MAX_TOKENS = 60
+EOS = 2
+# An untrained model ends no turn by itself: some tokens end it here, so that about half the completions are ended.
+STOP_TOKEN_IDS = (EOS, *range(20, 512, 80))
+STEPS_BEFORE_UPDATE = 10
+RECEIVER = "tests.fleet.folder_receiver.FolderReceiver"
+TIMEOUT_S = 60.0
+
+
+class HaltingCore(VLLMCore):
+    """Once `halt` is set, a step that is `STEPS_BEFORE_UPDATE` further waits for `go`."""
+
+    halt = False
+    num_steps = 0
+    go = threading.Event()
+    has_halted = threading.Event()
+
+    def step(self) -> Mapping[str, Completion]:
+        if self.halt:
+            HaltingCore.num_steps += 1
+            if self.num_steps == STEPS_BEFORE_UPDATE:
+                self.has_halted.set()
+                assert self.go.wait(TIMEOUT_S)
+        return super().step()
+
+
+def requests(**sampling: Any) -> list[GenerationRequest]:
+    """Prompts of several lengths, in groups of four that are the same."""
+    settings = SamplingSettings(temperature=TEMPERATURE, top_p=1.0, max_tokens=MAX_TOKENS)
+    return [
+        GenerationRequest(
+            request_id=f"{number // 4}/{number % 4}",
+            prompt_token_ids=tuple((7 * i + number // 4) % 500 + 3 for i in range(5 + 4 * (number // 4))),
+            seed=2**62 + number,
+            sampling=replace(settings, **sampling),
+        )
+        for number in range(NUM_REQUESTS)
+    ]
+
+
+def poll_all(engine: Engine, num_keys: int) -> list[Completion]:
+    told: dict[int, Completion] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(told) < num_keys:
+        told.update(engine.poll(1.0).completions)
+        assert time.monotonic() < deadline
+    return [told[key] for key in sorted(told)]
+
+
+def during_generation(engine: Engine, asked: list[GenerationRequest], version: int) -> list[Completion]:
+    """Ask, and update the weights after some steps."""
+    HaltingCore.num_steps, HaltingCore.halt = 0, True
+    engine.begin(dict(enumerate(asked)))
+    assert HaltingCore.has_halted.wait(TIMEOUT_S)
+    with ThreadPoolExecutor(1) as driver:
+        updating = driver.submit(engine.begin_update, False)
+        while not engine._calls:  # the update comes before the next step
+            time.sleep(0.001)
+        HaltingCore.go.set()
+        updating.result(TIMEOUT_S)
+    engine.receive_weights()
+    engine.finish_update(version)
+    HaltingCore.halt = False
+    return poll_all(engine, len(asked))
+
+
+def with_stop_strings(engine: Engine, whole: list[Completion]) -> list[dict[str, Any]]:
+    """The same requests again, each with a few letters from the middle of its own answer as a stop string."""
+    answers = []
+    for asked, completion in zip(requests(), whole, strict=True):
+        words = [match[0] for match in re.finditer("[a-z]{2,}", completion.text) if match.start() > 0]
+        if words:
+            sampling = replace(asked.sampling, stop_strings=(words[0], "never said"))
+            (stopped,) = engine.generate([replace(asked, sampling=sampling)])
+            answers.append({"stop": words[0], "whole": asdict(completion), "stopped": asdict(stopped)})
+    return answers
+
+
+def main(model_folder: str, other_folder: str, out: Path) -> None:
+    os.environ.update(engine_environment(on_cuda=False))
+    began_s = time.monotonic()
+    settings = EngineSettings(
+        model_folder=model_folder,
+        tokenizer_folder=model_folder,
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=NUM_REQUESTS,
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.9,
+        kv_cache_bytes=64 << 20,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        seed=0,
+        stop_token_ids=STOP_TOKEN_IDS,
+    )
+    engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))
+    answers: dict[str, Any] = {"start_s": time.monotonic() - began_s}
+
+    def generate(name: str, asked: list[GenerationRequest]) -> list[Completion]:
+        completions = engine.generate(asked)
+        answers[name] = [asdict(completion) for completion in completions]
+        return completions
+
+    sampled = generate("sampled", requests())
+    generate("sampled_backwards", requests()[::-1])
+    generate("short", requests(max_tokens=3))
+    generate("greedy", requests(temperature=0.0))
+    answers["stopped"] = with_stop_strings(engine, sampled)
+    try:
+        engine.generate([replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS + 1))])
+    except ValueError as error:
+        answers["refused"] = str(error)
+    generate("longest", [replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS))])
+
+    engine.open_channel({"folders": [other_folder, model_folder]})
+    answers["updated"] = [asdict(completion) for completion in during_generation(engine, requests(), 1)]
+    generate("other", requests())
+    engine.begin_update(True)
+    engine.receive_weights()
+    engine.finish_update(2)
+    generate("back", requests())
+    engine.begin({0: requests()[0], 1: requests()[1]})
+    engine.cancel([0])
+    answers["after_cancel"] = [asdict(completion) for completion in poll_all(engine, 1)]
+    engine.shutdown()
+    out.write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

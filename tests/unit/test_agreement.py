@@ -1,0 +1,45 @@
+"""When engines and learners are said to disagree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from open_instruct.errors import RunError
+from open_instruct.rollout.agreement import check_agreement
+
+
+def metrics(*, mean: float, largest: float) -> dict[str, float]:
+    return {"loss": 0.0, "logprob_diff/mean": mean, "logprob_diff/max": largest}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "mean", "largest"),
+    [
+        (("float32", "float32"), 1e-6, 7e-6),
+        (("bfloat16", "bfloat16"), 0.01, 0.3),
+        (("float32", "bfloat16"), 0.01, 0.3),
+        (("bfloat16", "bfloat16"), 0.01, 1.2),  # a rare token
+    ],
+)
+def test_rounding_is_no_disagreement(dtypes: tuple[str, str], mean: float, largest: float) -> None:
+    assert check_agreement(metrics(mean=mean, largest=largest), param_dtype=dtypes[0], engine_dtype=dtypes[1])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "mean", "largest"),
+    [
+        (("float32", "float32"), 0.01, 0.3),
+        (("bfloat16", "bfloat16"), 0.5, 3.4),  # what a temperature that one side ignores comes to
+        (("float32", "bfloat16"), 0.5, 3.4),
+        (("float32", "float32"), math.nan, math.nan),
+    ],
+)
+def test_more_than_rounding_is(dtypes: tuple[str, str], mean: float, largest: float) -> None:
+    with pytest.raises(RunError, match=f"by {mean:.2g} on average and {largest:.2g} at most.*--tokenizer_name_or_path"):
+        check_agreement(metrics(mean=mean, largest=largest), param_dtype=dtypes[0], engine_dtype=dtypes[1])
+
+
+def test_a_step_without_a_signal_proves_nothing() -> None:
+    assert not check_agreement({"loss": 0.0}, param_dtype="float32", engine_dtype="float32")

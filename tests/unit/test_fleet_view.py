@@ -1,0 +1,116 @@
+"""What a person sees of a GRPO run, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console as RichConsole
+
+from open_instruct.rollout.view import FleetView, describe
+from open_instruct.training.console import Console
+
+QUEUES = {"in_flight": 12, "verifying": 3.0, "waiting": 0}
+
+
+def row(step: int, **more: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward": 0.125 * step,
+        "loss": -0.01234,
+        "sequence_length/mean": 41.26,
+        "staleness/mean": 0.75,
+        "time/generate": 3.04,
+        "time/train": 2.5,
+        "time/sync": 0.123,
+        **more,
+    }
+
+
+def view_of(*, is_terminal: bool, num_steps: int = 80, width: int = 100) -> FleetView:
+    console = Console(speaks=True)
+    console.rich = RichConsole(
+        file=io.StringIO(), record=True, force_terminal=is_terminal, width=width, highlight=False, soft_wrap=True
+    )
+    return FleetView(console, num_steps=num_steps, queues=lambda: QUEUES)
+
+
+def lines(view: FleetView) -> list[str]:
+    return view.console.rich.export_text().splitlines()
+
+
+class TestDescribe:
+    def test_the_numbers_of_a_step(self) -> None:
+        assert describe(row(2)) == (
+            "reward 0.250  loss -0.0123  length 41.3  stale 0.8  generate 3.0s  train 2.5s  sync 0.1s"
+        )
+
+    def test_held_out_prompts_where_they_were_asked(self) -> None:
+        assert describe(row(2) | {"eval/reward": 0.5}).endswith("sync 0.1s  held-out 0.500")
+
+
+class TestPlainLines:
+    def test_first_last_and_some_between_are_said_and_all_are_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        view = view_of(is_terminal=False)
+        with caplog.at_level(logging.INFO), view.shown():
+            for step in range(1, 81):
+                with view.phase("training"):
+                    pass
+                view.finished(row(step))
+        said = [line.split("  ")[0] for line in lines(view)]
+        assert said == [f"step {step}/80" for step in (1, *range(2, 81, 2))]
+        assert [record.message.split("  ")[0] for record in caplog.records] == [f"step {n}/80" for n in range(1, 81)]
+
+    def test_of_a_short_run_every_step_is_said(self) -> None:
+        view = view_of(is_terminal=False, num_steps=3)
+        with view.shown():
+            for step in range(1, 4):
+                view.finished(row(step))
+        assert lines(view) == [f"step {step}/3  {describe(row(step))}" for step in range(1, 4)]
+
+
+class TestPanel:
+    def drawn(self, view: FleetView) -> str:
+        view.console.rich.print(view._draw())
+        return view.console.rich.export_text()
+
+    def test_before_the_first_step(self) -> None:
+        view = view_of(is_terminal=True)
+        with view.phase("waiting for rollouts"):
+            text = self.drawn(view)
+        assert "0 of 80" in text
+        assert "waiting for rollouts, 0 s" in text
+        assert "in_flight 12  verifying 3  waiting 0" in text
+        assert "staleness" not in text and "reward" not in text
+
+    @pytest.mark.parametrize("width", [30, 60, 160])
+    def test_after_some_steps_it_has_the_curve_and_keeps_to_the_width(self, width: int) -> None:
+        view = view_of(is_terminal=True, width=width)
+        for step in range(1, 9):
+            view.finished(row(step))
+        view.console.rich.export_text()
+        text = self.drawn(view)
+        assert "8 of 80" in text
+        assert "0.75 steps" in text
+        assert "1 ┤" in text and "0.125 ┤" in text  # the largest reward and the smallest
+        assert max(map(len, text.splitlines())) <= width
+
+    def test_it_is_live_and_lines_appear_above_it(self) -> None:
+        view = view_of(is_terminal=True)
+        with view.shown():
+            view.finished(row(1))
+            view.finished(row(2))
+            with view.phase("training"):
+                view._live.refresh()  # type: ignore[union-attr]
+        text = view.console.rich.file.getvalue()  # type: ignore[attr-defined]
+        assert f"step 1/80  {describe(row(1))}" in text
+        assert text.rindex("GRPO") > text.index("step 2/80")
+        assert "training, 0 s" in text
+
+    def test_what_ends_the_run_ends_it(self) -> None:
+        view = view_of(is_terminal=True)
+        with pytest.raises(KeyboardInterrupt), view.shown():
+            raise KeyboardInterrupt
+        view.finished(row(3))
+        assert view._live is None
