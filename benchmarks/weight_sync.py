@@ -157,7 +157,8 @@ class Bare:
             told = awaited(port_path)
             path = told["path"]
             self.roll = RollCall.join(LOOPBACK, told["port"], member="peer", timeout_s=TIMEOUT_S)
-        self.memory = torch.ones(slot_bytes, dtype=torch.uint8)
+        # The sender's are as many as the weights: fewer would stay in the processor's cache.
+        self.memory = torch.ones(slot_bytes if rank else self.manifest.num_bytes, dtype=torch.uint8)
         self.slots = weight_wire.map_shared_file(path, slot_bytes)
         self.roll.report("mapped")
         self.roll.wait("mapped", ["learner 0", "peer"], to="map the file")
@@ -170,14 +171,17 @@ class Bare:
         """Seconds until the peer has all of it."""
         self.roll.wait(f"began/{self.position}", ["peer"], to="begin")
         started_s = time.perf_counter()
+        first_byte = 0
         for index, bucket in enumerate(self.manifest.buckets):
             position = self.position + index
+            source = self.memory[first_byte : first_byte + bucket.num_bytes]
+            first_byte += bucket.num_bytes
             if not self.is_shared:
-                self.wire.broadcast(self.group, self.memory[: bucket.num_bytes]).wait()
+                self.wire.broadcast(self.group, source).wait()
                 continue
             if index >= self.wire.NUM_SLOTS:
                 self.roll.wait(f"done/{position - self.wire.NUM_SLOTS}", ["peer"], to="copy")
-            self.wire.slot_of(self.slots, position, bucket).copy_(self.memory[: bucket.num_bytes])
+            self.wire.slot_of(self.slots, position, bucket).copy_(source)
             self.roll.report(f"filled/{position}")
         self.position += len(self.manifest.buckets)
         self.roll.wait(f"done/{self.position - 1}", ["peer"], to="copy")
