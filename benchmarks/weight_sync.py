@@ -124,8 +124,8 @@ def receiver(repeat: int, folder: Path) -> None:
     bare = None
     for repetition in range(repeat + 1):
         for weights in incoming.buckets():
-            for _ in weights:
-                pass
+            for name, tensor in weights:
+                del name, tensor
         if repetition == 0:
             memory.stop()
             bare = Bare(info, rank=1, port_path=folder / "bare.json")
@@ -250,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(BUCKET_MIB), choices=list(BUCKET_MIB))
     parser.add_argument("--backends", nargs="+", default=["shm", "gloo"], choices=["shm", "gloo"])
-    parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -77,7 +77,7 @@ class TestBuckets:
 
 
 def test_memory_is_given_out_again_once_no_view_of_it_is_left() -> None:
-    memory = ReusedMemory(torch.device("cpu"))
+    memory = ReusedMemory(200, torch.device("cpu"))
     first = memory.take(100)
     address, view = first.data_ptr(), first.view(torch.bfloat16).view(5, 10)[2:3].T
     del first
