@@ -61,13 +61,18 @@ class Bucket:
         for name, part in self.parts.get(rank, {}).items():
             part.view(flat, dtype, first_byte).copy_(tensors[name])
 
-    def unpack(self, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each name with its whole tensor, in memory of its own."""
+    def unpack(
+        self, flat: torch.Tensor, dtype: torch.dtype, *, into: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each name with its whole tensor, put together in `into`: as many bytes as `flat`, which they do not share."""
+        start = 0
         for name, shape in self.shapes.items():
-            whole = torch.empty(shape, dtype=dtype, device=flat.device)
+            stop = start + math.prod(shape) * dtype.itemsize
+            whole = into[start:stop].view(dtype).view(shape)
             for parts in self.parts.values():
                 if name in parts:
                     whole[parts[name].box].copy_(parts[name].view(flat, dtype))
+            start = stop
             yield name, whole
 
 

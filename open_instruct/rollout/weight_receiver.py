@@ -5,6 +5,8 @@ Nothing here imports the learners' side, nor vLLM before there is a worker.
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +29,29 @@ from open_instruct.rollout.weight_wire import (
 # Added to a receiver's time-out: whom the learners wait for is the better reason.
 EXTRA_PATIENCE_S = 5.0
 
+PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
 Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class ReusedMemory:
+    """Gives memory out again once nobody uses it: on a CPU, new pages cost more than a copy to them does."""
+
+    def __init__(self, most_bytes: int, device: torch.device) -> None:
+        self._most_bytes = most_bytes
+        self._device = device
+        self._memories: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Bytes, at most `most_bytes`, that stay the taker's as long as any tensor on them is known to somebody."""
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)  # torch does the same there
+        for index in range(len(self._memories)):
+            # The list and the call are two; the storage of tensors on the memory, by whichever view, keeps one more.
+            if sys.getrefcount(self._memories[index]) == 2:
+                return torch.frombuffer(self._memories[index], dtype=torch.uint8, count=num_bytes)
+        self._memories.append(mmap.mmap(-1, self._most_bytes, flags=PRIVATE_MEMORY))
+        return torch.frombuffer(self._memories[-1], dtype=torch.uint8, count=num_bytes)
 
 
 class IncomingWeights:
@@ -104,20 +128,22 @@ class IncomingWeights:
 
     def _from_slots(self) -> Iterator[Weights]:
         assert self._slots_SN is not None
+        memory = ReusedMemory(self._manifest.largest_bucket_bytes, self._slots_SN.device)
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
             flat = slot_of(self._slots_SN, position, bucket)
-            yield bucket.unpack(flat, self._manifest.dtype)
+            yield bucket.unpack(flat, self._manifest.dtype, into=memory.take(bucket.num_bytes))
             settle(flat.device)
             self._roll.report(f"done/{position}")
 
     def _from_broadcasts(self) -> Iterator[Weights]:
         self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
+        memory = ReusedMemory(self._manifest.largest_bucket_bytes, self._flat.device)
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             flat = self._flat[: bucket.num_bytes]
             self._receive(flat, to=f"send bucket {self._number(position)}")
             self._roll.report(f"done/{position}")
-            yield bucket.unpack(flat, self._manifest.dtype)
+            yield bucket.unpack(flat, self._manifest.dtype, into=memory.take(bucket.num_bytes))
 
     def _receive(self, flat: torch.Tensor, *, to: str) -> None:
         self._arriving = broadcast(self._group, flat)

@@ -16,6 +16,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.shards import shard_box
 from open_instruct.rollout.weight_backend import check_backend, choose_backend
 from open_instruct.rollout.weight_manifest import WeightManifest
+from open_instruct.rollout.weight_receiver import ReusedMemory
 
 
 def manifest_of(shapes: dict[str, tuple[int, ...]], *, num_ranks: int, bucket_bytes: int) -> WeightManifest:
@@ -40,7 +41,8 @@ class TestBuckets:
         (bucket,) = manifest_of({"a": (3, 2), "b": (4,)}, num_ranks=2, bucket_bytes=100).buckets
         assert [bucket.span(rank) for rank in range(3)] == [(0, 12), (12, 20), (0, 0)]
         assert {name: (part.start, part.num_bytes) for name, part in bucket.parts[1].items()} == {
-            "a": (12, 4), "b": (16, 4),
+            "a": (12, 4),
+            "b": (16, 4),
         }
 
     @given(
@@ -62,8 +64,8 @@ class TestBuckets:
                 start, stop = bucket.span(rank)
                 own = {name: wholes[name][part.box] for name, part in bucket.parts.get(rank, {}).items()}
                 bucket.pack(flat[start:stop], own, rank=rank, dtype=torch.bfloat16, first_byte=start)
-            unpacked |= dict(bucket.unpack(flat, torch.bfloat16))
-            flat.zero_()  # what was unpacked has memory of its own
+            unpacked |= dict(bucket.unpack(flat, torch.bfloat16, into=torch.empty_like(flat)))
+            flat.zero_()  # which what was unpacked does not share
         assert list(unpacked) == list(named)
         assert all(torch.equal(unpacked[name], whole.bfloat16()) for name, whole in wholes.items())
         assert manifest.num_bytes == sum(2 * math.prod(shape) for shape in named.values())
@@ -72,6 +74,19 @@ class TestBuckets:
         manifest = manifest_of({"a": (3, 5), "b": ()}, num_ranks=2, bucket_bytes=8)
         again = WeightManifest.of_plain(json.loads(json.dumps(manifest.plain())))
         assert (again.buckets, again.dtype, again.ranks) == (manifest.buckets, manifest.dtype, [0, 1])
+
+
+def test_memory_is_given_out_again_once_no_view_of_it_is_left() -> None:
+    memory = ReusedMemory(200, torch.device("cpu"))
+    first = memory.take(100)
+    address, view = first.data_ptr(), first.view(torch.bfloat16).view(5, 10)[2:3].T
+    del first
+    second = memory.take(50)
+    assert second.data_ptr() != address
+    assert torch.equal(view, torch.zeros(10, 1).bfloat16())
+    del view
+    assert memory.take(60).data_ptr() == address
+    assert memory.take(200).data_ptr() not in (address, second.data_ptr())
 
 
 ONE_HOST = {"on_cuda": False, "single_device": False, "same_host": True}
