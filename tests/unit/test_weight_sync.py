@@ -85,8 +85,9 @@ def test_memory_is_given_out_again_once_no_view_of_it_is_left() -> None:
     assert second.data_ptr() != address
     assert torch.equal(view, torch.zeros(10, 1).bfloat16())
     del view
-    assert memory.take(60).data_ptr() == address
-    assert memory.take(200).data_ptr() not in (address, second.data_ptr())
+    third = memory.take(200)
+    assert third.data_ptr() == address
+    assert memory.take(60).data_ptr() not in (address, second.data_ptr())
 
 
 ONE_HOST = {"on_cuda": False, "single_device": False, "same_host": True}
