@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 import pytest
 from rich.console import Console as RichConsole
@@ -80,7 +81,7 @@ class TestPanel:
         with view.phase("waiting for rollouts"):
             text = self.drawn(view)
         assert "0 of 80" in text
-        assert "waiting for rollouts, 0 s" in text
+        assert re.search(r"waiting for rollouts, \d+ s", text)
         assert "in_flight 12  verifying 3  waiting 0" in text
         assert "staleness" not in text and "reward" not in text
 
@@ -106,7 +107,7 @@ class TestPanel:
         text = view.console.rich.file.getvalue()  # type: ignore[attr-defined]
         assert f"step 1/80  {describe(row(1))}" in text
         assert text.rindex("GRPO") > text.index("step 2/80")
-        assert "training, 0 s" in text
+        assert re.search(r"training, \d+ s", text)
 
     def test_what_ends_the_run_ends_it(self) -> None:
         view = view_of(is_terminal=True)
