@@ -2,8 +2,9 @@
 
     python benchmarks/weight_sync.py                       # 50M and 500M parameters, shm and gloo
     python benchmarks/weight_sync.py --sizes small --backends shm
+    python benchmarks/weight_sync.py --dtype bfloat16      # half the bytes travel, and the learners cast them
 
-Two FSDP ranks hold fp32 shards and one more process receives them in bf16. "bare" is what the way of
+Two FSDP ranks hold fp32 shards and one more process receives them. "bare" is what the way of
 travelling costs without us: for shm a copy into the slot and a copy out of it, for gloo a broadcast from
 rank 0 to the receiver over the same kind of group. Both are taken in turns in the same processes; rates are of
 the bytes that travel, and the best of the repetitions: the machine may have other work.
@@ -40,7 +41,7 @@ LEAST_RATIO = 0.6
 MOST_BUCKETS = 2.0
 
 
-def learner(backend: str, size: str, repeat: int, folder: Path) -> None:
+def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> None:
     """One of the ranks; the first one writes the rates."""
     import torch
     import torch.distributed as dist
@@ -74,7 +75,7 @@ def learner(backend: str, size: str, repeat: int, folder: Path) -> None:
         model,
         TensorNames(hf_config),
         backend=backend,
-        dtype=torch.bfloat16,
+        dtype=getattr(torch, dtype),
         bucket_bytes=BUCKET_MIB[size] * MIB,
         timeout_s=TIMEOUT_S,
     )
@@ -213,7 +214,7 @@ def awaited(path: Path) -> dict[str, Any]:
     return content
 
 
-def measure(backend: str, size: str, repeat: int) -> dict[str, Any]:
+def measure(backend: str, size: str, dtype: str, repeat: int) -> dict[str, Any]:
     """Rates, and the largest memory of each kind of process, of three fresh processes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -232,7 +233,7 @@ def measure(backend: str, size: str, repeat: int) -> dict[str, Any]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            command = [sys.executable, __file__, "--worker", backend, size, str(repeat), scratch]
+            command = [sys.executable, __file__, "--worker", backend, size, dtype, str(repeat), scratch]
             log = (folder / f"{rank}.log").open("w")
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         codes = [process.wait() for process in processes]
@@ -251,19 +252,20 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(BUCKET_MIB), choices=list(BUCKET_MIB))
     parser.add_argument("--backends", nargs="+", default=["shm", "gloo"], choices=["shm", "gloo"])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="that travels")
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        backend, size, repeat, scratch = arguments.worker
+        backend, size, dtype, repeat, scratch = arguments.worker
         if int(os.environ["RANK"]) < NUM_LEARNERS:
-            return learner(backend, size, int(repeat), Path(scratch))
+            return learner(backend, size, dtype, int(repeat), Path(scratch))
         return receiver(int(repeat), Path(scratch))
 
     missed = []
     print(f"{'size':6}{'way':6}{'MB':>6}{'buckets':>9}{'ours MB/s':>11}{'bare MB/s':>11}{'ratio':>7}  extra memory")
     for size in arguments.sizes:
         for backend in arguments.backends:
-            result = measure(backend, size, arguments.repeat)
+            result = measure(backend, size, arguments.dtype, arguments.repeat)
             ratio = result["bare_s"] / result["ours_s"]
             megabytes = result["num_bytes"] / 1e6
             print(
