@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Literal
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompt_stream import PromptStream
 from open_instruct.data.turn_end import turn_end_token_ids
+from open_instruct.parallel.wording import counted
 from open_instruct.rollout.cluster import start_cluster
 from open_instruct.rollout.conductor import Conductor
 from open_instruct.rollout.engine_host import RayEngine
@@ -92,7 +94,8 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
             start_cluster(config.fleet, shape, say=console.say, logs_folder=run.directory.path / LOGS_FOLDER)
         )
         placement = stack.enter_context(cluster.placing(shape))
-        console.say(f"starting {len(shape.learners_per_node)} node(s) of learners and {shape.num_engines} engine(s)")
+        began_s = time.monotonic()
+        console.say(f"starting {counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}")
         # They import and load side by side.
         learners = LearnerGroup(
             learner_class,
@@ -108,8 +111,10 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
         make_engine = partial(_start_engine, run=run, placement=placement)
         handles = [make_engine(index) for index in range(shape.num_engines)]
         learners.wait_ready(config.fleet.step_timeout_s)
+        console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
         for handle in handles:
             handle.wait_ready(config.fleet.engine_timeout_s)
+        console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
         publisher = WeightPublisher(learners, config.fleet, drain=not config.rollout.inflight_updates)
         fleet: Fleet | None = None
 
