@@ -14,6 +14,7 @@ CPUs only. The exit code is 1 if float32 log-probs are more than 1e-4 apart anyw
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import random
@@ -268,7 +269,8 @@ def main() -> int:
 
     from open_instruct.parallel.process import start_process, stop_process
 
-    start_process(timeout_s=TIMEOUT_S, seed=0)
+    with contextlib.redirect_stdout(sys.stderr):  # OLMo-core's words on it
+        start_process(timeout_s=TIMEOUT_S, seed=0)
     apart = {dtype: 0.0 for dtype in args.dtypes}
     print("family  dtype     version  tokens   largest      mean    rho: mean      std      min      max    moved")
     for family in args.families:
