@@ -243,18 +243,25 @@ def measure(folder: Path, *, dtype: str, num_tokens: int, num_syncs: int) -> lis
         )
     )
     learner = Learner(folder, dtype=dtype)
-    agreements = []
-    moved = None
-    for version in range(num_syncs + 1):
-        if version > 0:
-            learner.change()
-            moved = float((learner.logprobs(sample) - engine_logprobs(sample)).abs().mean())
-            send_weights(learner, engine, version=version)
+    sample = sample_tokens(engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=0)
+    agreements = [compare(learner, sample, version=0, moved=None)]
+    for version in range(1, num_syncs + 1):
+        learner.change()
+        moved = float((learner.logprobs(sample) - engine_logprobs(sample)).abs().mean())
+        send_weights(learner, engine, version=version)
         sample = sample_tokens(engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=version)
         agreements.append(compare(learner, sample, version=version, moved=moved))
     learner.sender.close()
     engine.stop()
     return agreements
+
+
+def row(family: str, dtype: str, each: Agreement) -> str:
+    moved = "" if each.moved is None else f"{each.moved:9.2g}"
+    return (
+        f"{family:7} {dtype:9} {each.version:7} {each.num_tokens:7} {each.largest:9.1e} {each.mean:9.1e}    "
+        f"{each.rho_mean:9.6f} {each.rho_std:8.1e} {each.rho_min:8.5f} {each.rho_max:8.5f}{moved}"
+    )
 
 
 def main() -> int:
@@ -271,19 +278,14 @@ def main() -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # OLMo-core's words on it
         start_process(timeout_s=TIMEOUT_S, seed=0)
-    apart = {dtype: 0.0 for dtype in args.dtypes}
+    apart = dict.fromkeys(args.dtypes, 0.0)
     print("family  dtype     version  tokens   largest      mean    rho: mean      std      min      max    moved")
     for family in args.families:
         with tempfile.TemporaryDirectory(prefix="engine_agreement_") as name:
             folder = write_tiny_model(Path(name) / "model", family=family, size=args.size)
             for dtype in args.dtypes:
                 for each in measure(folder, dtype=dtype, num_tokens=args.num_tokens, num_syncs=args.num_syncs):
-                    moved = "" if each.moved is None else f"{each.moved:9.2g}"
-                    print(
-                        f"{family:7} {dtype:9} {each.version:7} {each.num_tokens:7} {each.largest:9.1e} {each.mean:9.1e}"
-                        f"    {each.rho_mean:9.6f} {each.rho_std:8.1e} {each.rho_min:8.5f} {each.rho_max:8.5f}{moved}",
-                        flush=True,
-                    )
+                    print(row(family, dtype, each), flush=True)
                     # A NaN is as far apart as can be.
                     apart[dtype] = max(apart[dtype], math.inf if math.isnan(each.largest) else each.largest)
     stop_process()

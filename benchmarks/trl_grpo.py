@@ -53,7 +53,6 @@ def main() -> None:
         parser.add_argument(f"--{flag}", type=Path, required=True)
     for flag in ("ranks", "num_prompts", "group", "steps", "response_length"):
         parser.add_argument(f"--{flag}", type=int, required=True)
-    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--continuous_batching", action="store_true")
     args = parser.parse_args()
@@ -67,8 +66,7 @@ def main() -> None:
             output_dir=str(args.out),
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=args.num_prompts * args.group // args.ranks // args.microbatches,
-            gradient_accumulation_steps=args.microbatches,
+            per_device_train_batch_size=args.num_prompts * args.group // args.ranks,
             num_generations=args.group,
             max_completion_length=args.response_length,
             max_steps=args.steps,
@@ -78,6 +76,7 @@ def main() -> None:
             learning_rate=args.learning_rate,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
+            ddp_find_unused_parameters=False,
             use_transformers_continuous_batching=args.continuous_batching,
             logging_steps=1,
             save_strategy="no",
