@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from trl_environment import DEFAULT_VENV, torchrun, trl_python
+
 from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.models.tiny import write_tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TRL = "trl==1.16.0"
 LEARNING_RATE, BETA = 1e-4, 0.1
 
 
@@ -48,7 +46,7 @@ def main() -> None:
     parser.add_argument("--num_steps", type=int, default=10)
     parser.add_argument("--num_warmup_steps", type=int, default=2)
     parser.add_argument("--num_rounds", type=int, default=2)
-    parser.add_argument("--trl_venv", type=Path, default=Path("~/.cache/open_instruct/trl_venv").expanduser())
+    parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     args = parser.parse_args()
 
     python = trl_python(args.trl_venv)
@@ -116,45 +114,6 @@ def run_trl(args: argparse.Namespace, python: Path, model: Path, rows: Path, out
         for step in range(args.num_warmup_steps, args.num_steps)
     ]
     return Speed(tokens_per_second=statistics.median(speeds), losses=ranks[0]["losses"])
-
-
-def torchrun(python: str | Path, num_ranks: int, program: Path, flags: list[object]) -> None:
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    done = subprocess.run(
-        [*command, str(program), *map(str, flags)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        sys.exit(f"{program.name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-
-
-def trl_python(venv: Path) -> Path:
-    """The interpreter of an environment with TRL, with the same torch as ours; made if it is not there."""
-    python = venv / "bin" / "python"
-    if (venv / ".complete").exists():
-        return python
-    print(f"making an environment for TRL in {venv} (once)", flush=True)
-    shutil.rmtree(venv, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off"]
-    for packages in ([our_version("torch"), "numpy"], [TRL, our_version("transformers")]):
-        subprocess.run([*pip, *packages], check=True, stderr=subprocess.DEVNULL, env=os.environ | cpu_wheels())
-    (venv / ".complete").touch()
-    return python
-
-
-def our_version(package: str) -> str:
-    from importlib.metadata import version
-
-    return f"{package}=={version(package)}"
-
-
-def cpu_wheels() -> dict[str, str]:
-    """Where a torch that ends in +cpu is found besides where pip already looks."""
-    known = os.environ.get("PIP_EXTRA_INDEX_URL", "")
-    return {"PIP_EXTRA_INDEX_URL": f"{known} https://download.pytorch.org/whl/cpu".strip()}
 
 
 if __name__ == "__main__":

@@ -189,5 +189,6 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement) -> RayEn
     environment = engine_environment(on_cuda=placement.on_gpus)
     if not placement.on_gpus:
         # Ray would leave it one thread; learners and engines seldom compute at the same time.
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // placement.shape.num_engines))
+        num_threads = max(1, (os.cpu_count() or 1) // placement.shape.num_engines)
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(num_threads))
     return RayEngine(index, settings, placement, environment=environment)

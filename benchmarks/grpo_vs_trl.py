@@ -1,0 +1,145 @@
+"""Completions a second of GRPO, from end to end, against TRL's GRPOTrainer: same model, prompts, reward and precision.
+
+Float32 on a CPU with two processes of one thread each that compute. Ours: one learner and one engine, which
+generates a step ahead of it (--async_steps 1). TRL: two gloo ranks, which generate (transformers' `generate`, with its
+cache) and then train. Neither leaves a completion out. Steps before `--first_step` do not count, nor does our last one,
+beside which nothing is generated. The two take turns, and the ratio is the median over the rounds. TRL lives in an
+environment of its own, made on the first run.
+
+    python benchmarks/grpo_vs_trl.py [--model DIR] [--num_steps 12] [--num_rounds 3]
+
+Without --model, the model is random: nearly all completions have the full length, so TRL pads nothing. The exit
+code is 1 if the ratio is below 1.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from trl_environment import DEFAULT_VENV, run, torchrun, trl_python
+
+from open_instruct.data.arithmetic import PROMPTS_FILE, write_arithmetic
+from open_instruct.models.tiny import write_tiny_model
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+GOAL = 1.5
+LEARNING_RATE = 1e-4
+LONGEST_PROMPT = 32
+PHASES = ("time/generate", "time/train", "time/sync")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Means over the steps that count: of completions, their tokens, their rewards, and our own clock's phases."""
+
+    completions_per_second: float
+    length: float
+    reward: float
+    phases_s: dict[str, float]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a folder; default: a random one of --size")
+    parser.add_argument("--size", default="mini", help="of the random model (see open-instruct tiny-model --help)")
+    parser.add_argument("--num_prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--response_length", type=int, default=32)
+    parser.add_argument("--num_steps", type=int, default=12)
+    parser.add_argument("--first_step", type=int, default=3, help="that counts")
+    parser.add_argument("--num_rounds", type=int, default=3)
+    parser.add_argument("--continuous_batching", action="store_true", help="TRL generates with transformers' engine")
+    parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
+    args = parser.parse_args()
+    if not 2 <= args.first_step < args.num_steps:
+        parser.error("--first_step must be at least 2, and below --num_steps")
+
+    python = trl_python(args.trl_venv)
+    rounds: list[tuple[Speed, Speed]] = []
+    with tempfile.TemporaryDirectory(prefix="grpo_vs_trl_") as name:
+        folder = Path(name)
+        model = args.model or write_tiny_model(folder / "model", family="olmo2", size=args.size)
+        num_prompts = args.num_prompts * (args.num_steps + 2)
+        write_arithmetic(folder, num_sft_rows=0, num_prompts=num_prompts, num_held_out=0, seed=0)
+        for number in range(1, args.num_rounds + 1):
+            ours = run_ours(args, model, folder / PROMPTS_FILE, folder / f"ours{number}")
+            report(f"round {number}: ours", ours)
+            trl = run_trl(args, python, model, folder / PROMPTS_FILE, folder / f"trl{number}")
+            report(f"round {number}: TRL", trl)
+            rounds.append((ours, trl))
+
+    print()
+    for name, index in (("ours", 0), ("TRL", 1)):
+        speed = statistics.median(both[index].completions_per_second for both in rounds)
+        print(f"{name:5} {speed:6.1f} completions/s (median)")
+    ratios = [ours.completions_per_second / trl.completions_per_second for ours, trl in rounds]
+    ratio = statistics.median(ratios)
+    print(f"ratio: {ratio:.2f}x (goal {GOAL}x; rounds {', '.join(f'{each:.2f}x' for each in ratios)})")
+    return int(ratio < GOAL)
+
+
+def report(name: str, speed: Speed) -> None:
+    phases = ", ".join(f"{phase.removeprefix('time/')} {value:.2f} s" for phase, value in speed.phases_s.items())
+    print(
+        f"{name:14} {speed.completions_per_second:6.1f} completions/s   {speed.length:.1f} tokens each, "
+        f"reward {speed.reward:.3f}   {phases}",
+        flush=True,
+    )
+
+
+def run_ours(args: argparse.Namespace, model: Path, prompts: Path, out: Path) -> Speed:
+    """One run of grpo_olmo_core_actor.py; the time of each step is what it writes itself."""
+    per_step = args.num_prompts * args.group
+    longest = LONGEST_PROMPT + args.response_length
+    flags: list[object] = [
+        *("--model_name_or_path", model, "--dataset_mixer_list", prompts, "1.0", "--output_dir", out),
+        *("--cache_dir", out.parent / "cache", "--max_prompt_token_length", LONGEST_PROMPT),
+        *("--response_length", args.response_length, "--num_unique_prompts_rollout", args.num_prompts),
+        *("--num_samples_per_prompt_rollout", args.group, "--total_episodes", per_step * (args.num_steps + 1)),
+        *("--no_filter_zero_std_samples", "--async_steps", 1, "--pack_length", per_step * longest),
+        *("--num_learners_per_node", 1, "--vllm_num_engines", 1, "--vllm_max_num_seqs", per_step),
+        *("--param_dtype", "float32", "--learning_rate", LEARNING_RATE, "--lr_scheduler_type", "constant"),
+        *("--warmup_ratio", 0, "--checkpointing_steps", args.num_steps + 1),
+    ]
+    program = REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py"
+    run([sys.executable, str(program), *map(str, flags)], num_threads=1)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timed = rows[args.first_step - 1 : args.num_steps]  # one step more was taken
+    return Speed(
+        completions_per_second=per_step * len(timed) / sum(row["time/step"] for row in timed),
+        length=statistics.mean(row["sequence_length/mean"] for row in timed),
+        reward=statistics.mean(row["reward"] for row in timed),
+        phases_s={phase: statistics.mean(row[phase] for row in timed) for phase in PHASES},
+    )
+
+
+def run_trl(args: argparse.Namespace, python: Path, model: Path, prompts: Path, out: Path) -> Speed:
+    """One run of TRL; a step's time is that from the end of the one before to its own."""
+    out.mkdir()
+    flags: list[object] = [
+        *("--model", model, "--prompts", prompts, "--out", out, "--ranks", 2),
+        *("--num_prompts", args.num_prompts, "--group", args.group, "--response_length", args.response_length),
+        *("--steps", args.num_steps, "--learning_rate", LEARNING_RATE),
+        *(["--continuous_batching"] if args.continuous_batching else []),
+    ]
+    torchrun(python, 2, REPOSITORY / "benchmarks" / "trl_grpo.py", flags)
+    steps = json.loads((out / "steps.json").read_text())
+    first = args.first_step - 1
+    num_timed = args.num_steps - first
+    time_s = steps["ended_s"][-1] - steps["ended_s"][first - 1]
+    return Speed(
+        completions_per_second=args.num_prompts * args.group * num_timed / time_s,
+        length=statistics.mean(steps["lengths"][first:]),
+        reward=statistics.mean(steps["rewards"][first:]),
+        phases_s={"step": time_s / num_timed},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
