@@ -1,10 +1,10 @@
 """Completions a second of GRPO, from end to end, against TRL's GRPOTrainer: same model, prompts, reward and precision.
 
-Float32 on a CPU with two processes of one thread each that compute. Ours: one learner and one engine, which
-generates a step ahead of it (--async_steps 1). TRL: two gloo ranks, which generate (transformers' `generate`, with its
-cache) and then train. Neither leaves a completion out. Steps before `--first_step` do not count, nor does our last one,
-beside which nothing is generated. The two take turns, and the ratio is the median over the rounds. TRL lives in an
-environment of its own, made on the first run.
+Float32 on a CPU, every process with one thread, meant for two cores. Ours: a learner (or several) and one engine,
+which generates a step ahead of it (--async_steps 1). TRL: two gloo ranks, which generate (transformers' `generate`,
+with its cache) and then train. All completions are learned from. Steps before `--first_step` do not count, nor does our
+last one, beside which nothing is generated. The two take turns, and the ratio is the median over the rounds. TRL lives
+in an environment of its own, made on the first run.
 
     python benchmarks/grpo_vs_trl.py [--model DIR] [--num_steps 12] [--num_rounds 3]
 
@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--num_steps", type=int, default=12)
     parser.add_argument("--first_step", type=int, default=3, help="that counts")
     parser.add_argument("--num_rounds", type=int, default=3)
+    parser.add_argument("--num_learners", type=int, default=1, help="of one thread each, beside the one engine")
     parser.add_argument("--continuous_batching", action="store_true", help="TRL generates with transformers' engine")
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     args = parser.parse_args()
@@ -103,7 +104,9 @@ def run_ours(args: argparse.Namespace, model: Path, prompts: Path, out: Path) ->
         *("--response_length", args.response_length, "--num_unique_prompts_rollout", args.num_prompts),
         *("--num_samples_per_prompt_rollout", args.group, "--total_episodes", per_step * (args.num_steps + 1)),
         *("--no_filter_zero_std_samples", "--async_steps", 1, "--pack_length", per_step * longest),
-        *("--num_learners_per_node", 1, "--vllm_num_engines", 1, "--vllm_max_num_seqs", per_step),
+        # As in TRL, a whole copy of the model on each.
+        *(["--fsdp_num_replicas", args.num_learners, "--fsdp_shard_degree", 1] if args.num_learners > 1 else []),
+        *("--num_learners_per_node", args.num_learners, "--vllm_num_engines", 1, "--vllm_max_num_seqs", per_step),
         *("--param_dtype", "float32", "--learning_rate", LEARNING_RATE, "--lr_scheduler_type", "constant"),
         *("--warmup_ratio", 0, "--checkpointing_steps", args.num_steps + 1),
     ]
