@@ -39,7 +39,7 @@ class RolloutSection:
 
     num_unique_prompts_rollout: int = flag("prompts of one step", 16)
     num_samples_per_prompt_rollout: int = flag("completions of each prompt: the size of a group", 4)
-    total_episodes: int = flag("completions of the whole run; the number of steps is this over those of a step", 100000)
+    total_episodes: int = flag("completions of the whole run; the number of steps is this over those of a step", 102400)
     temperature: float = flag("of sampling; the learner's log-probs are taken under it too", 1.0)
     vllm_top_p: float = flag("nucleus sampling; only 1.0 leaves the ratio of learner to engine unbiased", 1.0)
     stop_strings: list[str] = flag("texts that end a completion, beside the end-of-turn token", [])

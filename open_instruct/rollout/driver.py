@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from open_instruct.config.resolved import as_flat_dict
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunError
 from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.rollout.agreement import check_agreement
@@ -25,7 +24,6 @@ from open_instruct.rollout.samples import training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.training.metrics_log import MetricsFile
-from open_instruct.training.trackers import build_trackers
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +51,6 @@ class Driver:
         self.console = run.console
         self.conductor = fleet.new_conductor()
         self.metrics = MetricsFile(run.directory.metrics)
-        self.trackers = build_trackers(config.logging, folder=run.directory.path, config=as_flat_dict(config))
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
         self.num_restarts = 0
@@ -90,7 +87,7 @@ class Driver:
             self._take_step()
         with self.view.phase("exporting"):
             self._learners("save_model")
-        for tracker in self.trackers:
+        for tracker in self.run.trackers:
             tracker.close()
         self.console.say(f"the trained model is in {self.run.directory.hf_model}", style="green")
         return 0
@@ -161,7 +158,7 @@ class Driver:
 
     def _write(self, row: Mapping[str, float]) -> None:
         self.metrics.append(row)
-        for tracker in self.trackers:
+        for tracker in self.run.trackers:
             tracker.log(self.step, row)
         self.view.finished(row)
 

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.placement import learner_layout
 from open_instruct.training.console import Console
+from open_instruct.training.metrics_log import Tracker
 from open_instruct.training.pretrained import Pretrained, open_pretrained
 from open_instruct.training.run import make_ready
 from open_instruct.training.run_directory import RunDirectory, log_to
+from open_instruct.training.trackers import build_trackers
 from open_instruct.verifiers.registry import known_verifiers
 
 
@@ -29,6 +32,7 @@ class RolloutRun:
     chat: ChatFormat
     prompts: PromptDataset
     held_out: PromptDataset | None
+    trackers: tuple[Tracker, ...]
 
 
 def open_rollout_run(config: GRPOConfig) -> RolloutRun:
@@ -43,6 +47,7 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
     console = Console(speaks=True)
     make_ready(directory, config, layout)
     log_to(directory.log, rank=0)
+    trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
     for warning in layout.warnings:
         console.warn(warning)
     pretrained = open_pretrained(
@@ -91,4 +96,5 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
         chat=chat,
         prompts=prompts,
         held_out=held_out,
+        trackers=tuple(trackers),
     )
