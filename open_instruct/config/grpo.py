@@ -35,6 +35,8 @@ from open_instruct.config.validation import (
 from open_instruct.errors import InputError
 
 TOKEN_DENOMINATOR_LOSSES = ("dapo", "cispo")
+# A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
+DEFAULT_PACK_LENGTH = 4096
 
 
 @dataclass(kw_only=True)
@@ -70,7 +72,7 @@ class GRPOConfig:
 
     @property
     def max_tokens_per_microbatch(self) -> int:
-        return self.loss.pack_length or self.data.max_seq_length
+        return self.loss.pack_length or max(self.data.max_seq_length, DEFAULT_PACK_LENGTH)
 
 
 def validate_grpo(config: GRPOConfig) -> list[str]:

@@ -96,7 +96,7 @@ class PolicyLossSection:
     alpha: float = flag("share of the policy in the reference at its update; 1 replaces the reference", 0.6)
     ref_policy_update_freq: int | None = flag("steps between updates of the reference policy; none leaves it", None)
     pack_length: int | None = flag(
-        "tokens of one packed microbatch; default: the longest prompt with its response", None
+        "tokens of one packed microbatch; default: 4096, or the longest prompt with its response if that is more", None
     )
 
 

@@ -31,7 +31,8 @@ def test_a_minimal_command_is_good() -> None:
     )
     assert validate_grpo(config) == []
     assert (config.num_completions_per_step, config.num_steps) == (64, 10)
-    assert config.data.max_seq_length == config.max_tokens_per_microbatch == 192
+    assert config.data.max_seq_length == 192
+    assert config.max_tokens_per_microbatch == 4096
 
 
 def test_learners_are_a_list_of_numbers() -> None:
