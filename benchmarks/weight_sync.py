@@ -39,6 +39,7 @@ BUCKET_MIB = {"small": 32, "base": 64}
 TIMEOUT_S = 120.0
 LEAST_RATIO = 0.6
 MOST_BUCKETS = 2.0
+NOISE_BYTES = MIB  # what the interpreter takes for itself meanwhile
 
 
 def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> None:
@@ -165,7 +166,14 @@ class Bare:
         self.roll.wait("mapped", ["learner 0", "peer"], to="map the file")
         weight_wire.remove_shared_file(path)
         self.group = weight_wire.broadcast_group(
-            "gloo", self.roll.store, rank=rank, size=2, address=LOOPBACK, port=1, timeout_s=TIMEOUT_S
+            "gloo",
+            self.roll.store,
+            sender="learner 0",
+            rank=rank,
+            size=2,
+            address=LOOPBACK,
+            port=1,
+            timeout_s=TIMEOUT_S,
         )
 
     def send(self) -> float:
@@ -276,7 +284,8 @@ def main() -> None:
             )
             if ratio < LEAST_RATIO:
                 missed.append(f"{size} {backend}: the rate is {ratio:.2f} of the bare one, less than {LEAST_RATIO}")
-            if max(result["learner_buckets"], result["receiver_buckets"]) > MOST_BUCKETS:
+            noise = NOISE_BYTES / (BUCKET_MIB[size] * MIB)
+            if max(result["learner_buckets"], result["receiver_buckets"]) > MOST_BUCKETS + noise:
                 missed.append(f"{size} {backend}: a process took more than {MOST_BUCKETS} buckets of memory")
     if missed:
         sys.exit("\n".join(missed))

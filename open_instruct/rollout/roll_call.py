@@ -24,7 +24,8 @@ def receiver_name(index: int) -> str:
     return f"receiver {index}"
 
 
-HOST = learner_name(0)
+HOST_RANK = 0
+HOST = learner_name(HOST_RANK)
 """The member whose process keeps the store."""
 
 FAILED = "failed"

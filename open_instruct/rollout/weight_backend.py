@@ -7,7 +7,7 @@ from open_instruct.errors import InputError
 from open_instruct.rollout.watchdog import SHARED_MEMORY
 
 BROADCAST = ("nccl", "gloo")
-"""Rank 0 gathers a bucket and broadcasts it."""
+"""Learners broadcast their parts of a bucket."""
 SHARED = ("shm", "ipc")
 """Learners write a bucket into memory that the receivers read too."""
 

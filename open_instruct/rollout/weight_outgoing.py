@@ -13,8 +13,6 @@ from open_instruct.rollout.roll_call import RollCall
 from open_instruct.rollout.weight_manifest import Bucket, WeightManifest
 from open_instruct.rollout.weight_wire import NUM_SLOTS, broadcast, settle, slot_of
 
-GATHERER = 0
-"""The global rank that whole buckets come together on."""
 # After a broadcast broke: how long those receivers that did get it may take to say so.
 SECONDS_TO_ANSWER = 1.0
 
@@ -57,21 +55,11 @@ class SharedMemoryWriter:
         del self._slots_SN
 
 
-class PartSender:
-    """Sends its parts to the rank that gathers: one message a bucket."""
-
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, rank: int) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._rank = rank
+class Bystander:
+    """A rank whose parts another copy of the model brings."""
 
     def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
-        start, stop = bucket.span(self._rank)
-        if start < stop:
-            own = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            bucket.pack(own, tensors, rank=self._rank, dtype=self._dtype, first_byte=start)
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, GATHERER)]):
-                work.wait()
+        pass
 
     def check(self) -> None:
         pass
@@ -80,30 +68,35 @@ class PartSender:
         pass
 
 
-class Broadcaster:
-    """Gathers a bucket, while the one before it is on its way to the receivers, and sends it after that one."""
+class PartBroadcaster:
+    """Broadcasts its parts of a bucket to the receivers in one message, and packs the next while that is on its way."""
 
     def __init__(
-        self, group: Any, roll: RollCall, receivers: Sequence[str], *, manifest: WeightManifest, device: torch.device
+        self,
+        group: Any,
+        roll: RollCall,
+        receivers: Sequence[str],
+        *,
+        manifest: WeightManifest,
+        device: torch.device,
+        rank: int,
     ) -> None:
         self._group = group
         self._roll = roll
         self._receivers = receivers
         self._dtype = manifest.dtype
-        self._slots_SN = torch.empty(NUM_SLOTS, manifest.largest_bucket_bytes, dtype=torch.uint8, device=device)
+        self._rank = rank
+        sizes = [stop - start for start, stop in (bucket.span(rank) for bucket in manifest.buckets)]
+        self._slots_SN = torch.empty(NUM_SLOTS, max(sizes), dtype=torch.uint8, device=device)
         self._under_way: dict[int, dist.Work] = {}
 
     def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
         self._finish(position - NUM_SLOTS)
-        flat = slot_of(self._slots_SN, position, bucket)
-        receives = [
-            dist.P2POp(dist.irecv, flat[slice(*bucket.span(rank))], rank) for rank in bucket.parts if rank != GATHERER
-        ]
-        works = dist.batch_isend_irecv(receives) if receives else []
-        bucket.pack(flat, tensors, rank=GATHERER, dtype=self._dtype)
-        for work in works:
-            work.wait()
-        self._under_way[position] = broadcast(self._group, flat)
+        start, stop = bucket.span(self._rank)
+        if start < stop:
+            own = self._slots_SN[position % NUM_SLOTS, : stop - start]
+            bucket.pack(own, tensors, rank=self._rank, dtype=self._dtype, first_byte=start)
+            self._under_way[position] = broadcast(self._group, own)
 
     def check(self) -> None:
         for position in list(self._under_way):

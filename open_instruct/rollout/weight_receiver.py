@@ -16,7 +16,7 @@ import torch.distributed as dist
 from open_instruct.errors import RunError
 from open_instruct.rollout.roll_call import HOST, RollCall, learner_name, receiver_name
 from open_instruct.rollout.weight_backend import SHARED
-from open_instruct.rollout.weight_manifest import WeightManifest
+from open_instruct.rollout.weight_manifest import Bucket, WeightManifest
 from open_instruct.rollout.weight_wire import (
     broadcast,
     broadcast_group,
@@ -29,6 +29,8 @@ from open_instruct.rollout.weight_wire import (
 # Added to a receiver's time-out: whom the learners wait for is the better reason.
 EXTRA_PATIENCE_S = 5.0
 
+CPU = torch.device("cpu")
+ON_DEVICE = ("nccl", "ipc")
 PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -68,20 +70,22 @@ class IncomingWeights:
         Raises:
             RunError: some did not come within the time-out; names them.
         """
+        backend = info["backend"]
         self._manifest = WeightManifest.of_plain(info)
         self._writers = [learner_name(rank) for rank in self._manifest.ranks]
         self._device = device
         self._position = 0
         self._slots_SN: torch.Tensor | None = None
-        self._group: Any = None
-        self._arriving: dist.Work | None = None
+        self._groups: dict[int, Any] = {}
+        self._arriving: dict[int, dist.Work] = {}
+        self._memory = ReusedMemory(self._manifest.largest_bucket_bytes, device if backend in ON_DEVICE else CPU)
         self._roll = RollCall.join(
             info["address"],
             info["port"],
             member=receiver_name(index),
             timeout_s=info["timeout_s"] + EXTRA_PATIENCE_S,
         )
-        backend, slot_bytes = info["backend"], self._manifest.largest_bucket_bytes
+        slot_bytes = self._manifest.largest_bucket_bytes
         if backend == "shm":
             self._slots_SN = map_shared_file(info["path"], slot_bytes)
         elif backend == "ipc":
@@ -90,18 +94,21 @@ class IncomingWeights:
         receivers = [receiver_name(other) for other in range(info["num_receivers"])]
         self._roll.wait("joined", [*self._writers, *receivers], to="join")
         if backend not in SHARED:
-            self._group = broadcast_group(
-                backend,
-                self._roll.store,
-                rank=index + 1,
-                size=len(receivers) + 1,
-                address=info["address"],
-                port=info["port"],
-                timeout_s=info["timeout_s"],
-            )
-            self._flat = torch.empty(
-                slot_bytes, dtype=torch.uint8, device=device if backend == "nccl" else torch.device("cpu")
-            )
+            # In the same order on every receiver, each with a learner that waits for nobody else.
+            self._groups = {
+                rank: broadcast_group(
+                    backend,
+                    self._roll.store,
+                    sender=learner_name(rank),
+                    rank=index + 1,
+                    size=len(receivers) + 1,
+                    address=info["address"],
+                    port=info["port"],
+                    timeout_s=info["timeout_s"],
+                )
+                for rank in self._manifest.ranks
+            }
+            self._flat = torch.empty(slot_bytes, dtype=torch.uint8, device=device if backend in ON_DEVICE else CPU)
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -124,36 +131,42 @@ class IncomingWeights:
     def close(self) -> None:
         """Let go of memory and connections, whoever still knows this object."""
         # What was begun in a group is waited for, until its peers are gone too, when the group goes.
-        self._arriving = self._slots_SN = self._group = None
+        self._slots_SN = None
+        self._arriving.clear()
+        self._groups.clear()
 
     def _from_slots(self) -> Iterator[Weights]:
         assert self._slots_SN is not None
-        memory = ReusedMemory(self._manifest.largest_bucket_bytes, self._slots_SN.device)
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
             flat = slot_of(self._slots_SN, position, bucket)
-            yield bucket.unpack(flat, self._manifest.dtype, into=memory.take(bucket.num_bytes))
+            yield bucket.unpack(flat, self._manifest.dtype, into=self._memory.take(bucket.num_bytes))
             settle(flat.device)
             self._roll.report(f"done/{position}")
 
     def _from_broadcasts(self) -> Iterator[Weights]:
         self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
-        memory = ReusedMemory(self._manifest.largest_bucket_bytes, self._flat.device)
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             flat = self._flat[: bucket.num_bytes]
-            self._receive(flat, to=f"send bucket {self._number(position)}")
+            self._receive(bucket, flat, to=f"send bucket {self._number(position)}")
             self._roll.report(f"done/{position}")
-            yield bucket.unpack(flat, self._manifest.dtype, into=memory.take(bucket.num_bytes))
+            yield bucket.unpack(flat, self._manifest.dtype, into=self._memory.take(bucket.num_bytes))
 
-    def _receive(self, flat: torch.Tensor, *, to: str) -> None:
-        self._arriving = broadcast(self._group, flat)
-        self._roll.wait_until(self._arriving.is_completed, who=lambda: [HOST], to=to)
-        try:
-            self._arriving.wait()
-        except RuntimeError as error:
-            reason = f"{self._roll.member} waited for {HOST} to {to}, and lost it: {error}"
-            raise self._roll.fail(reason) from error
+    def _receive(self, bucket: Bucket, flat: torch.Tensor, *, to: str) -> None:
+        self._arriving = {rank: broadcast(self._groups[rank], flat[slice(*bucket.span(rank))]) for rank in bucket.parts}
+        self._roll.wait_until(lambda: not self._absent(), who=self._absent, to=to)
+        for rank, work in self._arriving.items():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                sender = learner_name(rank)
+                raise self._roll.fail(
+                    f"{self._roll.member} waited for {sender} to {to}, and lost it: {error}"
+                ) from error
         settle(flat.device)
+
+    def _absent(self) -> list[str]:
+        return [learner_name(rank) for rank, work in self._arriving.items() if not work.is_completed()]
 
     def _number(self, position: int) -> str:
         return f"{position - self._position + 1} of {len(self._manifest.buckets)}"

@@ -6,7 +6,8 @@ key-value store that rank 0 keeps; the bytes go
 - "shm": from every rank of one copy of the model straight into one of two slots in shared memory, from which
   all receivers copy. Nothing is gathered, nothing is sent;
 - "ipc": the same in two slots on the one device of a learner and an engine;
-- "gloo", "nccl": to rank 0, which broadcasts a bucket while the next one is gathered.
+- "gloo", "nccl": broadcast by every rank of one copy of the model, each its own parts in one message, the next ones
+  packed meanwhile. Nothing is gathered here either.
 
 For each rank of the learners::
 
@@ -31,10 +32,17 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models.names import TensorNames, clean_name
 from open_instruct.models.shards import Box, boxes_beside, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.rollout.roll_call import LOOPBACK, RollCall, learner_name, outward_address, receiver_name
+from open_instruct.rollout.roll_call import (
+    HOST_RANK,
+    LOOPBACK,
+    RollCall,
+    learner_name,
+    outward_address,
+    receiver_name,
+)
 from open_instruct.rollout.weight_backend import SHARED, check_backend, choose_backend
 from open_instruct.rollout.weight_manifest import WeightManifest
-from open_instruct.rollout.weight_outgoing import GATHERER, Broadcaster, Outgoing, PartSender, SharedMemoryWriter
+from open_instruct.rollout.weight_outgoing import Bystander, Outgoing, PartBroadcaster, SharedMemoryWriter
 from open_instruct.rollout.weight_wire import (
     NUM_SLOTS,
     broadcast_group,
@@ -129,7 +137,7 @@ class WeightSender:
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers, address))
         self._info = info
         self._receivers = [receiver_name(index) for index in range(num_receivers)]
-        if self._rank != GATHERER:
+        if self._rank != HOST_RANK:
             self._roll = RollCall.join(
                 info["address"], info["port"], member=learner_name(self._rank), timeout_s=self._timeout_s
             )
@@ -171,7 +179,7 @@ class WeightSender:
         try:
             roll.new_round()
             roll.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
-            if self._rank == GATHERER:
+            if self._rank == HOST_RANK:
                 roll.report(f"go/{first}")
             for index in range(len(buckets) + NUM_SLOTS):
                 taken = index - NUM_SLOTS  # no further ahead of the receivers than there are slots
@@ -185,7 +193,7 @@ class WeightSender:
                 if index < len(buckets):
                     outgoing.put(first + index, buckets[index], tensors)
             roll.report(f"sent/{first}")
-            if self._rank == GATHERER:  # the others still look into the store that this rank keeps
+            if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
                 roll.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
         except BaseException as error:
             if not isinstance(error, RunError):
@@ -225,21 +233,21 @@ class WeightSender:
         if self._backend in SHARED:
             assert self._slots_SN is not None
             return SharedMemoryWriter(self._slots_SN, roll, dtype=dtype, rank=self._rank)
-        if self._backend == "nccl":
-            # NCCL makes its communicator in the first call, which every rank must enter; not all send to rank 0.
-            dist.all_reduce(torch.zeros(1, device=self._device))
-        if self._rank != GATHERER:
-            return PartSender(dtype=dtype, device=self._device, rank=self._rank)
+        if self._rank not in self.manifest.ranks:
+            return Bystander()
         group = broadcast_group(
             self._backend,
             roll.store,
+            sender=learner_name(self._rank),
             rank=0,
             size=len(self._receivers) + 1,
             address=info["address"],
             port=info["port"],
             timeout_s=self._timeout_s,
         )
-        return Broadcaster(group, roll, self._receivers, manifest=self.manifest, device=self._device)
+        return PartBroadcaster(
+            group, roll, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank
+        )
 
     def _close_outgoing(self) -> None:
         if self._outgoing is not None:
@@ -271,8 +279,8 @@ def _each(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def _boxes(parameter: torch.Tensor) -> dict[int, Box]:
     """What each of the ranks that share a copy of the parameter with rank 0 brings."""
     if isinstance(parameter, DTensor):
-        return boxes_beside(parameter, GATHERER)
-    return {GATHERER: tuple(slice(0, size) for size in parameter.shape)}
+        return boxes_beside(parameter, HOST_RANK)
+    return {HOST_RANK: tuple(slice(0, size) for size in parameter.shape)}
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

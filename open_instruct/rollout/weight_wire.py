@@ -85,13 +85,14 @@ def import_device_slots(arguments: tuple[Any, ...], device: torch.device) -> tor
 
 
 def broadcast_group(
-    backend: str, store: TCPStore, *, rank: int, size: int, address: str, port: int, timeout_s: float
+    backend: str, store: TCPStore, *, sender: str, rank: int, size: int, address: str, port: int, timeout_s: float
 ) -> Any:
-    """A process group of its own, beside any that these processes are in; returns when all have come.
+    """A process group of `sender`, its rank 0, and the receivers, beside any that these processes are in.
 
-    gloo listens only at the address that reaches the sender, so that on one host all stays on loopback.
+    Returns when all have come. gloo listens only at the address that reaches the store, so that on one host all
+    stays on loopback.
     """
-    prefixed, timeout = PrefixStore(f"{backend}/", store), timedelta(seconds=timeout_s)
+    prefixed, timeout = PrefixStore(f"{backend}/{sender}/", store), timedelta(seconds=timeout_s)
     if backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address, port))]
