@@ -5,7 +5,6 @@ Where learners die the walk goes back to the last checkpoint; engines that die a
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -19,14 +18,12 @@ from open_instruct.rollout.agreement import check_agreement
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
 from open_instruct.rollout.learner_group import LearnerLost
+from open_instruct.rollout.learner_watch import watching
 from open_instruct.rollout.opening import RolloutRun
 from open_instruct.rollout.samples import training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.training.metrics_log import MetricsFile
-
-log = logging.getLogger(__name__)
-
 
 # What a step has where nothing was learned from it.
 NOTHING_LEARNED = {
@@ -97,7 +94,7 @@ class Driver:
     def _take_step(self) -> None:
         began_s = time.monotonic()
         config, step = self.config, self.step + 1
-        with self.view.phase("waiting for rollouts"):
+        with self.view.phase("waiting for rollouts"), watching(self._check_learners, self.fleet.engines.fail_waiting):
             batch = self.conductor.next_batch(step)
         rollouts = training_samples(batch, config=config.rollout, version=self.step)
         if config.run.save_traces:
@@ -229,6 +226,10 @@ class Driver:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _check_learners(self) -> None:
+        with self.fleet.publisher.learners_at_work():
+            self.fleet.learners.check(self.config.fleet.step_timeout_s)
 
     def _learners(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
         timeout_s = self.config.fleet.step_timeout_s

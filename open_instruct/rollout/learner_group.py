@@ -81,6 +81,10 @@ class LearnerGroup:
         """`start(...).result(timeout_s)`: what every learner returned, in rank order; raises as that does."""
         return self.start(method, *args, per_rank=per_rank).result(timeout_s)
 
+    def check(self, timeout_s: float) -> None:
+        """Return once every learner has answered; raises as `LearnerCall.result` does."""
+        self._watching("health check", [actor.facts.remote() for actor in self._actors]).result(timeout_s)
+
     def restart(self, *, timeout_s: float) -> None:
         """End what is left of the learners and start new ones in the same places; see `wait_ready`.
 
