@@ -51,7 +51,12 @@ def train(config: DPOConfig) -> int:
             load_preference_dataset, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )
         shape = BatchShape.of(
-            config.optim, config.data, run.layout, documents_per_sample=2, pad_token_id=pretrained.pad_token_id
+            config.optim,
+            config.data,
+            run.layout,
+            documents_per_sample=2,
+            pad_token_id=pretrained.pad_token_id,
+            prefix_sharing=config.data.prefix_sharing,
         )
         num_steps = shape.num_steps(len(pairs), optim=config.optim, layout=run.layout)
 

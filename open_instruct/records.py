@@ -215,6 +215,11 @@ class PackedBatch:
     label belongs to, and -1 where there is no label. `document_lengths` is None in padded rows,
     where causality alone keeps the padding on the right from being seen.
 
+    Where documents share a prompt, `document_lengths` are those of the prompts and of what follows them, and
+    `prefix_lengths` says of each how many tokens of the last prompt before it it attends to as well: 0 for a
+    prompt and for a document that shares nothing. A prompt's last token is repeated before each reply, whose first
+    token it predicts: so every position has at most one label. `num_tokens` counts what lies in the row.
+
     Example: documents (5, 9, 2, 7) and (4, 6) with replies (7) and (6), packed::
 
         input_ids_BT     [[5, 9, 2, 7, 4, 6]]
@@ -223,6 +228,16 @@ class PackedBatch:
         document_lengths (4, 2)
         num_sequences    2
         num_tokens       6
+
+    Example: documents (5, 9, 2, 7) and (5, 9, 2, 8, 3), whose replies are (7) and (8, 3), sharing (5, 9)::
+
+        input_ids_BT     [[5, 9, 2, 7, 2, 8, 3]]
+        labels_BT        [[-100, -100, 7, -100, 8, 3, -100]]
+        sequence_ids_BT  [[-1, -1, 0, -1, 1, 1, -1]]
+        document_lengths (2, 2, 3)
+        prefix_lengths   (0, 2, 2)
+        num_sequences    2
+        num_tokens       7
     """
 
     input_ids_BT: torch.Tensor
@@ -231,6 +246,7 @@ class PackedBatch:
     document_lengths: tuple[int, ...] | None
     num_sequences: int
     num_tokens: int
+    prefix_lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

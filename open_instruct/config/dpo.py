@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.sections import (
-    DataSection,
     LoggingSection,
     MemorySection,
     ModelSection,
     OptimSection,
     ParallelSection,
+    PreferenceDataSection,
     PreferenceLossSection,
     RunSection,
 )
@@ -33,7 +33,7 @@ class DPOConfig:
     )
 
     model: ModelSection
-    data: DataSection
+    data: PreferenceDataSection
     loss: PreferenceLossSection
     optim: OptimSection
     parallel: ParallelSection
@@ -78,3 +78,5 @@ def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
     if config.loss.loss_type != "simpo":
         for given in changed(config, "gamma_beta_ratio"):
             yield f"{given}: only --loss_type simpo has a target margin; leave it out or use simpo"
+    if config.data.prefix_sharing == "on" and not config.data.packing:
+        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"

@@ -124,6 +124,7 @@ FREE_FLAGS = frozenset(
         "num_verifier_processes",
         "record_entropy",
         "pack_length",
+        "prefix_sharing",
         "num_learners_per_node",
         "vllm_num_engines",
         "vllm_tensor_parallel_size",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from open_instruct.config.sections import OptimizerSection, ParallelSection, RunSection, flag
+from open_instruct.config.sections import OptimizerSection, ParallelSection, PrefixSharing, RunSection, flag
 
 
 @dataclass(kw_only=True)
@@ -97,6 +97,10 @@ class PolicyLossSection:
     ref_policy_update_freq: int | None = flag("steps between updates of the reference policy; none leaves it", None)
     pack_length: int | None = flag(
         "tokens of one packed microbatch; default: 4096, or the longest prompt with its response if that is more", None
+    )
+    prefix_sharing: PrefixSharing = flag(
+        "compute a prompt once for the completions of its group; 'auto' where that saves at least 5% of the tokens",
+        "auto",
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
+PrefixSharing = Literal["auto", "on", "off"]
+
 
 def flag(help: str, default: Any = MISSING) -> Any:
     """A dataclass field that is a flag. A list default is copied for every instance."""
@@ -51,6 +53,15 @@ class DataSection:
         "where tokenised data (and the reference log-probs of DPO) are kept; default: $OPEN_INSTRUCT_CACHE or "
         "~/.cache/open_instruct",
         None,
+    )
+
+
+@dataclass(kw_only=True)
+class PreferenceDataSection(DataSection):
+    """Data"""
+
+    prefix_sharing: PrefixSharing = flag(
+        "compute the prompt of a pair once for both replies; 'auto' where that saves at least 5% of the tokens", "auto"
     )
 
 

@@ -24,15 +24,16 @@ class PreferenceDataset(TokenDataset[PreferenceExample]):
         token_ids_T: int32; for each distinct pair its prompt, then the chosen, then the rejected reply.
         bounds_N4: int64; where pair n's prompt starts and stops and its chosen and its rejected reply stop in
             `token_ids_T`. Repeated rows share their tokens.
+        prompt_lengths: int64 (N,); tokens of each pair's prompt.
         chosen_response_lengths, rejected_response_lengths: int64 (N,); tokens of each reply alone.
         chosen_lengths, rejected_lengths: int64 (N,); tokens of each conversation, prompt included.
         num_tokens: int64 (N,); their sum, as `PreferenceExample.num_tokens`.
     """
 
     def __init__(self, *, token_ids_T: np.ndarray, bounds_N4: np.ndarray, keys_N32: np.ndarray) -> None:
-        prompt_lengths, self.chosen_response_lengths, self.rejected_response_lengths = np.diff(bounds_N4).T
-        self.chosen_lengths = prompt_lengths + self.chosen_response_lengths
-        self.rejected_lengths = prompt_lengths + self.rejected_response_lengths
+        self.prompt_lengths, self.chosen_response_lengths, self.rejected_response_lengths = np.diff(bounds_N4).T
+        self.chosen_lengths = self.prompt_lengths + self.chosen_response_lengths
+        self.rejected_lengths = self.prompt_lengths + self.rejected_response_lengths
         self.bounds_N4 = bounds_N4
         super().__init__(
             token_ids_T=token_ids_T, keys_N32=keys_N32, num_tokens=self.chosen_lengths + self.rejected_lengths

@@ -3,10 +3,10 @@
 Legend of the shape suffixes: B rows, T tokens of a row, N documents taken together, L tokens of one document,
 Q query tokens, K key tokens, H query heads, G key-value heads, D features of a head.
 
-Everything here speaks of *segments*: a range of queries and the keys that it may attend to, causally.
-A document is the case in which both are the same range. On a CPU each segment is one call of PyTorch's
-scaled dot product attention, for which a causal segment needs no mask at all; on a GPU in 16 bits all
-segments are one call of PyTorch's variable-length attention.
+On a CPU documents of one length are one call of PyTorch's scaled dot product attention, for which causality
+needs no mask at all; on a GPU in 16 bits all documents are one call of PyTorch's variable-length attention.
+Where documents share a prompt they are *segments* (segments.py): on a CPU shared_attention.py computes them; on a
+GPU the same one call does, with the prompt's keys gathered once for every response.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from olmo_core.nn.attention import Attention
 from olmo_core.nn.attention.backend import AttentionBackend
 from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
+
+from open_instruct.models.segments import Segments
+from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly
 
 MAX_CACHED_MASKS = 4
 
@@ -69,7 +72,7 @@ class SegmentAttention(AttentionBackend):
     def forward(
         self,
         qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        cu_doc_lens: torch.Tensor | None = None,
+        cu_doc_lens: torch.Tensor | Segments | None = None,
         cu_doc_lens_q: torch.Tensor | None = None,
         cu_doc_lens_k: torch.Tensor | None = None,
         max_doc_len: int | None = None,
@@ -84,7 +87,7 @@ class SegmentAttention(AttentionBackend):
         Args:
             qkv: queries of shape (B, T, H, D), keys and values of shape (B, T, G, D).
             cu_doc_lens: int32, shape (documents + 1,): where each document starts in the rows laid end to
-                end, then B * T. Without it each row is one document.
+                end, then B * T. Without it each row is one document. Or the segments of the one row (B = 1).
             max_doc_len: length of the longest document; given with `cu_doc_lens`.
 
         Returns:
@@ -102,6 +105,16 @@ class SegmentAttention(AttentionBackend):
 
         query_BTHD, key_BTGD, value_BTGD = qkv
         left = self.window_size[0]
+        if isinstance(cu_doc_lens, Segments):
+            attended_THD = attend_over_segments(
+                query_BTHD.squeeze(0),
+                key_BTGD.squeeze(0),
+                value_BTGD.squeeze(0),
+                cu_doc_lens,
+                left=left,
+                scale=self.scale,
+            )
+            return attended_THD.unsqueeze(0)
         num_rows, row_len = query_BTHD.shape[:2]
         if cu_doc_lens is None and not 0 <= left < row_len - 1:
             return attend_causally(query_BTHD, key_BTGD, value_BTGD, scale=self.scale).contiguous()
@@ -244,17 +257,49 @@ def attend_varlen(
     """The same as `attend_by_document` in one CUDA kernel, float16 or bfloat16; shape (T, H, D)."""
     # Tokens outside every document would come back as uninitialised memory. Checked on the device: no sync.
     torch._assert_async(cu_doc_lens[-1] == query_THD.shape[0], "document lengths do not add up to the tokens")
+    lengths = (cu_doc_lens, cu_doc_lens, max_doc_len, max_doc_len)
+    return _varlen(query_THD, key_TGD, value_TGD, lengths, left=left, scale=scale)
+
+
+def attend_over_segments(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    segments: Segments,
+    *,
+    left: int = -1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Every token attends to the tokens before it in its own segment and in the prefix of that; shape (T, H, D)."""
+    if query_THD.device.type == "cpu":
+        return attend_in_tiles(query_THD, key_TGD, value_TGD, segments, left=left, scale=scale)
+    if not _varlen_can_run(query_THD):
+        return attend_plainly(query_THD, key_TGD, value_TGD, segments, left=left, scale=scale)
+    # The kernel lays the causal diagonal through the last query and the last key of a segment, and counts
+    # windows from there: with the prefix's keys before the segment's own, distances are logical ones.
+    keys, values = (t.index_select(0, segments.key_index_K) for t in (key_TGD, value_TGD))
+    lengths = (segments.cu_queries, segments.cu_keys, segments.max_queries, segments.max_keys)
+    return _varlen(query_THD, keys, values, lengths, left=left, scale=scale)
+
+
+def _varlen(
+    query_THD: torch.Tensor,
+    key_KGD: torch.Tensor,
+    value_KGD: torch.Tensor,
+    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
+    *,
+    left: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """`lengths`: where the queries and the keys of each document start, and the most of each."""
     attended = varlen_attn(
         query_THD,
-        key_TGD,
-        value_TGD,
-        cu_doc_lens,
-        cu_doc_lens,
-        max_doc_len,
-        max_doc_len,
+        key_KGD,
+        value_KGD,
+        *lengths,
         scale=scale,
         window_size=(left, 0),
-        **(_VARLEN_GQA_FLAG if query_THD.shape[1] != key_TGD.shape[1] else {}),
+        **(_VARLEN_GQA_FLAG if query_THD.shape[1] != key_KGD.shape[1] else {}),
     )
     return cast(torch.Tensor, attended)
 

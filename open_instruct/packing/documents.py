@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from open_instruct.packing.prefixes import shared_prefix_length
 from open_instruct.records import IGNORE_INDEX, Document, PackedBatch
 
 NO_SEQUENCE = -1
@@ -26,32 +27,41 @@ class KeptPositions(NamedTuple):
     sequence_ids_BK: torch.Tensor
 
 
-def pack_documents(documents: Sequence[Document], *, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> PackedBatch:
+def pack_documents(
+    documents: Sequence[Document],
+    *,
+    pad_token_id: int = 0,
+    pad_to_multiple_of: int = 1,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> PackedBatch:
     """Lay documents end to end in one row.
 
     When the row is lengthened to a multiple of `pad_to_multiple_of` tokens, the padding is one more
     document, after all others and without labels, so `document_lengths` always add up to T.
 
+    `groups` are indices of documents, each of them once, in the order in which they lie in the row (default: as they
+    are, none shares). The documents of a group share the prompt that they begin with; see prefixes.py.
+
     Example: documents of 4 and 2 tokens, `pad_to_multiple_of=8`: T is 8, document_lengths (4, 2, 2),
     num_sequences 2, num_tokens 6.
     """
     assert documents, "nothing to pack; use empty_batch"
-    input_ids: list[int] = []
-    labels: list[int] = []
-    sequence_ids: list[int] = []
-    for index, document in enumerate(documents):
-        input_ids.extend(document.token_ids)
-        _append_labels(document, index, labels, sequence_ids)
-    lengths = [len(document) for document in documents]
-    num_tokens = len(input_ids)
+    row = _Row()
+    for group in groups if groups is not None else ((index,) for index in range(len(documents))):
+        prefix_length = shared_prefix_length([documents[index] for index in group])
+        if prefix_length:
+            row.add_prefix(documents[group[0]].token_ids[:prefix_length])
+        for index in group:
+            row.add_document(documents[index], index, prefix_length)
+    num_tokens = len(row.input_ids)
     if num_padding := -num_tokens % pad_to_multiple_of:
-        _append_padding(num_padding, pad_token_id, input_ids, labels, sequence_ids)
-        lengths.append(num_padding)
+        row.add_padding(num_padding, pad_token_id)
     return PackedBatch(
-        input_ids_BT=torch.tensor([input_ids]),
-        labels_BT=torch.tensor([labels]),
-        sequence_ids_BT=torch.tensor([sequence_ids]),
-        document_lengths=tuple(lengths),
+        input_ids_BT=torch.tensor([row.input_ids]),
+        labels_BT=torch.tensor([row.labels]),
+        sequence_ids_BT=torch.tensor([row.sequence_ids]),
+        document_lengths=tuple(row.lengths),
+        prefix_lengths=tuple(row.prefix_lengths) if any(row.prefix_lengths) else None,
         num_sequences=len(documents),
         num_tokens=num_tokens,
     )
@@ -70,14 +80,12 @@ def pad_documents(documents: Sequence[Document], *, pad_token_id: int, pad_to_mu
     labels_BT: list[list[int]] = []
     sequence_ids_BT: list[list[int]] = []
     for index, document in enumerate(documents):
-        input_ids = list(document.token_ids)
-        labels: list[int] = []
-        sequence_ids: list[int] = []
-        _append_labels(document, index, labels, sequence_ids)
-        _append_padding(width - len(document), pad_token_id, input_ids, labels, sequence_ids)
-        input_ids_BT.append(input_ids)
-        labels_BT.append(labels)
-        sequence_ids_BT.append(sequence_ids)
+        row = _Row()
+        row.add_document(document, index)
+        row.add_padding(width - len(document), pad_token_id)
+        input_ids_BT.append(row.input_ids)
+        labels_BT.append(row.labels)
+        sequence_ids_BT.append(row.sequence_ids)
     return PackedBatch(
         input_ids_BT=torch.tensor(input_ids_BT),
         labels_BT=torch.tensor(labels_BT),
@@ -106,13 +114,22 @@ def empty_batch(pad_token_id: int, *, num_tokens: int = 1, packing: bool = True)
 
 
 def lay_out(
-    documents: Sequence[Document], *, packing: bool, pad_token_id: int, pad_to_multiple_of: int = 1
+    documents: Sequence[Document],
+    *,
+    packing: bool,
+    pad_token_id: int,
+    pad_to_multiple_of: int = 1,
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> PackedBatch:
     """`pack_documents` or `pad_documents`; a batch of one unlabelled document where there are none."""
     if not documents:
         return empty_batch(pad_token_id, num_tokens=pad_to_multiple_of, packing=packing)
-    arrange = pack_documents if packing else pad_documents
-    return arrange(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+    if packing:
+        return pack_documents(
+            documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of, groups=groups
+        )
+    assert groups is None, "only packed documents share a prompt"
+    return pad_documents(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def kept_positions(batch: PackedBatch) -> KeptPositions:
@@ -139,24 +156,38 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
     )
 
 
-def _append_labels(document: Document, index: int, labels: list[int], sequence_ids: list[int]) -> None:
-    """Append the document's shifted labels and their sequence ids, one per token."""
-    offset = len(labels)
-    labels += [IGNORE_INDEX] * len(document)
-    sequence_ids += [NO_SEQUENCE] * len(document)
-    assert document.responses, "a document without a response"
-    end = 1  # a response at 0 would have a first token that no position predicts
-    for response in document.responses:
-        start, stop = response.start, response.stop
-        assert end <= start < stop <= len(document), f"responses {document.responses} in {len(document)} tokens"
-        labels[offset + start - 1 : offset + stop - 1] = document.token_ids[start:stop]
-        sequence_ids[offset + start - 1 : offset + stop - 1] = [index] * len(response)
-        end = stop
+class _Row:
+    """A row that is being laid out: what stands at each of its positions, and the segments they belong to."""
 
+    def __init__(self) -> None:
+        self.input_ids: list[int] = []
+        self.labels: list[int] = []
+        self.sequence_ids: list[int] = []
+        self.lengths: list[int] = []
+        self.prefix_lengths: list[int] = []
 
-def _append_padding(
-    num_padding: int, pad_token_id: int, input_ids: list[int], labels: list[int], sequence_ids: list[int]
-) -> None:
-    input_ids += [pad_token_id] * num_padding
-    labels += [IGNORE_INDEX] * num_padding
-    sequence_ids += [NO_SEQUENCE] * num_padding
+    def add_document(self, document: Document, index: int, prefix_length: int = 0) -> None:
+        """The document's tokens after its shared prefix, their labels and sequence ids."""
+        offset = len(self.labels) - prefix_length
+        self._add(document.token_ids[prefix_length:], prefix_length)
+        assert document.responses, "a document without a response"
+        end = prefix_length + 1  # a response at 0 would have a first token that no position predicts
+        for response in document.responses:
+            start, stop = response.start, response.stop
+            assert end <= start < stop <= len(document), f"responses {document.responses} in {len(document)} tokens"
+            self.labels[offset + start - 1 : offset + stop - 1] = document.token_ids[start:stop]
+            self.sequence_ids[offset + start - 1 : offset + stop - 1] = [index] * len(response)
+            end = stop
+
+    def add_prefix(self, token_ids: Sequence[int]) -> None:
+        self._add(token_ids, 0)
+
+    def add_padding(self, num_padding: int, pad_token_id: int) -> None:
+        self._add([pad_token_id] * num_padding, 0)
+
+    def _add(self, token_ids: Sequence[int], prefix_length: int) -> None:
+        self.input_ids += token_ids
+        self.labels += [IGNORE_INDEX] * len(token_ids)
+        self.sequence_ids += [NO_SEQUENCE] * len(token_ids)
+        self.lengths.append(len(token_ids))
+        self.prefix_lengths.append(prefix_length)

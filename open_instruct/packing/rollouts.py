@@ -8,16 +8,20 @@ Legend: B rows, T tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
+from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, first_fit
 from open_instruct.packing.documents import empty_batch, pack_documents
-from open_instruct.records import RolloutBatch, RolloutSample
+from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
+from open_instruct.records import Document, RolloutBatch, RolloutSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class RankStep:
     """What one data-parallel rank is sent of a step: at least one mini-batch, if only an empty one."""
 
     minibatches: tuple[RankMiniBatch, ...]
+    prefix_sharing: PrefixSharing = "off"
 
     @property
     def num_tokens_global(self) -> int:
@@ -54,8 +59,20 @@ class RolloutMiniBatch:
     num_completions_global: int
 
 
+class Chunk(NamedTuple):
+    """Completions that stay together, as indices, and the tokens that they are in a row."""
+
+    samples: tuple[int, ...]
+    num_tokens: int
+
+
 def plan_rollouts(
-    num_tokens_of_sample: Sequence[int], *, num_ranks: int, max_tokens_per_microbatch: int, num_mini_batches: int
+    documents: Sequence[Document],
+    *,
+    num_ranks: int,
+    max_tokens_per_microbatch: int,
+    num_mini_batches: int,
+    prefix_sharing: PrefixSharing = "off",
 ) -> tuple[tuple[Microbatches, ...], ...]:
     """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending. A pure function of its arguments.
 
@@ -63,7 +80,8 @@ def plan_rollouts(
       depend on the ranks, so neither does what is learned. With fewer samples than `num_mini_batches` there are as
       many mini-batches as samples; without any there is one empty mini-batch.
     - Ranks: within a mini-batch, numbers of samples differ by at most one, numbers of tokens by at most the longest
-      sample's.
+      sample's. Where completions share their prompt that holds of chunks of a group instead: groups are cut into as
+      many equal chunks as give the busiest rank the least to compute.
     - Microbatches hold at most `max_tokens_per_microbatch` tokens, which must hold the longest sample; within a
       mini-batch every rank has as many, some of them perhaps empty.
 
@@ -72,32 +90,85 @@ def plan_rollouts(
         ((((0,),), ((2,),)), (((1,),), ((3,),)))
     """
     assert num_ranks >= 1 and num_mini_batches >= 1
-    longest = max(num_tokens_of_sample, default=0)
+    longest = max(map(len, documents), default=0)
     assert longest <= max_tokens_per_microbatch, f"{max_tokens_per_microbatch} tokens do not hold a sample of {longest}"
-    count = min(num_mini_batches, max(1, len(num_tokens_of_sample)))
-    bounds = [len(num_tokens_of_sample) * index // count for index in range(count + 1)]
+    count = min(num_mini_batches, max(1, len(documents)))
+    bounds = [len(documents) * index // count for index in range(count + 1)]
     minibatches: list[tuple[Microbatches, ...]] = []
     for start, stop in pairwise(bounds):
-        num_tokens = num_tokens_of_sample[start:stop]
-        cut = partial(first_fit, num_tokens_of_sample=num_tokens, capacity=max_tokens_per_microbatch)
-        minibatches.append(
-            tuple(
-                tuple(tuple(start + i for i in microbatch) for microbatch in microbatches)
-                for microbatches in balanced(num_tokens, num_ranks=num_ranks, cut=cut)
-            )
+        plans = (
+            _plan_chunks(chunks, num_ranks=num_ranks, capacity=max_tokens_per_microbatch)
+            for chunks in _ways_to_chunk(documents, range(start, stop), max_tokens_per_microbatch, prefix_sharing)
         )
+        _, plan = min(plans, key=itemgetter(0))  # the first of the best: the fewest chunks
+        minibatches.append(plan)
     return tuple(zip(*minibatches, strict=True))
 
 
+def _ways_to_chunk(
+    documents: Sequence[Document], samples: range, capacity: int, sharing: PrefixSharing
+) -> Iterator[list[Chunk]]:
+    """Whole groups, halves, quarters, and so on down to single samples; only those where nothing is shared."""
+    groups = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
+    size = max(map(len, groups), default=1)
+    while size > 1:
+        chunks: list[Chunk] = []
+        for group in groups:
+            num_parts = -(-len(group) // size)
+            edges = [len(group) * part // num_parts for part in range(num_parts + 1)]
+            for first, end in pairwise(edges):
+                chunks.extend(_chunks_that_fit(documents, [samples[i] for i in group[first:end]], capacity, sharing))
+        yield chunks
+        size = -(-size // 2)
+    yield [Chunk((i,), len(documents[i])) for i in samples]
+
+
+def _chunks_that_fit(
+    documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
+) -> list[Chunk]:
+    """The samples as one chunk, or as single ones where sharing does not pay; halved until each fits a microbatch."""
+    members = [documents[i] for i in samples]
+    num_tokens, prefix_length = sum(map(len, members)), shared_prefix_length(members)
+    if not pays(prefix_length, len(members), num_tokens, sharing):
+        return [Chunk((i,), len(documents[i])) for i in samples]
+    num_tokens -= prefix_length * (len(members) - 1)
+    if num_tokens <= capacity:
+        return [Chunk(tuple(samples), num_tokens)]
+    half = len(samples) // 2
+    return [
+        chunk for part in (samples[:half], samples[half:]) for chunk in _chunks_that_fit(documents, part, capacity, sharing)
+    ]
+
+
+def _plan_chunks(
+    chunks: Sequence[Chunk], *, num_ranks: int, capacity: int
+) -> tuple[int, tuple[Microbatches, ...]]:
+    """Tokens of the busiest rank, and the samples of each rank's microbatches."""
+    num_tokens = [chunk.num_tokens for chunk in chunks]
+    plan = balanced(num_tokens, num_ranks=num_ranks, cut=partial(first_fit, num_tokens_of_sample=num_tokens, capacity=capacity))
+    busiest = max(sum(num_tokens[i] for microbatch in microbatches for i in microbatch) for microbatches in plan)
+    samples = tuple(
+        tuple(tuple(sorted(sample for i in microbatch for sample in chunks[i].samples)) for microbatch in microbatches)
+        for microbatches in plan
+    )
+    return busiest, samples
+
+
 def plan_steps_of_ranks(
-    samples: Sequence[RolloutSample], *, num_ranks: int, max_tokens_per_microbatch: int, num_mini_batches: int
+    samples: Sequence[RolloutSample],
+    *,
+    num_ranks: int,
+    max_tokens_per_microbatch: int,
+    num_mini_batches: int,
+    prefix_sharing: PrefixSharing = "off",
 ) -> tuple[RankStep, ...]:
     """What each data-parallel rank is sent of the step that learns from `samples`; see `plan_rollouts`."""
     plan = plan_rollouts(
-        [len(sample.document) for sample in samples],
+        [sample.document for sample in samples],
         num_ranks=num_ranks,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         num_mini_batches=num_mini_batches,
+        prefix_sharing=prefix_sharing,
     )
     samples_of_minibatch = [
         [samples[i] for microbatches in of_ranks for microbatch in microbatches for i in microbatch]
@@ -113,19 +184,30 @@ def plan_steps_of_ranks(
                     num_tokens_global=sum(len(sample.document) for sample in everywhere),
                 )
                 for microbatches, everywhere in zip(of_rank, samples_of_minibatch, strict=True)
-            )
+            ),
+            prefix_sharing=prefix_sharing,
         )
         for of_rank in plan
     )
 
 
-def rollout_batch(samples: Sequence[RolloutSample], *, pad_token_id: int, pad_to_multiple_of: int = 1) -> RolloutBatch:
+def rollout_batch(
+    samples: Sequence[RolloutSample],
+    *,
+    pad_token_id: int,
+    pad_to_multiple_of: int = 1,
+    prefix_sharing: PrefixSharing = "off",
+) -> RolloutBatch:
     """The tensors of one microbatch: its samples in one packed row, in order. No samples: one unlabelled document."""
     if not samples:
         packed = empty_batch(pad_token_id, num_tokens=pad_to_multiple_of)
     else:
+        documents = [sample.document for sample in samples]
         packed = pack_documents(
-            [sample.document for sample in samples], pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
+            documents,
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=pad_to_multiple_of,
+            groups=groups_that_share(documents, runs_of_one_prompt(documents), prefix_sharing),
         )
     # Labels lie in the row in the order of the samples and of their tokens.
     has_label_BT = packed.sequence_ids_BT >= 0
@@ -144,7 +226,12 @@ def rollout_minibatches(
     return tuple(
         RolloutMiniBatch(
             microbatches=tuple(
-                rollout_batch(samples, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+                rollout_batch(
+                    samples,
+                    pad_token_id=pad_token_id,
+                    pad_to_multiple_of=pad_to_multiple_of,
+                    prefix_sharing=step.prefix_sharing,
+                )
                 for samples in minibatch.microbatches
             ),
             num_label_tokens_global=minibatch.num_label_tokens_global,

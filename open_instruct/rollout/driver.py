@@ -140,6 +140,7 @@ class Driver:
             num_ranks=self.run.layout.data_parallel_world_size,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
             num_mini_batches=self.config.loss.num_mini_batches,
+            prefix_sharing=self.config.loss.prefix_sharing,
         )
         degree = self.run.layout.model_parallel_degree
         per_rank = [work[rank // degree] for rank in range(self.run.layout.world_size)]

@@ -75,6 +75,7 @@ def work_of(groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig) ->
         num_ranks=1,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
         num_mini_batches=config.loss.num_mini_batches,
+        prefix_sharing=config.loss.prefix_sharing,
     )
     return work, len(learned.samples)
 

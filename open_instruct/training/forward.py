@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.logprob_head import head_settings
+from open_instruct.models.segments import Segments
 from open_instruct.packing.documents import kept_positions
 from open_instruct.records import IGNORE_INDEX, PackedBatch
 
@@ -51,7 +52,10 @@ def token_logprobs(
     hidden states are split along T, so there the head runs everywhere and the result is gathered.
     """
     kwargs: dict[str, object] = {}
-    if batch.document_lengths is not None:
+    if batch.prefix_lengths is not None:
+        assert batch.document_lengths is not None
+        kwargs["segments"] = Segments.of(batch.document_lengths, batch.prefix_lengths, device=device)
+    elif batch.document_lengths is not None:
         kwargs["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32, device=device)
         kwargs["max_doc_lens"] = [max(batch.document_lengths)]
     if model.tp_enabled:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from open_instruct.data.preference_dataset import PreferenceDataset
-from open_instruct.packing.preference_pairs import preference_batch
+from open_instruct.packing.preference_pairs import num_packed_tokens, preference_batch
 from open_instruct.records import PreferenceBatch
 from open_instruct.training.sample_loader import BatchShape, samples_of_rank
 
@@ -52,6 +52,11 @@ def preference_step(
 
     `reference` holds the log-probs of the frozen start model for every row; None for losses that have no reference.
     """
+    row_tokens = dataset.num_tokens[list(indices)].tolist()
+    prompt_tokens = dataset.prompt_lengths[list(indices)].tolist()
+    num_tokens = [
+        num_packed_tokens(*tokens, shape.prefix_sharing) for tokens in zip(row_tokens, prompt_tokens, strict=True)
+    ]
     return PreferenceStep(
         microbatches=tuple(
             _with_reference(
@@ -60,13 +65,14 @@ def preference_step(
                     packing=shape.packing,
                     pad_token_id=shape.pad_token_id,
                     pad_to_multiple_of=shape.pad_to_multiple_of,
+                    prefix_sharing=shape.prefix_sharing,
                 ),
                 reference,
             )
-            for pairs in samples_of_rank(dataset, indices, shape=shape, rank=rank, num_ranks=num_ranks)
+            for pairs in samples_of_rank(indices, num_tokens, shape=shape, rank=rank, num_ranks=num_ranks)
         ),
         num_pairs_global=len(indices),
-        num_tokens_global=int(dataset.num_tokens[list(indices)].sum()),
+        num_tokens_global=sum(row_tokens),
     )
 
 

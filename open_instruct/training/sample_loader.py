@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
 
-from open_instruct.config.sections import DataSection, OptimSection
+from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.packing.steps import plan_step
@@ -36,6 +36,7 @@ class BatchShape:
     packing: bool
     pad_token_id: int
     pad_to_multiple_of: int = 1
+    prefix_sharing: PrefixSharing = "off"
 
     @property
     def max_tokens_per_microbatch(self) -> int:
@@ -54,6 +55,7 @@ class BatchShape:
         *,
         documents_per_sample: int,
         pad_token_id: int,
+        prefix_sharing: PrefixSharing = "off",
     ) -> BatchShape:
         """The shape that the flags ask for; tensor parallelism splits rows, so they must divide evenly."""
         return cls(
@@ -64,6 +66,7 @@ class BatchShape:
             packing=data.packing,
             pad_token_id=pad_token_id,
             pad_to_multiple_of=layout.tensor_parallel_degree,
+            prefix_sharing=prefix_sharing if data.packing else "off",
         )
 
     def num_steps(self, num_samples: int, *, optim: OptimSection, layout: ShardLayout) -> int:
@@ -93,14 +96,15 @@ class MakeStep(Protocol):
 
 
 def samples_of_rank(
-    dataset: TokenDataset[Any], indices: Sequence[int], *, shape: BatchShape, rank: int, num_ranks: int
+    indices: Sequence[int], num_tokens: Sequence[int], *, shape: BatchShape, rank: int, num_ranks: int
 ) -> list[list[int]]:
     """For each microbatch of `rank`, which of the samples `indices` (one global batch) are in it.
 
-    Every rank computes the same plan from the lengths alone, so nothing is exchanged.
+    `num_tokens`: what each of them takes in a row. Every rank computes the same plan from that alone, so nothing is
+    exchanged.
     """
     plan = plan_step(
-        [int(dataset.num_tokens[i]) for i in indices],
+        num_tokens,
         num_ranks=num_ranks,
         max_samples_per_microbatch=shape.max_samples_per_microbatch,
         max_tokens_per_microbatch=shape.max_tokens_per_microbatch,

@@ -26,6 +26,7 @@ class SFTStep:
 def sft_step(dataset: SFTDataset, indices: Sequence[int], *, shape: BatchShape, rank: int, num_ranks: int) -> SFTStep:
     """Cut the conversations `indices` (one global batch) into microbatches and build those of `rank`."""
     rows = list(indices)
+    num_tokens = dataset.num_tokens[rows].tolist()
     return SFTStep(
         microbatches=tuple(
             SFTBatch(
@@ -37,8 +38,8 @@ def sft_step(dataset: SFTDataset, indices: Sequence[int], *, shape: BatchShape, 
                 ),
                 row_ids=tuple(of_microbatch),
             )
-            for of_microbatch in samples_of_rank(dataset, rows, shape=shape, rank=rank, num_ranks=num_ranks)
+            for of_microbatch in samples_of_rank(rows, num_tokens, shape=shape, rank=rank, num_ranks=num_ranks)
         ),
         num_label_tokens_global=int(dataset.num_label_tokens[rows].sum()),
-        num_tokens_global=int(dataset.num_tokens[rows].sum()),
+        num_tokens_global=sum(num_tokens),
     )

@@ -35,6 +35,11 @@ def document(ids: tuple[int, ...], *, start: int) -> Document:
     return Document(token_ids=ids, responses=(Span(start=start, stop=len(ids)),))
 
 
+def of_lengths(num_tokens: list[int]) -> list[Document]:
+    """Documents that share nothing."""
+    return [document((1000 * number, *range(1, length)), start=1) for number, length in enumerate(num_tokens)]
+
+
 lengths = st.lists(st.integers(2, CAPACITY), max_size=25)
 
 
@@ -42,7 +47,10 @@ lengths = st.lists(st.integers(2, CAPACITY), max_size=25)
 @given(num_tokens=lengths, num_ranks=st.integers(1, 5), num_mini_batches=st.integers(1, 6))
 def test_every_plan(num_tokens: list[int], num_ranks: int, num_mini_batches: int) -> None:
     plan = plan_rollouts(
-        num_tokens, num_ranks=num_ranks, max_tokens_per_microbatch=CAPACITY, num_mini_batches=num_mini_batches
+        of_lengths(num_tokens),
+        num_ranks=num_ranks,
+        max_tokens_per_microbatch=CAPACITY,
+        num_mini_batches=num_mini_batches,
     )
     assert len(plan) == num_ranks
     start = 0
@@ -72,7 +80,10 @@ def test_every_plan(num_tokens: list[int], num_ranks: int, num_mini_batches: int
 def test_mini_batches_do_not_depend_on_the_ranks(num_tokens: list[int], num_mini_batches: int) -> None:
     def minibatches(num_ranks: int) -> list[list[int]]:
         plan = plan_rollouts(
-            num_tokens, num_ranks=num_ranks, max_tokens_per_microbatch=CAPACITY, num_mini_batches=num_mini_batches
+            of_lengths(num_tokens),
+            num_ranks=num_ranks,
+            max_tokens_per_microbatch=CAPACITY,
+            num_mini_batches=num_mini_batches,
         )
         return [sorted(i for rank in ranks for mb in rank for i in mb) for ranks in zip(*plan, strict=True)]
 
@@ -80,13 +91,13 @@ def test_mini_batches_do_not_depend_on_the_ranks(num_tokens: list[int], num_mini
 
 
 def test_the_example_of_the_docstring() -> None:
-    plan = plan_rollouts([5, 3, 4, 2], num_ranks=2, max_tokens_per_microbatch=6, num_mini_batches=2)
+    plan = plan_rollouts(of_lengths([5, 3, 4, 2]), num_ranks=2, max_tokens_per_microbatch=6, num_mini_batches=2)
     assert plan == ((((0,),), ((2,),)), (((1,),), ((3,),)))
 
 
 def test_a_sample_that_fits_nowhere_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="do not hold a sample of 9"):
-        plan_rollouts([3, 9], num_ranks=1, max_tokens_per_microbatch=8, num_mini_batches=1)
+        plan_rollouts(of_lengths([3, 9]), num_ranks=1, max_tokens_per_microbatch=8, num_mini_batches=1)
 
 
 def steps_of(samples: list[RolloutSample], num_ranks: int, num_mini_batches: int = 1) -> tuple[RankStep, ...]:

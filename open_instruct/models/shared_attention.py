@@ -1,0 +1,258 @@
+"""Attention in rows whose responses share one copy of their prompt; see segments.py for what attends to what.
+
+Legend: T tokens of the row, N tiles taken together, Q query and K key tokens of a tile, H query heads, G key-value heads,
+D features of a head.
+
+On a CPU the work is cut into *tiles*, ranges of queries against ranges of keys, none of which repeats a key: each segment
+against itself, and all branches of a root at once against the root. Where two tiles have the same queries their results
+are put together by their log-sums of exponentials, as flash attention does with the blocks of a row (Dao et al. 2022,
+arXiv:2205.14135, section 3.1), and so are their gradients (Dao 2023, arXiv:2307.08691, section 3.1.2): the backward
+pass of a tile is given the output and the log-sum of all of its queries' keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from open_instruct.models.segments import Segments, segments_of
+
+MAX_CACHED_TILINGS = 4
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Tile(NamedTuple):
+    """Queries against keys, each a range of the row's tokens.
+
+    `distance` is that from the first key to the first query in logical positions: query q and key k (counted from 0
+    within the tile) are `distance + q - k` apart. None: every query sees every key.
+    """
+
+    first_query: int
+    num_queries: int
+    first_key: int
+    num_keys: int
+    distance: int | None
+
+
+class TileBatch(NamedTuple):
+    """Tiles of one shape. `is_first`: these tiles are the first that have their queries."""
+
+    num_tiles: int
+    query_index: torch.Tensor
+    key_index: torch.Tensor
+    is_causal: bool
+    is_seen_QK: torch.Tensor | None
+    is_first: bool
+
+
+def attend_plainly(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    segments: Segments,
+    *,
+    left: int = -1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """One masked call a segment, its prefix's keys repeated: the definition. Shape (T, H, D); `left` < 0: no window."""
+    outputs = []
+    for start, length, prefix_start, prefix_length in segments_of(segments.lengths, segments.prefix_lengths):
+        keys, values = (
+            torch.cat((t[prefix_start : prefix_start + prefix_length], t[start : start + length])).transpose(0, 1)
+            for t in (key_TGD, value_TGD)
+        )
+        is_seen_QK = _is_seen(length, prefix_length + length, prefix_length, left, query_THD.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query_THD[start : start + length].transpose(0, 1).unsqueeze(0),
+                keys.unsqueeze(0),
+                values.unsqueeze(0),
+                attn_mask=is_seen_QK,
+                scale=scale,
+                enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+            )[0].transpose(0, 1)
+        )
+    return torch.cat(outputs)
+
+
+def attend_in_tiles(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    segments: Segments,
+    *,
+    left: int = -1,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """`attend_plainly`, on a CPU, without repeating a key. Shape (T, H, D)."""
+    batches = tile_batches(segments.lengths, segments.prefix_lengths, left)
+    attended: torch.Tensor = _TiledAttention.apply(query_THD, key_TGD, value_TGD, batches, scale)
+    return attended
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THD: torch.Tensor,
+        key_TGD: torch.Tensor,
+        value_TGD: torch.Tensor,
+        batches: tuple[TileBatch, ...],
+        scale: float | None,
+    ) -> torch.Tensor:
+        out_THD = torch.empty_like(query_THD)
+        lse_TH: torch.Tensor | None = None
+        for batch in batches:
+            queries, keys, values = _tiles_of(batch, query_THD, key_TGD, value_TGD)
+            out, lse = _flash(
+                queries, keys, values, 0.0, batch.is_causal, attn_mask=_bias(batch, query_THD.dtype), scale=scale
+            )
+            out_NHD, lse_NH = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+            if lse_TH is None:
+                lse_TH = lse_NH.new_empty(query_THD.shape[:2])
+            if not batch.is_first:
+                lse_before_NH = lse_TH.index_select(0, batch.query_index)
+                lse_part_NH, lse_NH = lse_NH, torch.logaddexp(lse_before_NH, lse_NH)
+                out_before_NHD = out_THD.index_select(0, batch.query_index)
+                out_NHD = (
+                    out_before_NHD * (lse_before_NH - lse_NH).exp().unsqueeze(-1)
+                    + out_NHD * (lse_part_NH - lse_NH).exp().unsqueeze(-1)
+                ).to(out_THD.dtype)
+            out_THD.index_copy_(0, batch.query_index, out_NHD)
+            lse_TH.index_copy_(0, batch.query_index, lse_NH)
+        ctx.save_for_backward(query_THD, key_TGD, value_TGD, out_THD, lse_TH)
+        ctx.batches, ctx.scale = batches, scale
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        query_THD, key_TGD, value_TGD, out_THD, lse_TH = ctx.saved_tensors
+        # Added up over tiles in the inputs' own dtype, as autograd does with what is used twice.
+        grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query_THD, key_TGD, value_TGD))
+        for batch in ctx.batches:
+            queries, keys, values = _tiles_of(batch, query_THD, key_TGD, value_TGD)
+            grad_out, out, lse = (
+                _rows(t, batch.query_index, batch.num_tiles).transpose(1, 2) for t in (grad_out_THD, out_THD, lse_TH)
+            )
+            grads = _flash_backward(
+                grad_out,
+                queries,
+                keys,
+                values,
+                out,
+                lse,
+                0.0,
+                batch.is_causal,
+                attn_mask=_bias(batch, query_THD.dtype),
+                scale=ctx.scale,
+            )
+            indices = (batch.query_index, batch.key_index, batch.key_index)
+            for total, grad, index in zip((grad_query, grad_key, grad_value), grads, indices, strict=True):
+                total.index_add_(0, index, grad.transpose(1, 2).flatten(0, 1))
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _tiles_of(
+    batch: TileBatch, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Queries (N, H, Q, D), keys and values (N, G, K, D)."""
+    return (
+        _rows(query_THD, batch.query_index, batch.num_tiles).transpose(1, 2),
+        _rows(key_TGD, batch.key_index, batch.num_tiles).transpose(1, 2),
+        _rows(value_TGD, batch.key_index, batch.num_tiles).transpose(1, 2),
+    )
+
+
+def _rows(tensor_T: torch.Tensor, index: torch.Tensor, num_tiles: int) -> torch.Tensor:
+    return tensor_T.index_select(0, index).unflatten(0, (num_tiles, -1))
+
+
+def _bias(batch: TileBatch, dtype: torch.dtype) -> torch.Tensor | None:
+    if batch.is_seen_QK is None:
+        return None
+    return torch.zeros_like(batch.is_seen_QK, dtype=dtype).masked_fill_(~batch.is_seen_QK, -torch.inf)
+
+
+@lru_cache(maxsize=MAX_CACHED_TILINGS)
+def tile_batches(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left: int) -> tuple[TileBatch, ...]:
+    """All tiles of a row, those of one shape together, each query's own segment before its prefix.
+
+    The same for all layers with one window, and for the backward pass.
+    """
+    shapes: dict[tuple[bool, int, int, int | None], list[Tile]] = {}
+    for is_first, tiles in ((True, own_tiles(lengths, left)), (False, prefix_tiles(lengths, prefix_lengths, left))):
+        for tile in tiles:
+            shapes.setdefault((is_first, tile.num_queries, tile.num_keys, tile.distance), []).append(tile)
+    batches = []
+    for (is_first, num_queries, num_keys, distance), members in shapes.items():
+        is_causal = distance == 0 and num_queries == num_keys and not 0 <= left < num_queries - 1
+        is_seen_QK = None
+        if distance is not None and not is_causal:
+            is_seen_QK = _is_seen(num_queries, num_keys, distance, left, torch.device("cpu"))
+        batches.append(
+            TileBatch(
+                num_tiles=len(members),
+                query_index=_ranges([tile.first_query for tile in members], num_queries),
+                key_index=_ranges([tile.first_key for tile in members], num_keys),
+                is_causal=is_causal,
+                is_seen_QK=is_seen_QK,
+                is_first=is_first,
+            )
+        )
+    return tuple(batches)
+
+
+def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
+    """Each segment against itself. One that is longer than a window of W = left + 1 is cut into blocks of W queries,
+    each against its own W keys and the W before."""
+    start = 0
+    for length in lengths:
+        block = length if left < 0 else left + 1
+        for first in range(0, length, max(block, 1)):
+            num_before = min(first, block)
+            num_queries = min(block, length - first)
+            yield Tile(start + first, num_queries, start + first - num_before, num_before + num_queries, num_before)
+        start += length
+
+
+def prefix_tiles(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
+    """Branches against their roots: all branches of a root in one tile, unless a window hides a part of it from some."""
+    segments = tuple(segments_of(lengths, prefix_lengths))
+    index = 0
+    while index < len(segments):
+        start, length, prefix_start, prefix_length = segments[index]
+        index += 1
+        if prefix_length == 0 or length == 0:
+            continue
+        if left < 0 or prefix_length + length - 1 <= left:
+            end = start + length
+            while index < len(segments):
+                following = segments[index]
+                is_like = following.prefix_length and following.prefix_start == prefix_start
+                if not is_like or 0 <= left < prefix_length + following.length - 1:
+                    break
+                end += following.length
+                index += 1
+            yield Tile(start, end - start, prefix_start, prefix_length, None)
+        elif left > 0:
+            # Only the first `left` queries see any of the prefix, and of the prefix only its last `left` tokens.
+            num_queries, num_keys = min(length, left), min(prefix_length, left)
+            yield Tile(start, num_queries, prefix_start + prefix_length - num_keys, num_keys, num_keys)
+
+
+def _ranges(starts: list[int], length: int) -> torch.Tensor:
+    return (torch.tensor(starts).unsqueeze(1) + torch.arange(length)).flatten()
+
+
+def _is_seen(num_queries: int, num_keys: int, distance: int, left: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees: those at 0 to `left` (if that is at least 0) positions before it; shape (Q, K)."""
+    query = torch.arange(distance, distance + num_queries, device=device).unsqueeze(1)
+    apart = query - torch.arange(num_keys, device=device)
+    return (apart >= 0) & (apart <= left) if left >= 0 else apart >= 0

@@ -1,0 +1,336 @@
+"""Rows whose documents share their prompts: how they are laid out, planned, and that nothing computed changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpointingMode
+
+from open_instruct.config.sections import PrefixSharing
+from open_instruct.models.build import build_model
+from open_instruct.packing.documents import pack_documents
+from open_instruct.packing.preference_pairs import num_packed_tokens, preference_batch
+from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
+from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, rollout_batch, rollout_minibatches
+from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, PreferenceExample, RolloutSample, Span
+from open_instruct.training.forward import sequence_logprobs, token_logprobs
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 89
+WINDOW = 7
+FAMILIES = ("olmo2", "olmo3", "qwen3", "llama")
+_ = IGNORE_INDEX
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def document(prompt: Sequence[int], reply: Sequence[int]) -> Document:
+    return Document(
+        token_ids=(*prompt, *reply), responses=(Span(start=len(prompt), stop=len(prompt) + len(reply)),)
+    )
+
+
+def some_tokens(count: int, rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCAB_SIZE) for _ in range(count))
+
+
+def group(num_prompt: int, num_replies: Sequence[int], *, seed: int) -> list[Document]:
+    rng = random.Random(seed)
+    prompt = some_tokens(num_prompt, rng)
+    return [document(prompt, some_tokens(count, rng)) for count in num_replies]
+
+
+# --- which tokens are shared ------------------------------------------------------------------------
+
+
+def test_the_row_of_the_records_example() -> None:
+    batch = pack_documents([document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])], groups=[(0, 1)])
+    assert batch.input_ids_BT.tolist() == [[5, 9, 2, 7, 2, 8, 3]]
+    assert batch.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
+    assert batch.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 1, 1, -1]]
+    assert batch.document_lengths == (2, 2, 3)
+    assert batch.prefix_lengths == (0, 2, 2)
+    assert (batch.num_sequences, batch.num_tokens) == (2, 7)
+
+
+def test_prompts_that_end_differently_share_what_they_begin_with() -> None:
+    assert shared_prefix_length([document([5, 9, 2, 4], [7]), document([5, 9, 3], [8])]) == 1
+    assert shared_prefix_length([document([5, 9], [7, 7]), document([5, 9, 7], [7])]) == 1
+    assert shared_prefix_length([document([1, 9], [7]), document([2, 9], [7])]) == 0
+
+
+def test_replies_are_never_shared() -> None:
+    """However alike they begin: each token that is learned from has its own label."""
+    pair = [document([5, 9, 2], [7, 7, 1]), document([5, 9, 2], [7, 7, 4])]
+    assert shared_prefix_length(pair) == 2
+
+
+def test_several_replies_share_up_to_the_first() -> None:
+    """Of a conversation of several learned turns."""
+    turns = (Span(start=3, stop=5), Span(start=7, stop=8))
+    both = [Document(token_ids=(5, 9, 2, 7, 8, 4, 4, last), responses=turns) for last in (1, 2)]
+    batch = pack_documents(both, groups=[(0, 1)])
+    assert batch.prefix_lengths == (0, 2, 2)
+    assert batch.labels_BT.tolist() == [[_, _, 7, 8, _, _, 1, _, 7, 8, _, _, 2, _]]
+
+
+def test_a_prompt_of_one_token_is_not_shared() -> None:
+    batch = pack_documents([document([5], [7]), document([5], [8])], groups=[(0, 1)])
+    assert batch.prefix_lengths is None
+    assert batch.document_lengths == (2, 2)
+
+
+@pytest.mark.parametrize(("sharing", "expected"), [("off", False), ("auto", False), ("on", True)])
+def test_auto_leaves_what_saves_little(sharing: PrefixSharing, expected: bool) -> None:
+    assert pays(4, 2, 100, sharing) is expected
+    assert pays(6, 2, 100, sharing) is (sharing != "off")
+    assert not pays(0, 8, 100, sharing)
+
+
+def test_groups_that_do_not_pay_are_taken_apart() -> None:
+    documents = [*group(30, (3, 3), seed=1), *group(2, (40, 40), seed=2)]
+    assert groups_that_share(documents, [(0, 1), (2, 3)], "auto") == [(0, 1), (2,), (3,)]
+    assert groups_that_share(documents, [(0, 1), (2, 3)], "off") == [(0,), (1,), (2,), (3,)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
+def test_pairs_take_the_tokens_that_the_plan_counts(pairs: list[tuple[int, int, int]]) -> None:
+    examples = [
+        PreferenceExample(row_id=i, key="", chosen=chosen, rejected=rejected)
+        for i, (prompt, *replies) in enumerate(pairs)
+        for chosen, rejected in [group(prompt, replies, seed=i)]
+    ]
+    for sharing in ("off", "on", "auto"):
+        batch = preference_batch(examples, packing=True, pad_token_id=0, prefix_sharing=sharing).packed
+        planned = sum(
+            num_packed_tokens(example.num_tokens, prompt, sharing)
+            for example, (prompt, _, _) in zip(examples, pairs, strict=True)
+        )
+        assert batch.num_tokens == planned == batch.input_ids_BT.numel()
+
+
+# --- which completions go together -------------------------------------------------------------------
+
+groups_of_lengths = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=6)), max_size=6
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups_of_lengths, st.integers(1, 4), st.integers(1, 3), st.integers(32, 120))
+def test_every_plan_of_groups(
+    groups: list[tuple[int, list[int]]], num_ranks: int, num_mini_batches: int, capacity: int
+) -> None:
+    documents = [each for i, (prompt, replies) in enumerate(groups) for each in group(prompt, replies, seed=i)]
+    plans = {
+        sharing: plan_rollouts(
+            documents,
+            num_ranks=num_ranks,
+            max_tokens_per_microbatch=capacity,
+            num_mini_batches=num_mini_batches,
+            prefix_sharing=sharing,
+        )
+        for sharing in ("off", "on", "auto")
+    }
+    contents = {}
+    for sharing, plan in plans.items():
+        everyone = []
+        for of_ranks in zip(*plan, strict=True):
+            assert len({len(microbatches) for microbatches in of_ranks}) == 1
+            for microbatch in (microbatch for microbatches in of_ranks for microbatch in microbatches):
+                assert list(microbatch) == sorted(microbatch)
+                packed = rollout_batch(
+                    [rollout(documents[i]) for i in microbatch], pad_token_id=0, prefix_sharing=sharing
+                ).packed
+                assert packed.num_tokens <= capacity
+            everyone.append(sorted(i for microbatches in of_ranks for mb in microbatches for i in mb))
+        contents[sharing] = everyone
+    # Whatever is shared, each update learns from the same completions.
+    assert contents["off"] == contents["on"] == contents["auto"]
+    assert sorted(sum(contents["off"], [])) == list(range(len(documents)))
+
+
+def rollout(document: Document) -> RolloutSample:
+    return RolloutSample(
+        document=document,
+        engine_logprobs=tuple(-0.1 * (i + 1) for i in range(document.num_label_tokens)),
+        advantage=float(len(document)),
+    )
+
+
+def tokens_of_ranks(documents: list[Document], num_ranks: int, sharing: PrefixSharing) -> list[int]:
+    work = plan_steps_of_ranks(
+        [rollout(document) for document in documents],
+        num_ranks=num_ranks,
+        max_tokens_per_microbatch=10_000,
+        num_mini_batches=1,
+        prefix_sharing=sharing,
+    )
+    return [
+        sum(batch.packed.num_tokens for mb in rollout_minibatches(step, pad_token_id=0) for batch in mb.microbatches)
+        for step in work
+    ]
+
+
+def test_groups_stay_together_where_ranks_have_enough_of_them() -> None:
+    documents = [each for i in range(4) for each in group(101, [20] * 8, seed=i)]
+    assert tokens_of_ranks(documents, 2, "auto") == [2 * (100 + 8 * 21)] * 2
+    assert tokens_of_ranks(documents, 2, "off") == [2 * 8 * 121] * 2
+
+
+def test_a_group_is_cut_where_ranks_would_be_idle() -> None:
+    assert tokens_of_ranks(group(101, [20] * 8, seed=0), 2, "auto") == [100 + 4 * 21] * 2
+
+
+def test_a_group_is_not_cut_where_the_prompt_is_most_of_it() -> None:
+    """Two ranks with a copy each, one of them idle for three groups: still less for the busiest than copies for all."""
+    documents = [each for i in range(3) for each in group(401, [2] * 8, seed=i)]
+    assert max(tokens_of_ranks(documents, 2, "auto")) <= 2 * (400 + 8 * 3)
+
+
+def test_runs_of_one_prompt() -> None:
+    documents = [*group(3, (1, 2), seed=1), *group(3, (1,), seed=2), *group(3, (2, 2), seed=1)]
+    assert runs_of_one_prompt(documents) == [(0, 1), (2,), (3, 4)]
+
+
+def test_values_of_rollouts_stand_where_their_labels_stand() -> None:
+    documents = [document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])]
+    batch = rollout_batch([rollout(each) for each in documents], pad_token_id=0, prefix_sharing="on")
+    assert batch.packed.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
+    torch.testing.assert_close(batch.engine_logprobs_BT, torch.tensor([[0, 0, -0.1, 0, -0.1, -0.2, 0]]))
+    assert batch.advantages_BT.tolist() == [[0, 0, 4, 0, 5, 5, 0]]
+
+
+# --- what is computed --------------------------------------------------------------------------------
+
+
+def hf_config(family: str) -> transformers.PretrainedConfig:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+    if family == "olmo3":
+        return transformers.Olmo3Config(sliding_window=WINDOW, **fields)
+    if family == "olmo2":
+        return transformers.Olmo2Config(**fields)
+    return transformers.Qwen3Config(head_dim=24, **fields) if family == "qwen3" else transformers.LlamaConfig(**fields)
+
+
+def new_model(family: str) -> Transformer:
+    model = build_model(hf_config(family))
+    model.init_weights(device=CPU, max_seq_len=64)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
+    return model
+
+
+random_model = cache(new_model)
+
+
+DOCUMENTS = [
+    *group(20, (5, 9, 5, 1, 12), seed=1),  # longer than the window
+    *group(4, (2, 3), seed=2),  # within it
+    *group(WINDOW, (WINDOW + 1, 3 * WINDOW), seed=3),
+    *group(11, (6,), seed=4),
+]
+GROUPS = [(0, 1, 2, 3, 4), (5, 6), (7, 8), (9,)]
+
+
+def results(model: Transformer, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs of each document, and the gradient of a weighted sum of them."""
+    sums_S = sequence_logprobs(model, batch, device=CPU).sums_S
+    weights_S = torch.linspace(-1, 1, len(sums_S))
+    gradients = torch.autograd.grad((sums_S * weights_S).sum() / 50, list(model.parameters()))
+    return sums_S.detach(), dict(zip([name for name, _ in model.named_parameters()], gradients, strict=True))
+
+
+def assert_same(ours: Any, expected: Any) -> None:
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_is_unshared(family: str) -> None:
+    model = random_model(family)
+    unshared, shared = pack_documents(DOCUMENTS), pack_documents(DOCUMENTS, groups=GROUPS, pad_to_multiple_of=8)
+    assert shared.num_tokens < unshared.num_tokens
+    assert_same(results(model, shared), results(model, unshared))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_token_by_token_and_their_entropies(family: str) -> None:
+    model = random_model(family)
+    with torch.no_grad():
+        ours, expected = (
+            token_logprobs(model, batch, device=CPU, temperature=0.7, with_entropy=True)
+            for batch in (pack_documents(DOCUMENTS, groups=GROUPS), pack_documents(DOCUMENTS))
+        )
+    assert_same(ours.logprobs_N, expected.logprobs_N)
+    assert_same(ours.entropy_N, expected.entropy_N)
+    assert torch.equal(ours.sequence_ids_N, expected.sequence_ids_N)
+
+
+@pytest.mark.parametrize("mode", ["full", "selected_modules", "selected_ops"])
+def test_computed_again_in_the_backward_pass(mode: str) -> None:
+    model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
+    expected = results(model, shared)
+    options = {"modules": ["blocks.*.attention"]} if mode == "selected_modules" else {}
+    model.apply_activation_checkpointing(TransformerActivationCheckpointingMode(mode), **options)
+    sums_S, gradients = results(model, shared)
+    assert torch.equal(sums_S, expected[0])
+    assert_same(list(gradients.values()), list(expected[1].values()))
+
+
+def test_compiled_blocks_take_segments() -> None:
+    """With a compiler that changes nothing; what matters is that it can trace them."""
+    model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
+    expected = results(model, shared)
+    for block in model.blocks.values():
+        block.compile(backend="eager")
+    assert_same(results(model, shared), expected)
+
+
+def test_documents_of_a_group_do_not_see_each_other() -> None:
+    model = random_model("llama")
+    prompt = (3, 1, 4, 1, 5)
+    logprobs = []
+    for neighbour in ((9, 2, 6), (7, 7, 7)):
+        batch = pack_documents([document(prompt, neighbour), document(prompt, (8, 8))], groups=[(0, 1)])
+        with torch.no_grad():
+            logprobs.append(token_logprobs(model, batch, device=CPU).logprobs_N[3:])
+    assert torch.equal(*logprobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_is_unshared_on_a_gpu(family: str) -> None:
+    model = new_model(family).cuda().to(torch.bfloat16)
+    model_32 = new_model(family)
+    sums = [
+        sequence_logprobs(model, batch, device=torch.device("cuda")).sums_S.float().cpu()
+        for batch in (pack_documents(DOCUMENTS, groups=GROUPS), pack_documents(DOCUMENTS))
+    ]
+    exact = sequence_logprobs(model_32, pack_documents(DOCUMENTS), device=CPU).sums_S
+    error = (sums[0] - exact).norm() / exact.norm()
+    assert error <= 2 * (sums[1] - exact).norm() / exact.norm() + 1e-3
