@@ -80,7 +80,8 @@ class SegmentTrainModule(TransformerTrainModule):
                 loss, metrics = self.microbatch_loss(microbatch, step)
                 (loss * gradient_scale).backward()
             sums.add(metrics)
-            sums.add({"padding_fraction": padding_fraction(microbatch.packed)})
+            packed = microbatch.packed
+            sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
         self.model.post_batch()
 
         reduced = reduce_metrics(
@@ -110,6 +111,20 @@ def padding_fraction(packed: PackedBatch) -> Metric:
     """Share of a microbatch's token slots that hold padding."""
     num_slots = packed.input_ids_BT.numel()
     return Metric(value=1.0 - packed.num_tokens / num_slots, weight=float(num_slots))
+
+
+def shared_fraction(packed: PackedBatch) -> Metric:
+    """Share of the documents' tokens that lie in a microbatch once for several documents, all but that once."""
+    num_saved = 0
+    if packed.prefix_lengths is not None:
+        assert packed.document_lengths is not None
+        prefix_lengths = packed.prefix_lengths
+        first_branches = [
+            length for before, length in zip(prefix_lengths, prefix_lengths[1:], strict=False) if length and not before
+        ]
+        num_saved = sum(prefix_lengths) - sum(first_branches)
+    num_tokens = packed.num_tokens + num_saved
+    return Metric(value=num_saved / max(num_tokens, 1), weight=float(num_tokens))
 
 
 def peak_memory_gib(device: torch.device) -> float:
