@@ -65,6 +65,7 @@ class PolicyTrainerOLMoCoreProcess:
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
             engine_dtype: that weights travel in.
         """
+        from open_instruct.grpo_learner import GRPOLearner
         from open_instruct.training.pretrained import open_pretrained
         from open_instruct.training.run import join_run
 
@@ -73,65 +74,26 @@ class PolicyTrainerOLMoCoreProcess:
         self.pretrained = open_pretrained(
             config.model, max_seq_length=config.data.max_seq_length, export_folder=self.run.directory.hf_model
         )
-        self.setup_model()
+        self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
         self.sender = self._weight_sender(weight_sync_backend, engine_dtype)
-
-    def setup_model(self) -> None:
-        """FSDP-first: build without weights, parallelize, stream the checkpoint into the shards."""
-        from open_instruct.olmo_core_train_modules import GRPOTrainModule
-        from open_instruct.training.policy import build_policy
-        from open_instruct.training.reference_policy import build_reference
-        from open_instruct.training.stepwise import StepwiseTrainer
-
-        config = self.config
-        self.policy = build_policy(
-            GRPOTrainModule,
-            self.pretrained,
-            run=self.run,
-            config=config,
-            num_steps=config.num_steps,
-            loss=config.loss,
-            temperature=config.rollout.temperature,
-            response_length=config.data.response_length,
-        )
-        if config.loss.beta > 0:
-            self.policy.reference = build_reference(self.pretrained, run=self.run, config=config)
-        self.trainer = StepwiseTrainer(
-            self.policy,
-            folder=self.run.directory.path,
-            num_steps=config.num_steps,
-            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
-        )
 
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
-        from open_instruct.packing.rollouts import rollout_minibatches
-
-        minibatches = self.policy.fill_logprobs(
-            rollout_minibatches(
-                work,
-                pad_token_id=self.pretrained.pad_token_id,
-                pad_to_multiple_of=self.run.layout.tensor_parallel_degree,
-            )
-        )
-        return self.trainer.take_step(
-            [minibatch for _ in range(self.config.loss.num_epochs) for minibatch in minibatches],
-            num_tokens=work.num_tokens_global,
-        )
+        return self.learner.step(work)
 
     def resume(self) -> dict[str, Any] | None:
         """Stand where the newest checkpoint stands; returns what `save_state` was given for it, None at the start."""
-        return self.trainer.resume()
+        return self.learner.trainer.resume()
 
     def save_state(self, drivers_state: dict[str, Any]) -> None:
         """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own."""
-        self.trainer.save(drivers_state, keep_last_n=self.config.run.keep_last_n_checkpoints)
+        self.learner.trainer.save(drivers_state, keep_last_n=self.config.run.keep_last_n_checkpoints)
 
     def save_model(self) -> None:
         """Write OUT/hf_model."""
         from open_instruct.training.closing import export_policy
 
-        export_policy(self.policy, self.pretrained, run=self.run, config=self.config)
+        export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config)
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
         """What the engines need to connect; see `WeightSender.open`."""
@@ -152,7 +114,7 @@ class PolicyTrainerOLMoCoreProcess:
 
         fleet = self.config.fleet
         return WeightSender(
-            self.policy.model,
+            self.learner.policy.model,
             self.pretrained.names,
             backend=backend,
             dtype=getattr(torch, engine_dtype),

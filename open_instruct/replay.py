@@ -100,18 +100,14 @@ def take_again(
     process: Process,
 ) -> dict[str, float]:
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
-    from open_instruct.olmo_core_train_modules import GRPOTrainModule
-    from open_instruct.packing.rollouts import rollout_minibatches
+    from open_instruct.grpo_learner import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
     from open_instruct.rollout.replay import OF_THE_RUN, work_of
     from open_instruct.training.console import Console
-    from open_instruct.training.policy import build_policy
     from open_instruct.training.pretrained import open_pretrained
-    from open_instruct.training.reference_policy import build_reference
     from open_instruct.training.run import Run
     from open_instruct.training.run_directory import RunDirectory
-    from open_instruct.training.stepwise import StepwiseTrainer
 
     config = on_one_process(config)
     work, num_completions = work_of(groups, step=step, config=config)
@@ -131,30 +127,13 @@ def take_again(
             )
 
         pretrained = opened(weights.model)
-        policy = build_policy(
-            GRPOTrainModule,
-            pretrained,
-            run=run,
-            config=config,
-            num_steps=config.num_steps,
-            loss=config.loss,
-            temperature=config.rollout.temperature,
-            response_length=config.data.response_length,
-        )
-        if config.loss.beta > 0:
-            policy.reference = build_reference(opened(config.model.model_name_or_path), run=run, config=config)
-        trainer = StepwiseTrainer(
-            policy,
-            folder=run.directory.path,
-            num_steps=config.num_steps,
-            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
-        )
-        trainer.stand_before(step, checkpoint=weights.checkpoint)
-        minibatches = policy.fill_logprobs(rollout_minibatches(work, pad_token_id=pretrained.pad_token_id))
-        row = trainer.take_step(minibatches * config.loss.num_epochs, num_tokens=work.num_tokens_global)
+        start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
+        learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
+        learner.trainer.stand_before(step, checkpoint=weights.checkpoint)
+        row = learner.step(work)
     forget_mesh()
-    # Models and trainers hold each other: their memory is wanted before the next ones are built.
-    del policy, trainer
+    # Model and trainer hold each other: their memory is wanted before the next ones are built.
+    del learner
     gc.collect()
     row = {name: value for name, value in row.items() if name not in OF_THE_RUN}
     return {"num_trained_completions": float(num_completions)} | row

@@ -6,18 +6,17 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import RunError
+from open_instruct.rollout.engine_pool import EnginePool
+from open_instruct.rollout.learner_call import LearnerCall
 from open_instruct.rollout.learner_group import LearnerGroup, LearnerLost
 from open_instruct.rollout.weight_sync import abandon
-
-if TYPE_CHECKING:
-    from open_instruct.rollout.engine_pool import EnginePool
 
 log = logging.getLogger(__name__)
 
@@ -158,18 +157,7 @@ class WeightPublisher:
         if not is_connected:
             self._connect(timeout_s)
         sending = self._learners.start("send_weights", version)
-        receiving = engines.start_all("receive_weights", timeout_s=timeout_s)
-        for call in receiving:
-            call.add_done_callback(self._abandon_after_failure)
-        try:
-            # The learners first: when one dies that is known in seconds, and the engines would wait for it.
-            sending.result(timeout_s)
-        except LearnerLost:
-            raise
-        except RunError:
-            engines.results(receiving)  # an engine's own word for it, where it has one
-            raise
-        engines.results(receiving)
+        self._wait_for_both(sending, engines.start_all("receive_weights", timeout_s=timeout_s))
         engines.call_all("finish_update", version, timeout_s=timeout_s)
         self._is_connected = True
         self.version = version
@@ -183,17 +171,26 @@ class WeightPublisher:
         self._channel: dict[str, Any] = self._learners.call("open_weight_channel", num_workers, timeout_s=timeout_s)[0]
         joining = self._learners.start("join_weight_channel")
         infos = [({**self._channel, "receiver_index": index},) for index in range(len(engines))]
-        opening = engines.start_each("open_channel", infos, timeout_s=timeout_s)
-        for call in opening:
+        self._wait_for_both(joining, engines.start_each("open_channel", infos, timeout_s=timeout_s))
+
+    def _wait_for_both(self, learners: LearnerCall, engines: Sequence[Future[Any]]) -> None:
+        """Return when learners and engines have done what they do together.
+
+        Raises:
+            LearnerLost: a learner died or did not answer.
+            RunError: an engine failed, or else the learners did.
+        """
+        for call in engines:
             call.add_done_callback(self._abandon_after_failure)
         try:
-            joining.result(timeout_s)
+            # The learners first: when one dies that is known in seconds, and the engines would wait for it.
+            learners.result(self._fleet.weight_sync_timeout_s)
         except LearnerLost:
             raise
         except RunError:
-            engines.results(opening)
+            EnginePool.results(engines)  # an engine's own word for it, where it has one
             raise
-        engines.results(opening)
+        EnginePool.results(engines)
 
     def _abandon_after_failure(self, call: Future[Any]) -> None:
         """An engine that died will never answer: the learners need not wait for it."""

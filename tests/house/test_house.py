@@ -36,7 +36,7 @@ FLOORS = [
     {"packing"},
     {"training"},
     {"rollout"},
-    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "olmo_core_train_modules", "replay", "cli"},
+    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "grpo_learner", "olmo_core_train_modules", "replay", "cli"},
 ]
 FLEET_LIBRARIES = {"ray", "vllm"}
 HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}

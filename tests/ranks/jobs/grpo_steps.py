@@ -13,16 +13,13 @@ import torch.distributed as dist
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
+from open_instruct.grpo_learner import GRPOLearner
 from open_instruct.models.logprob_head import LogprobHead
-from open_instruct.olmo_core_train_modules import GRPOTrainModule
-from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks, rollout_minibatches
+from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Document, RolloutSample, Span
-from open_instruct.training.policy import build_policy
 from open_instruct.training.pretrained import open_pretrained
-from open_instruct.training.reference_policy import build_reference
 from open_instruct.training.run import join_run
-from open_instruct.training.stepwise import StepwiseTrainer
 
 
 def run_each(cases: list[dict[str, Any]], ports: list[int]) -> list[list[dict[str, float]]]:
@@ -57,51 +54,33 @@ def _run(
     return rows
 
 
-class Learner:
+class Learner(GRPOLearner):
     """One rank of a learner, in a process group of its own, on made-up completions."""
 
-    def __init__(self, flags: list[str], *, num_steps: int) -> None:
-        self.config = config = parse(GRPOConfig, flags)
+    def __init__(self, flags: list[str], *, num_steps: int | None = None) -> None:
+        """As the flags say, but for `num_steps` steps where that is given."""
+        config = parse(GRPOConfig, flags)
         validate_grpo(config)
-        self.run = join_run(config)
+        if num_steps is not None:
+            config.rollout.total_episodes = num_steps * config.num_completions_per_step
+        run = join_run(config)
         pretrained = open_pretrained(
-            config.model, max_seq_length=config.data.max_seq_length, export_folder=self.run.directory.hf_model
+            config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
         )
+        super().__init__(pretrained, run=run, config=config)
         self.vocab_size = pretrained.hf_config.vocab_size
-        self.policy = build_policy(
-            GRPOTrainModule,
-            pretrained,
-            run=self.run,
-            config=config,
-            num_steps=num_steps,
-            loss=config.loss,
-            temperature=config.rollout.temperature,
-            response_length=config.data.response_length,
-        )
-        if config.loss.beta > 0:
-            self.policy.reference = build_reference(pretrained, run=self.run, config=config)
-        self.trainer = StepwiseTrainer(
-            self.policy,
-            folder=self.run.directory.path,
-            num_steps=num_steps,
-            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
-        )
 
     def take_step(self, num_completions: int, *, one_at_a_time: bool = False) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
-        config, layout = self.config, self.run.layout
         work = plan_steps_of_ranks(
             make_samples(num_completions, seed=self.trainer.step, vocab_size=self.vocab_size),
-            num_ranks=layout.data_parallel_world_size,
-            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-            num_mini_batches=config.loss.num_mini_batches,
+            num_ranks=self.run.layout.data_parallel_world_size,
+            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+            num_mini_batches=self.config.loss.num_mini_batches,
         )[dist.get_rank(self.policy.dp_process_group)]
         if one_at_a_time:
             work = spread(work)
-        minibatches = self.policy.fill_logprobs(
-            rollout_minibatches(work, pad_token_id=0, pad_to_multiple_of=layout.tensor_parallel_degree)
-        )
-        row = self.trainer.take_step(minibatches * config.loss.num_epochs, num_tokens=work.num_tokens_global)
+        row = self.step(work)
         return row | {"num_labels": sum(minibatch.num_label_tokens_global for minibatch in work.minibatches)}
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from open_instruct import cli
 from open_instruct.config.resolved import write_config
-from open_instruct.packing.rollouts import plan_steps_of_ranks, rollout_minibatches
+from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
@@ -25,7 +25,7 @@ NUM_GROUPS, GROUP_SIZE = 4, 3
 
 def run_it(flags: list[str], *, num_steps: int) -> list[dict[str, float]]:
     """Leave in the run's folder what a run leaves there: flags, rollouts, rows, a checkpoint of every step."""
-    learner = Learner(flags, num_steps=num_steps)
+    learner = Learner(flags)
     config, run = learner.config, learner.run
     assert config.num_steps == num_steps, "the schedule is that of the flags"
     rows = []
@@ -38,9 +38,7 @@ def run_it(flags: list[str], *, num_steps: int) -> list[dict[str, float]]:
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,
             num_mini_batches=config.loss.num_mini_batches,
         )[dist.get_rank(learner.policy.dp_process_group)]
-        minibatches = learner.policy.fill_logprobs(rollout_minibatches(work, pad_token_id=0))
-        row = learner.trainer.take_step(minibatches * config.loss.num_epochs, num_tokens=work.num_tokens_global)
-        rows.append({"step": step, **row, **learned.metrics})
+        rows.append({"step": step, **learner.step(work), **learned.metrics})
         learner.trainer.save({}, keep_last_n=0)
         if run.process.rank == 0:
             write_traces(run.directory.path, step, batch, learned)
