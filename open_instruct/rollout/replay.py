@@ -15,7 +15,7 @@ from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.training.checkpoints import find_checkpoints
 
 # What belongs to the layout and the length of the run rather than to the step.
-OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib")
+OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib", "shared_fraction")
 SHOWN_FIRST = ("loss", "grad_norm")
 MISSING = "-"
 

@@ -20,8 +20,10 @@ def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
     """Runs of one process: those that every layout must follow, and other ways to cut and to lose."""
     from tests.ranks.launch import run_ranks
 
-    cases = {way: grpo_case.case(way, flags=flags) for way, flags in WAYS.items()}
+    # Nothing shared here; by default all others share what pays.
+    cases = {way: grpo_case.case(way, flags=flags | {"prefix_sharing": "off"}) for way, flags in WAYS.items()}
     for way, flags in WAYS.items():
+        cases[f"{way}/shared"] = grpo_case.case(f"{way}_shared", flags=flags | {"prefix_sharing": "on"})
         cases[f"{way}/single"] = grpo_case.case(f"{way}_single", flags=flags, one_at_a_time=True)
         cases[f"{way}/accumulated"] = grpo_case.case(f"{way}_accumulated", flags=flags | {"pack_length": 48})
         cases[f"{way}/chunked"] = grpo_case.case(f"{way}_chunked", flags=flags, logits_per_chunk=5)
@@ -44,7 +46,7 @@ def assert_same_trajectory(ours: Rows, theirs: Rows) -> None:
         assert a.keys() == b.keys()
         for name in ("loss", "policy_loss", "grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), f"{name} of step {step}"
-        for name in a.keys() - {"peak_memory_gib", "padding_fraction", "has_moved"}:
+        for name in a.keys() - {"peak_memory_gib", "padding_fraction", "shared_fraction", "has_moved"}:
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), f"{name} of step {step}"
 
 
@@ -55,6 +57,9 @@ def test_there_is_something_to_compare(one_process: dict[str, Rows]) -> None:
         assert all(row["rho/corrected_fraction"] > 0.01 for row in rows)
     assert any(row["clip_fraction"] > 0.01 for row in one_process["minibatches"])
     assert all(row["kl"] > 0 for row in one_process["plain"][1:])
+    for way in WAYS:
+        assert all(row["shared_fraction"] == 0 for row in one_process[way])
+        assert all(row["shared_fraction"] > 0.02 for row in one_process[f"{way}/shared"])
 
 
 def test_metrics_of_a_step(one_process: dict[str, Rows]) -> None:
@@ -74,7 +79,7 @@ def test_metrics_of_a_step(one_process: dict[str, Rows]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cut", ["single", "accumulated", "chunked"])
+@pytest.mark.parametrize("cut", ["single", "shared", "accumulated", "chunked"])
 def test_cutting_does_not_matter(one_process: dict[str, Rows], way: str, cut: str) -> None:
     assert_same_trajectory(one_process[f"{way}/{cut}"], one_process[way])
 

@@ -21,6 +21,8 @@ from open_instruct.records import Document, RolloutSample, Span
 from open_instruct.training.pretrained import open_pretrained
 from open_instruct.training.run import join_run
 
+GROUP = 4
+
 
 def run_each(cases: list[dict[str, Any]], ports: list[int]) -> list[list[dict[str, float]]]:
     """The metrics of every step of every case; each case has a process group, and so a port, of its own."""
@@ -77,6 +79,7 @@ class Learner(GRPOLearner):
             num_ranks=self.run.layout.data_parallel_world_size,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
             num_mini_batches=self.config.loss.num_mini_batches,
+            prefix_sharing=self.config.loss.prefix_sharing,
         )[dist.get_rank(self.policy.dp_process_group)]
         if one_at_a_time:
             work = spread(work)
@@ -85,12 +88,16 @@ class Learner(GRPOLearner):
 
 
 def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSample]:
-    """Random tokens; the engine's log-probs lie around those of a model that knows nothing."""
+    """Random tokens, up to four completions of a prompt; the engine's log-probs lie around those of a model that
+    knows nothing."""
     chance = random.Random(seed)
-    samples = []
-    for _ in range(count):
-        num_prompt, num_generated = chance.randint(3, 20), chance.randint(1, 24)
-        ids = tuple(chance.randrange(vocab_size) for _ in range(num_prompt + num_generated))
+    samples: list[RolloutSample] = []
+    prompt: tuple[int, ...] = ()
+    for index in range(count):
+        if index % GROUP == 0:
+            prompt = tuple(chance.randrange(vocab_size) for _ in range(chance.randint(3, 20)))
+        num_prompt, num_generated = len(prompt), chance.randint(1, 24)
+        ids = prompt + tuple(chance.randrange(vocab_size) for _ in range(num_generated))
         samples.append(
             RolloutSample(
                 document=Document(token_ids=ids, responses=(Span(start=num_prompt, stop=len(ids)),)),

@@ -37,6 +37,7 @@ def run_it(flags: list[str], *, num_steps: int) -> list[dict[str, float]]:
             num_ranks=run.layout.data_parallel_world_size,
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,
             num_mini_batches=config.loss.num_mini_batches,
+            prefix_sharing=config.loss.prefix_sharing,
         )[dist.get_rank(learner.policy.dp_process_group)]
         rows.append({"step": step, **learner.step(work), **learned.metrics})
         learner.trainer.save({}, keep_last_n=0)
