@@ -24,9 +24,7 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
     def like(cls, stock: RotaryEmbedding) -> SegmentRotaryEmbedding:
         """One with the tables of `stock`."""
         assert stock.rotary_dim == stock.dim, "partial rotary embeddings are refused when config.json is read"
-        rope = cls(
-            head_size=stock.dim, theta=stock.theta, full_precision=stock.full_precision, scaling=stock.scaling
-        )
+        rope = cls(head_size=stock.dim, theta=stock.theta, full_precision=stock.full_precision, scaling=stock.scaling)
         rope._cache = stock._cache
         return rope
 

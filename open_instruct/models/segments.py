@@ -23,7 +23,7 @@ import torch
 
 
 class Segment(NamedTuple):
-    """Where a segment starts in the row, its tokens, and where the prefix that it attends to starts and how long it is."""
+    """Where a segment starts in the row and its tokens, and the same of the prefix that it attends to."""
 
     start: int
     length: int

@@ -1,13 +1,13 @@
 """Attention in rows whose responses share one copy of their prompt; see segments.py for what attends to what.
 
-Legend: T tokens of the row, N tiles taken together, Q query and K key tokens of a tile, H query heads, G key-value heads,
-D features of a head.
+Legend: T tokens of the row, N tiles taken together, Q query and K key tokens of a tile, H query heads, G key-value
+heads, D features of a head.
 
-On a CPU the work is cut into *tiles*, ranges of queries against ranges of keys, none of which repeats a key: each segment
-against itself, and all branches of a root at once against the root. Where two tiles have the same queries their results
-are put together by their log-sums of exponentials, as flash attention does with the blocks of a row (Dao et al. 2022,
-arXiv:2205.14135, section 3.1), and so are their gradients (Dao 2023, arXiv:2307.08691, section 3.1.2): the backward
-pass of a tile is given the output and the log-sum of all of its queries' keys.
+On a CPU the work is cut into *tiles*, ranges of queries against ranges of keys, none of which repeats a key: each
+segment against itself, and all branches of a root at once against the root. Where two tiles have the same queries their
+results are put together by their log-sums of exponentials, as flash attention does with the blocks of a row (Dao et
+al. 2022, arXiv:2205.14135, section 3.1), and so are their gradients (Dao 2023, arXiv:2307.08691, section 3.1.2): the
+backward pass of a tile is given the output and the log-sum over all keys of its queries.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _TiledAttention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_THD, key_TGD, value_TGD, out_THD, lse_TH = ctx.saved_tensors
         # Added up over tiles in the inputs' own dtype, as autograd does with what is used twice.
         grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query_THD, key_TGD, value_TGD))
@@ -223,7 +223,7 @@ def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
 
 
 def prefix_tiles(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
-    """Branches against their roots: all branches of a root in one tile, unless a window hides a part of it from some."""
+    """Branches against their roots: all branches of a root in one tile, unless a window hides some of it."""
     segments = tuple(segments_of(lengths, prefix_lengths))
     index = 0
     while index < len(segments):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from os.path import commonprefix
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.records import Document
@@ -26,10 +25,15 @@ def shared_prefix_length(documents: Sequence[Document]) -> int:
     if len(documents) < 2:
         return 0
     prompts = [document.token_ids[: document.responses[0].start] for document in documents]
-    return max(len(commonprefix(prompts)) - 1, 0)
+    # What the first and the last of them in sorted order have in common, all have.
+    first, last = min(prompts), max(prompts)
+    num_common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return max(min(num_common, len(last)) - 1, 0)
 
 
-def groups_that_share(documents: Sequence[Document], groups: Sequence[Sequence[int]], sharing: PrefixSharing) -> list[tuple[int, ...]]:
+def groups_that_share(
+    documents: Sequence[Document], groups: Sequence[Sequence[int]], sharing: PrefixSharing
+) -> list[tuple[int, ...]]:
     """`groups` (of indices of `documents`), those whose sharing does not pay taken apart."""
     chosen: list[tuple[int, ...]] = []
     for group in groups:

@@ -136,16 +136,18 @@ def _chunks_that_fit(
         return [Chunk(tuple(samples), num_tokens)]
     half = len(samples) // 2
     return [
-        chunk for part in (samples[:half], samples[half:]) for chunk in _chunks_that_fit(documents, part, capacity, sharing)
+        chunk
+        for part in (samples[:half], samples[half:])
+        for chunk in _chunks_that_fit(documents, part, capacity, sharing)
     ]
 
 
-def _plan_chunks(
-    chunks: Sequence[Chunk], *, num_ranks: int, capacity: int
-) -> tuple[int, tuple[Microbatches, ...]]:
+def _plan_chunks(chunks: Sequence[Chunk], *, num_ranks: int, capacity: int) -> tuple[int, tuple[Microbatches, ...]]:
     """Tokens of the busiest rank, and the samples of each rank's microbatches."""
     num_tokens = [chunk.num_tokens for chunk in chunks]
-    plan = balanced(num_tokens, num_ranks=num_ranks, cut=partial(first_fit, num_tokens_of_sample=num_tokens, capacity=capacity))
+    plan = balanced(
+        num_tokens, num_ranks=num_ranks, cut=partial(first_fit, num_tokens_of_sample=num_tokens, capacity=capacity)
+    )
     busiest = max(sum(num_tokens[i] for microbatch in microbatches for i in microbatch) for microbatches in plan)
     samples = tuple(
         tuple(tuple(sorted(sample for i in microbatch for sample in chunks[i].samples)) for microbatch in microbatches)

@@ -8,6 +8,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,9 +120,7 @@ def shared_fraction(packed: PackedBatch) -> Metric:
     if packed.prefix_lengths is not None:
         assert packed.document_lengths is not None
         prefix_lengths = packed.prefix_lengths
-        first_branches = [
-            length for before, length in zip(prefix_lengths, prefix_lengths[1:], strict=False) if length and not before
-        ]
+        first_branches = [length for before, length in pairwise(prefix_lengths) if length and not before]
         num_saved = sum(prefix_lengths) - sum(first_branches)
     num_tokens = packed.num_tokens + num_saved
     return Metric(value=num_saved / max(num_tokens, 1), weight=float(num_tokens))

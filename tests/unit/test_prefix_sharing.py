@@ -39,9 +39,7 @@ def one_thread() -> Iterator[None]:
 
 
 def document(prompt: Sequence[int], reply: Sequence[int]) -> Document:
-    return Document(
-        token_ids=(*prompt, *reply), responses=(Span(start=len(prompt), stop=len(prompt) + len(reply)),)
-    )
+    return Document(token_ids=(*prompt, *reply), responses=(Span(start=len(prompt), stop=len(prompt) + len(reply)),))
 
 
 def some_tokens(count: int, rng: random.Random) -> tuple[int, ...]:
@@ -162,7 +160,7 @@ def test_every_plan_of_groups(
         contents[sharing] = everyone
     # Whatever is shared, each update learns from the same completions.
     assert contents["off"] == contents["on"] == contents["auto"]
-    assert sorted(sum(contents["off"], [])) == list(range(len(documents)))
+    assert sorted(i for minibatch in contents["off"] for i in minibatch) == list(range(len(documents)))
 
 
 def rollout(document: Document) -> RolloutSample:
