@@ -300,6 +300,7 @@ def test_computed_again_in_the_backward_pass(mode: str) -> None:
     assert_same(list(gradients.values()), list(expected[1].values()))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiled_blocks_take_segments() -> None:
     """With a compiler that changes nothing; what matters is that it can trace them."""
     model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
