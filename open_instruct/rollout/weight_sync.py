@@ -40,7 +40,7 @@ from open_instruct.rollout.roll_call import (
     outward_address,
     receiver_name,
 )
-from open_instruct.rollout.weight_backend import SHARED, check_backend, choose_backend
+from open_instruct.rollout.weight_backend import ON_DEVICE, SHARED, check_backend, choose_backend
 from open_instruct.rollout.weight_manifest import WeightManifest
 from open_instruct.rollout.weight_outgoing import Bystander, Outgoing, PartBroadcaster, SharedMemoryWriter
 from open_instruct.rollout.weight_wire import (
@@ -105,8 +105,8 @@ class WeightSender:
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
-        self._device = next(model.parameters()).device if backend in ("nccl", "ipc") else CPU
-        if backend in ("nccl", "ipc") and self._device.type != "cuda":
+        self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
+        if backend in ON_DEVICE and self._device.type != "cuda":
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
         parameters = self._parameters()
         self.manifest = WeightManifest(
