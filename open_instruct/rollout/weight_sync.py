@@ -32,14 +32,8 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models.names import TensorNames, clean_name
 from open_instruct.models.shards import Box, boxes_beside, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.rollout.roll_call import (
-    HOST_RANK,
-    LOOPBACK,
-    RollCall,
-    learner_name,
-    outward_address,
-    receiver_name,
-)
+from open_instruct.rollout.addresses import LOOPBACK, outward_address
+from open_instruct.rollout.roll_call import HOST_RANK, RollCall, learner_name, receiver_name
 from open_instruct.rollout.weight_backend import ON_DEVICE, SHARED, check_backend, choose_backend
 from open_instruct.rollout.weight_manifest import WeightManifest
 from open_instruct.rollout.weight_outgoing import Bystander, Outgoing, PartBroadcaster, SharedMemoryWriter
