@@ -223,20 +223,19 @@ class WeightSender:
         return info
 
     def _make_outgoing(self, roll: RollCall) -> Outgoing:
-        dtype, info = self.manifest.dtype, self._info
-        if self._backend in SHARED:
-            assert self._slots_SN is not None
-            return SharedMemoryWriter(self._slots_SN, roll, dtype=dtype, rank=self._rank)
         if self._rank not in self.manifest.ranks:
             return Bystander()
+        if self._backend in SHARED:
+            assert self._slots_SN is not None
+            return SharedMemoryWriter(self._slots_SN, roll, dtype=self.manifest.dtype, rank=self._rank)
         group = broadcast_group(
             self._backend,
             roll.store,
             sender=learner_name(self._rank),
             rank=0,
             size=len(self._receivers) + 1,
-            address=info["address"],
-            port=info["port"],
+            address=self._info["address"],
+            port=self._info["port"],
             timeout_s=self._timeout_s,
         )
         return PartBroadcaster(
