@@ -142,7 +142,8 @@ class Bare:
         import torch
 
         from open_instruct.rollout import weight_wire
-        from open_instruct.rollout.roll_call import LOOPBACK, RollCall
+        from open_instruct.rollout.addresses import LOOPBACK
+        from open_instruct.rollout.roll_call import RollCall
         from open_instruct.rollout.weight_manifest import WeightManifest
 
         self.wire = weight_wire

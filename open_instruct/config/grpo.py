@@ -30,9 +30,9 @@ from open_instruct.config.validation import (
     mixer_warnings,
     optimizer_problems,
     parallel_problems,
+    refuse,
     run_problems,
 )
-from open_instruct.errors import InputError
 
 TOKEN_DENOMINATOR_LOSSES = ("dapo", "cispo")
 # A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
@@ -81,21 +81,21 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
     Raises:
         InputError: listing every problem, each with its remedy.
     """
-    problems = [
-        *_data_problems(config.data),
-        *_rollout_problems(config),
-        *_reward_problems(config),
-        *_loss_problems(config),
-        *optimizer_problems(config.optim),
-        *parallel_problems(config.parallel),
-        *_fleet_problems(config),
-        *memory_problems(config.memory),
-        *_evaluation_problems(config),
-        *run_problems(config.run),
-        *logging_problems(config.logging),
-    ]
-    if problems:
-        raise InputError("\n".join(problems))
+    refuse(
+        [
+            *_data_problems(config.data),
+            *_rollout_problems(config),
+            *_reward_problems(config),
+            *_loss_problems(config),
+            *optimizer_problems(config.optim),
+            *parallel_problems(config.parallel),
+            *_fleet_problems(config),
+            *memory_problems(config.memory),
+            *_evaluation_problems(config),
+            *run_problems(config.run),
+            *logging_problems(config.logging),
+        ]
+    )
     return list(_warnings(config))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,6 @@ def load_prompt_dataset(
         InputError: see there; a row that names none of `known_verifiers`, or one that refuses its ground truth, is
             malformed.
     """
-
-    def builder_of(chat: ChatFormat, *, names_of_verifiers: Any, **own: Any) -> PromptBuilder:
-        del names_of_verifiers  # for the name of the cached file alone
-        return PromptBuilder(chat, known_verifiers=known_verifiers, **own)
-
+    builder_of = partial(PromptBuilder, known_verifiers=known_verifiers)
     names = None if known_verifiers is None else sorted(known_verifiers)
-    return load_token_dataset(PromptDataset, builder_of, flag=flag, names_of_verifiers=names, **arguments)
+    return load_token_dataset(PromptDataset, builder_of, flag=flag, facts={"names_of_verifiers": names}, **arguments)

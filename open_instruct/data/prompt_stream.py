@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from open_instruct.data.prompt_dataset import PromptDataset
-from open_instruct.errors import InputError, RunError
+from open_instruct.data.saved_place import check_saved_place
+from open_instruct.errors import RunError
 from open_instruct.records import Prompt
 
 
@@ -71,15 +72,11 @@ class PromptStream:
         Raises:
             InputError: the state is of other prompts, or of another seed.
         """
-        for key, ours, remedy in (
+        check_saved_place(
+            state_dict,
             ("data_fingerprint", self._fingerprint, "give the same prompts, template and --max_prompt_token_length"),
             ("seed", self.seed, f"give --seed {state_dict['seed']}"),
-        ):
-            if state_dict[key] != ours:
-                raise InputError(
-                    f"the checkpoint was written with {key} {state_dict[key]}, this run has {ours}: {remedy}, or start "
-                    "afresh with another --output_dir or --overwrite_output_dir"
-                )
+        )
         self._epoch = state_dict["epoch"]
         self._position = state_dict["position"]
         self._next_ticket = state_dict["next_ticket"]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -83,14 +83,16 @@ def load_token_dataset(
     seed: int,
     cache_dir: str | Path | None,
     flag: str = "--mixer_list",
+    facts: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     **own: Any,
 ) -> tuple[DatasetT, DataReport]:
     """The tokenised mixture, from the cache where the same has been asked for before.
 
     `dataset_of` takes the arrays that the builder makes; `own` are the arguments of this kind of builder, such as
-    `max_seq_length`, as JSON can write them. Nothing here speaks of ranks: let one rank call it first, then, past a
-    barrier, the others; they find the file. `on_progress(done, total)` counts distinct rows while they are tokenised.
+    `max_seq_length`, as JSON can write them; `facts` are what the arrays depend on beside all that, as JSON too.
+    Nothing here speaks of ranks: let one rank call it first, then, past a barrier, the others; they find the file.
+    `on_progress(done, total)` counts distinct rows while they are tokenised.
 
     Raises:
         InputError: see `parse_mixer_list`, `open_rows` and `choose_chat_template`; a row is malformed and
@@ -110,7 +112,7 @@ def load_token_dataset(
         "chat": chat.fingerprint,
         "on_bad_row": on_bad_row,
         "seed": seed,
-        "own": own,
+        "own": {**own, **(facts or {})},
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
     path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"

@@ -14,10 +14,10 @@ from typing import Any
 
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError, RunError
+from open_instruct.rollout.addresses import LOOPBACK
 from open_instruct.rollout.placement import FleetShape, Placement, Say, place
 from open_instruct.rollout.watchdog import Watchdog
 
-LOOPBACK = "127.0.0.1"
 MAX_FOLDER_CHARACTERS = 30  # of the 107 that the path of a Unix socket may have; Ray adds over 60
 MAX_OBJECT_STORE_BYTES = 2 << 30  # batches of tokens pass through it, never weights
 MIN_OBJECT_STORE_BYTES = 96 << 20

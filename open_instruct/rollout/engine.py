@@ -70,7 +70,6 @@ class Engine:
         self._version = 0
         self._is_admitting = True
         self._is_stepping = True
-        self._is_updating = False
         self._is_closed = False
         self._step_began: float | None = None
         self._failure: RunError | None = None
@@ -136,7 +135,6 @@ class Engine:
         """
 
         def stop(core: Core) -> None:
-            self._is_updating = True
             self._is_admitting = False
             self._is_stepping = drain
 
@@ -156,7 +154,6 @@ class Engine:
             core.call_workers("finish_update")
             core.weights_changed(version)
             self._version = version
-            self._is_updating = False
             self._is_admitting = self._is_stepping = True
 
         self._between_steps(go_on)
@@ -179,7 +176,7 @@ class Engine:
             num_waiting=len(self._waiting),
             num_generated_tokens=self._num_generated_tokens,
             seconds_in_step=0.0 if began is None else time.monotonic() - began,
-            is_updating=self._is_updating,
+            is_updating=not self._is_admitting,
         )
 
     def shutdown(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
-from open_instruct.rollout.answers import EngineAnswers, EngineHealth
+from open_instruct.rollout.answers import EngineAnswers
 from open_instruct.rollout.requests import GenerationRequest
 from open_instruct.rollout.settle import settle
 
@@ -56,7 +56,6 @@ class _Member:
     handle: EngineHandle
     asked: dict[int, _Asked] = field(default_factory=dict)
     is_alive: bool = True
-    health: EngineHealth | None = None
 
 
 class EnginePool:
@@ -223,13 +222,11 @@ class EnginePool:
                 self._take(member, answers)
             except RunError as error:
                 is_there = self._restarted(index, error)
-            except Exception as unexpected:
-                log.exception("engine %d could not be asked", index)
-                is_there = self._restarted(index, RunError(f"engine {index} could not be asked: {unexpected}"))
+            except Exception as error:
+                is_there = self._restarted(index, _unexpected(error, f"engine {index} could not be asked"))
 
     def _take(self, member: _Member, answers: EngineAnswers) -> None:
         with self._lock:
-            member.health = answers.health
             done = [(member.asked.pop(key, None), completion) for key, completion in answers.completions.items()]
             refused = [(member.asked.pop(key, None), reason) for key, reason in answers.refused.items()]
         # Outside the lock: what hangs on a future may ask again.
@@ -275,14 +272,17 @@ class EnginePool:
             self._on_restart(index)
         except RunError as again:
             log.warning("engine %d could not be started again: %s", index, again)
-            with self._lock:
-                self._members[index].is_alive = False
             return self._restarted(index, again)
-        except Exception as unexpected:
-            log.exception("engine %d could not be started again", index)
-            return self._restarted(index, RunError(f"engine {index} could not be started again: {unexpected}"))
+        except Exception as again:
+            return self._restarted(index, _unexpected(again, f"engine {index} could not be started again"))
         with self._lock:
             member.is_alive = True
             waiting, self._homeless = self._homeless, {}
             self._send(waiting)
         return True
+
+
+def _unexpected(error: Exception, what_failed: str) -> RunError:
+    """In the place of an error that is no RunError, and so is ours: the log gets its traceback."""
+    log.exception(what_failed)
+    return RunError(f"{what_failed}: {error}")

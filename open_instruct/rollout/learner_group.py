@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.rollout.addresses import LOOPBACK, LOOPBACK_INTERFACE
 from open_instruct.rollout.learner_call import LearnerCall, LearnerLost
 from open_instruct.rollout.learner_host import HostFacts, LearnerHost
 from open_instruct.rollout.placement import Placement, Say
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LearnerGroup", "LearnerLost"]
 
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 START_TIMEOUT_S = 300.0
 
 

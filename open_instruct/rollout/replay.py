@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.training.checkpoints import find_checkpoints
+from open_instruct.training.metrics_log import MetricsFile
 
 # What belongs to the layout and the length of the run rather than to the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib", "shared_fraction")
@@ -86,10 +86,8 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
     Raises:
         InputError: the file cannot be read.
     """
-    if not metrics.exists():
-        return None
     try:
-        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        rows = MetricsFile(metrics).rows()
     except (OSError, ValueError) as error:
         raise InputError(f"{metrics} cannot be read as rows of JSON: {error}") from error
     return next((row for row in reversed(rows) if row.get("step") == step), None)

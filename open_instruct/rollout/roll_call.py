@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,6 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from open_instruct.errors import RunError
-
-LOOPBACK = "127.0.0.1"
 
 
 def learner_name(rank: int) -> str:
@@ -33,20 +30,6 @@ SHORTEST_NAP_S = 0.0001
 LONGEST_NAP_S = 0.003
 NAP_GROWTH = 1.1
 SECONDS_BETWEEN_CHECKS = 0.25
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address of this machine that packets to `host` carry; nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-    return address
-
-
-def outward_address() -> str:
-    """This process's address as its peers reach it: the one towards the meeting point of its process group."""
-    return address_towards(os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "1")))
 
 
 class RollCall:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from open_instruct.errors import InputError
 from open_instruct.records import Completion
+from open_instruct.rollout.addresses import LOOPBACK
 from open_instruct.rollout.requests import EngineSettings, GenerationRequest
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def engine_environment(on_cuda: bool) -> dict[str, str]:
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the loop that steps is ours
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_HOST_IP": "127.0.0.1",  # an engine is on one node
+        "VLLM_HOST_IP": LOOPBACK,  # an engine is on one node
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",

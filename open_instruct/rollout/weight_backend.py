@@ -6,10 +6,10 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError
 from open_instruct.rollout.watchdog import SHARED_MEMORY
 
-BROADCAST = ("nccl", "gloo")
-"""Learners broadcast their parts of a bucket."""
 SHARED = ("shm", "ipc")
-"""Learners write a bucket into memory that the receivers read too."""
+"""Learners write a bucket into memory that the receivers read too; the other ways broadcast it."""
+ON_DEVICE = ("nccl", "ipc")
+"""Weights go from CUDA device to CUDA device; the other ways pass through the CPU."""
 
 
 def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
@@ -35,7 +35,7 @@ def check_backend(fleet: FleetSection, *, on_cuda: bool, single_device: bool, sa
         InputError: says why, and what would work.
     """
     flag = fleet.weight_sync_backend
-    if flag in ("nccl", "ipc") and not on_cuda:
+    if flag in ON_DEVICE and not on_cuda:
         raise InputError(f"--weight_sync_backend {flag}: there is no CUDA device; use auto, shm or gloo")
     if flag == "ipc" and not single_device:
         raise InputError(

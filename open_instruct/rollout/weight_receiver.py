@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from open_instruct.errors import RunError
 from open_instruct.rollout.roll_call import HOST, RollCall, learner_name, receiver_name
-from open_instruct.rollout.weight_backend import SHARED
+from open_instruct.rollout.weight_backend import ON_DEVICE, SHARED
 from open_instruct.rollout.weight_manifest import Bucket, WeightManifest
 from open_instruct.rollout.weight_wire import (
     broadcast,
@@ -30,7 +30,6 @@ from open_instruct.rollout.weight_wire import (
 EXTRA_PATIENCE_S = 5.0
 
 CPU = torch.device("cpu")
-ON_DEVICE = ("nccl", "ipc")
 PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Weights = Iterator[tuple[str, torch.Tensor]]

@@ -32,15 +32,9 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models.names import TensorNames, clean_name
 from open_instruct.models.shards import Box, boxes_beside, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.rollout.roll_call import (
-    HOST_RANK,
-    LOOPBACK,
-    RollCall,
-    learner_name,
-    outward_address,
-    receiver_name,
-)
-from open_instruct.rollout.weight_backend import SHARED, check_backend, choose_backend
+from open_instruct.rollout.addresses import LOOPBACK, outward_address
+from open_instruct.rollout.roll_call import HOST_RANK, RollCall, learner_name, receiver_name
+from open_instruct.rollout.weight_backend import ON_DEVICE, SHARED, check_backend, choose_backend
 from open_instruct.rollout.weight_manifest import WeightManifest
 from open_instruct.rollout.weight_outgoing import Bystander, Outgoing, PartBroadcaster, SharedMemoryWriter
 from open_instruct.rollout.weight_wire import (
@@ -105,8 +99,8 @@ class WeightSender:
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
-        self._device = next(model.parameters()).device if backend in ("nccl", "ipc") else CPU
-        if backend in ("nccl", "ipc") and self._device.type != "cuda":
+        self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
+        if backend in ON_DEVICE and self._device.type != "cuda":
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
         parameters = self._parameters()
         self.manifest = WeightManifest(
@@ -229,20 +223,19 @@ class WeightSender:
         return info
 
     def _make_outgoing(self, roll: RollCall) -> Outgoing:
-        dtype, info = self.manifest.dtype, self._info
-        if self._backend in SHARED:
-            assert self._slots_SN is not None
-            return SharedMemoryWriter(self._slots_SN, roll, dtype=dtype, rank=self._rank)
         if self._rank not in self.manifest.ranks:
             return Bystander()
+        if self._backend in SHARED:
+            assert self._slots_SN is not None
+            return SharedMemoryWriter(self._slots_SN, roll, dtype=self.manifest.dtype, rank=self._rank)
         group = broadcast_group(
             self._backend,
             roll.store,
             sender=learner_name(self._rank),
             rank=0,
             size=len(self._receivers) + 1,
-            address=info["address"],
-            port=info["port"],
+            address=self._info["address"],
+            port=self._info["port"],
             timeout_s=self._timeout_s,
         )
         return PartBroadcaster(

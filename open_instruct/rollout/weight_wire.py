@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from open_instruct.errors import RunError
-from open_instruct.rollout.roll_call import address_towards
+from open_instruct.rollout.addresses import address_towards
 from open_instruct.rollout.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.rollout.weight_manifest import Bucket
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
 
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
+from open_instruct.data.saved_place import check_saved_place
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.errors import InputError
 from open_instruct.packing.steps import plan_step
 from open_instruct.records import ShardLayout
 
@@ -182,7 +182,8 @@ class SampleLoader(DataLoaderBase):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for key, ours, remedy in (
+        check_saved_place(
+            state_dict,
             ("data_fingerprint", self.dataset.fingerprint, "give the same data, template and --max_seq_length"),
             ("seed", self.seed, f"give --seed {state_dict['seed']}"),
             (
@@ -191,11 +192,6 @@ class SampleLoader(DataLoaderBase):
                 "choose --per_device_train_batch_size and --gradient_accumulation_steps so that their product "
                 f"times {self.dp_world_size} data-parallel ranks is {state_dict['num_samples_per_step']}",
             ),
-        ):
-            if state_dict[key] != ours:
-                raise InputError(
-                    f"the checkpoint was written with {key} {state_dict[key]}, this run has {ours}: {remedy}, "
-                    "or start afresh with another --output_dir or --overwrite_output_dir"
-                )
+        )
         self._epoch = state_dict["epoch"]
         self.batches_processed = state_dict["batches_processed"]

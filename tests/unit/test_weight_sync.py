@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
@@ -45,6 +45,7 @@ class TestBuckets:
             "b": (16, 4),
         }
 
+    @settings(deadline=None)
     @given(
         st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=20),
         st.integers(1, 400),
