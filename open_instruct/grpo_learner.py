@@ -53,7 +53,7 @@ class GRPOLearner:
             rollout_minibatches(
                 work,
                 pad_token_id=self.pretrained.pad_token_id,
-                pad_to_multiple_of=self.run.layout.tensor_parallel_degree,
+                pad_to_multiple_of=self.run.layout.model_parallel_degree,
             )
         )
         return self.trainer.take_step(minibatches * self.config.loss.num_epochs, num_tokens=work.num_tokens_global)

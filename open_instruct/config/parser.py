@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of
-from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+from open_instruct.config.upstream_flags import SYNONYMS, UPSTREAM_FLAGS
 from open_instruct.errors import InputError
 
 ConfigT = TypeVar("ConfigT")
@@ -75,7 +75,7 @@ def _read_command_line(words: Sequence[str], flags: Mapping[str, Flag], problems
     """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
     values: dict[str, Any] = {}
     for spelling, given in _groups(words, problems):
-        name = _normalised(spelling.removeprefix("--"))
+        name = _known_as(_normalised(spelling.removeprefix("--")))
         negated = flags.get(name.removeprefix("no_"))
         if name not in flags and name.startswith("no_") and negated is not None and negated.kind is bool:
             name = negated.name
@@ -138,7 +138,7 @@ def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str]) -> dic
         if not isinstance(key_node, yaml.ScalarNode):
             problems.append(f"{where} a flag's name is one word, not {_node_kind(key_node)}")
             continue
-        name, origin = _normalised(key_node.value), f"{where} {key_node.value}"
+        name, origin = _known_as(_normalised(key_node.value)), f"{where} {key_node.value}"
         if name not in flags:
             problems.append(f"{origin} {_unknown(name, flags)}")
             continue
@@ -195,6 +195,10 @@ def _node_kind(node: Any) -> str:
 
 
 # Names
+
+
+def _known_as(name: str) -> str:
+    return SYNONYMS.get(name, name)
 
 
 def _normalised(name: str) -> str:

@@ -104,6 +104,7 @@ FREE_FLAGS = frozenset(
         "fsdp_shard_degree",
         "fsdp_num_replicas",
         "tensor_parallel_degree",
+        "context_parallel_degree",
         "dist_timeout_s",
         "activation_checkpointing",
         "activation_checkpointing_modules",

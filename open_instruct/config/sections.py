@@ -121,6 +121,7 @@ class ParallelSection:
     fsdp_shard_degree: int | None = flag("GPUs that share one copy of the model; default: a node's", None)
     fsdp_num_replicas: int | None = flag("copies of the model; default: the number of nodes", None)
     tensor_parallel_degree: int = flag("GPUs that split every matrix", 1)
+    context_parallel_degree: int = flag("GPUs that split every packed row (also: --sequence_parallel_size)", 1)
     single_gpu_mode: bool = flag("one device, no sharding, the model cast to --param_dtype (for debugging)", False)
     dist_timeout_s: int = flag("seconds a rank waits for the others before it gives up", 1800)
 

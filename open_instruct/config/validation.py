@@ -118,13 +118,20 @@ def optim_problems(optim: OptimSection) -> Iterator[str]:
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
     yield from at_least(
-        parallel, 1, "fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "dist_timeout_s"
+        parallel,
+        1,
+        "fsdp_shard_degree",
+        "fsdp_num_replicas",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "dist_timeout_s",
     )
     if parallel.single_gpu_mode:
         degrees = {
             "fsdp_shard_degree": parallel.fsdp_shard_degree,
             "fsdp_num_replicas": parallel.fsdp_num_replicas,
             "tensor_parallel_degree": parallel.tensor_parallel_degree,
+            "context_parallel_degree": parallel.context_parallel_degree,
         }
         for name, degree in degrees.items():
             if degree not in (None, 1):
@@ -183,6 +190,11 @@ def training_problems(config: Any) -> Iterator[str]:
                 f"{given}: is read only with --activation_checkpointing selected_modules, and it is "
                 f"{config.memory.activation_checkpointing}; leave one out"
             )
+    if config.parallel.context_parallel_degree > 1 and not config.data.packing:
+        yield (
+            f"--context_parallel_degree {config.parallel.context_parallel_degree}: only packed rows are split over "
+            "ranks; leave --no_packing out"
+        )
     if not config.data.eval_mixer_list:
         for given in changed(config, "eval_mixer_list_splits"):
             yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out rows"

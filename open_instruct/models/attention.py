@@ -22,6 +22,7 @@ from olmo_core.nn.attention.backend import AttentionBackend
 from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
+from open_instruct.models.context_parallel import ContextGroup
 from open_instruct.models.segments import Segments
 from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly
 
@@ -40,7 +41,11 @@ class SegmentAttention(AttentionBackend):
     `window_size` is OLMo-core's: (left, 0) lets a query see itself and `left` tokens before it, (-1, -1) all
     tokens before it. Distances are counted within the document. Key-value heads are shared by groups of
     query heads and never repeated in memory. There are no parameters, and no mask as large as a row squared.
+
+    `context` is set where rows are split over ranks (context_parallel.py); they then need their `Segments`.
     """
+
+    context: ContextGroup | None = None
 
     @classmethod
     def assert_supported(cls) -> None:
@@ -56,7 +61,7 @@ class SegmentAttention(AttentionBackend):
 
     @classmethod
     def assert_supports_ulysses_cp(cls) -> None:
-        raise RuntimeError("SegmentAttention does not split a row over ranks (Ulysses context parallelism)")
+        """Supported, by `apply_context_parallel`."""
 
     @classmethod
     def assert_supports_packed_qkv(cls) -> None:
@@ -106,15 +111,15 @@ class SegmentAttention(AttentionBackend):
         query_BTHD, key_BTGD, value_BTGD = qkv
         left = self.window_size[0]
         if isinstance(cu_doc_lens, Segments):
-            attended_THD = attend_over_segments(
-                query_BTHD.squeeze(0),
-                key_BTGD.squeeze(0),
-                value_BTGD.squeeze(0),
-                cu_doc_lens,
-                left=left,
-                scale=self.scale,
-            )
-            return attended_THD.unsqueeze(0)
+            query, key, value = query_BTHD.squeeze(0), key_BTGD.squeeze(0), value_BTGD.squeeze(0)
+            if self.context is not None:
+                query, key, value = self.context.heads_of_whole_row(query, key, value)
+            attended = attend_over_segments(query, key, value, cu_doc_lens, left=left, scale=self.scale)
+            if self.context is not None:
+                attended = self.context.tokens_of_all_heads(attended)
+            return attended.unsqueeze(0).contiguous()
+        if self.context is not None:
+            raise RuntimeError("rows that are split over ranks need their segments")
         num_rows, row_len = query_BTHD.shape[:2]
         if cu_doc_lens is None and not 0 <= left < row_len - 1:
             return attend_causally(query_BTHD, key_BTGD, value_BTGD, scale=self.scale).contiguous()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from open_instruct.models.attention import install_segment_attention
+from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.logprob_head import install_logprob_head
 from open_instruct.models.names import clean_name
@@ -43,6 +44,7 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Tr
     install_logprob_head(model, config, init_device=init_device)
     # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
+    model.apply_cp = types.MethodType(apply_context_parallel, model)  # type: ignore[method-assign]
     return model
 
 

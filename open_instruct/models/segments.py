@@ -36,7 +36,8 @@ class Segments(NamedTuple):
 
     Attributes:
         lengths, prefix_lengths: of each segment, S numbers; for attention that is computed segment by segment.
-        positions_T: int64, the logical position of every token, for RoPE.
+        positions_T: int64, the logical position of every token, for RoPE; where the row is split over ranks, of this
+            rank's tokens alone.
         cu_queries, cu_keys: int32 (S + 1,), where each segment's queries and gathered keys start, then their number.
         key_index_K: int64, the row's token that each gathered key is.
         max_queries, max_keys: of any segment.

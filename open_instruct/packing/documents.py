@@ -136,17 +136,19 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
     """The positions that have a label, so that the language-model head runs only there.
 
     K is the largest number of labels in a row, at least 1. A row with fewer is filled up with its last
-    position, which never has a label: there the label is IGNORE_INDEX and the sequence id -1. Order is
-    kept. Call it on the CPU, before the batch moves: K is read from the tensor.
+    position: there the label is IGNORE_INDEX and the sequence id -1. (Only of a part of a row, which is the only
+    row then and not filled up, the last position may have a label.) Order is kept. Call it on the CPU, before the
+    batch moves: K is read from the tensor.
 
     Example: labels `[[-100, 7, 8, -100], [9, -100, -100, -100]]` give positions `[[1, 2], [0, 3]]`.
     """
     has_label_BT = batch.labels_BT != IGNORE_INDEX
     num_rows, width = has_label_BT.shape
-    assert not has_label_BT[:, -1].any(), "a row's last position has a label"
     rows, columns = has_label_BT.nonzero(as_tuple=True)
     slots_BT = has_label_BT.cumsum(dim=1) - 1
     num_kept = max(1, int(slots_BT[:, -1].max()) + 1)
+    is_filled_B = slots_BT[:, -1] + 1 < num_kept
+    assert not has_label_BT[is_filled_B, -1].any(), "the last position of a row that is filled up has a label"
     positions_BK = torch.full((num_rows, num_kept), width - 1, device=has_label_BT.device)
     positions_BK[rows, slots_BT[rows, columns]] = columns
     return KeptPositions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.train.train_module.transformer import (
+    TransformerContextParallelConfig,
     TransformerDataParallelConfig,
     TransformerDataParallelWrappingStrategy,
     TransformerTensorParallelConfig,
@@ -51,6 +52,13 @@ def build_tensor_parallel_config(layout: ShardLayout) -> TransformerTensorParall
     if layout.tensor_parallel_degree == 1:
         return None
     return TransformerTensorParallelConfig(degree=layout.tensor_parallel_degree)
+
+
+def build_context_parallel_config(layout: ShardLayout) -> TransformerContextParallelConfig | None:
+    """Rows split over the layout's context degree, in Ulysses style; None where every rank has whole rows."""
+    if layout.context_parallel_degree == 1:
+        return None
+    return TransformerContextParallelConfig.ulysses(layout.context_parallel_degree)
 
 
 def _dtype(name: str, value: str) -> DType:

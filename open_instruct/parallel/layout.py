@@ -100,6 +100,7 @@ def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardL
         fsdp_shard_degree=parallel.fsdp_shard_degree,
         fsdp_num_replicas=parallel.fsdp_num_replicas,
         tensor_parallel_degree=parallel.tensor_parallel_degree,
+        context_parallel_degree=parallel.context_parallel_degree,
         single_device=parallel.single_gpu_mode,
     )
 

@@ -5,16 +5,17 @@ B rows, T tokens of a row, K label positions kept for the language-model head, N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
 from open_instruct.losses.logprobs import sum_by_sequence
+from open_instruct.models.context_parallel import ContextGroup, context_of
 from open_instruct.models.logprob_head import head_settings
 from open_instruct.models.segments import Segments
-from open_instruct.packing.documents import kept_positions
+from open_instruct.packing.documents import KeptPositions, kept_positions
 from open_instruct.records import IGNORE_INDEX, PackedBatch
 
 
@@ -49,20 +50,24 @@ def token_logprobs(
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
     `batch` is on the CPU. The language-model head runs only where there are labels. Under tensor parallelism the
-    hidden states are split along T, so there the head runs everywhere and the result is gathered.
+    hidden states are split along T, so there the head runs everywhere and the result is gathered. Where rows are split
+    over ranks, each runs its part and all of them get the log-probs of the whole row.
     """
-    kwargs: dict[str, object] = {}
-    if batch.prefix_lengths is not None:
-        assert batch.document_lengths is not None
-        kwargs["segments"] = Segments.of(batch.document_lengths, batch.prefix_lengths, device=device)
+    context = context_of(model)
+    whole, kwargs = batch, dict[str, object]()
+    if batch.prefix_lengths is not None or context is not None:
+        lengths = batch.document_lengths
+        assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
+        segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=device)
+        if context is not None:
+            part = context.part_of(batch.input_ids_BT.shape[1])
+            batch, segments = _part_of_row(batch, part), segments._replace(positions_T=segments.positions_T[part])
+        kwargs["segments"] = segments
     elif batch.document_lengths is not None:
         kwargs["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32, device=device)
         kwargs["max_doc_lens"] = [max(batch.document_lengths)]
-    if model.tp_enabled:
-        sequence_ids = batch.sequence_ids_BT
-    else:
-        kept = kept_positions(batch)
-        sequence_ids = kept.sequence_ids_BK
+    kept = None if model.tp_enabled else kept_positions(batch)
+    if kept is not None:
         kwargs["logits_to_keep"] = kept.positions_BK.to(device)
 
     with head_settings(model, temperature=temperature, with_entropy=with_entropy):
@@ -74,12 +79,18 @@ def token_logprobs(
             return_logits=False,
             **kwargs,
         )
+    losses, entropies = _gathered(output.loss), _gathered(output.entropy) if with_entropy else None
+    sequence_ids = batch.sequence_ids_BT if kept is None else kept.sequence_ids_BK
+    if context is not None:
+        sequence_ids = whole.sequence_ids_BT
+        losses = _whole_row(losses, kept, batch, context)
+        entropies = None if entropies is None else _whole_row(entropies, kept, batch, context)
     # Computed on the CPU, where the ids are: no wait for the device.
     labelled_N = (sequence_ids.flatten() >= 0).nonzero().squeeze(1)
     return TokenLogprobs(
-        logprobs_N=-_selected(output.loss, labelled_N),
+        logprobs_N=-_selected(losses, labelled_N),
         sequence_ids_N=sequence_ids.flatten()[labelled_N].to(device),
-        entropy_N=_selected(output.entropy, labelled_N) if with_entropy else None,
+        entropy_N=None if entropies is None else _selected(entropies, labelled_N),
     )
 
 
@@ -90,8 +101,32 @@ def sequence_logprobs(model: Transformer, batch: PackedBatch, *, device: torch.d
     return SequenceLogprobs(sums_S=sums_S, lengths_S=lengths_S)
 
 
+def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
+    """The tokens of one rank. Labels were shifted before, so none is lost where the row is cut."""
+    return replace(
+        batch,
+        input_ids_BT=batch.input_ids_BT[:, part],
+        labels_BT=batch.labels_BT[:, part],
+        sequence_ids_BT=batch.sequence_ids_BT[:, part],
+    )
+
+
+def _whole_row(
+    values: torch.Tensor, kept: KeptPositions | None, part: PackedBatch, context: ContextGroup
+) -> torch.Tensor:
+    """The values of a row's tokens, shape (T,), from those that this rank has of its part."""
+    if kept is None:
+        return context.whole_row(values.flatten())
+    positions_K = kept.positions_BK.flatten().to(values.device)
+    values_T = values.new_zeros(part.input_ids_BT.numel()).index_copy(0, positions_K, values.flatten())
+    return context.whole_row(values_T)
+
+
+def _gathered(values: torch.Tensor) -> torch.Tensor:
+    """The values of all positions, where tensor-parallel ranks hold a part each."""
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
 def _selected(values: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-    """The values at flat positions, gathered first where ranks hold a part each."""
-    if isinstance(values, DTensor):
-        values = values.full_tensor()
+    """The values at flat positions."""
     return values.flatten().index_select(0, positions_N.to(values.device))

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import os
+from math import gcd
 from typing import Any, TypeVar
 
 import torch
 from olmo_core.nn.transformer import Transformer
+from transformers import PretrainedConfig
 
+from open_instruct.errors import InputError
 from open_instruct.models.load import stream_load
-from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
-from open_instruct.parallel.layout import unsharded_memory_warning
+from open_instruct.parallel.data_parallel import (
+    build_context_parallel_config,
+    build_data_parallel_config,
+    build_tensor_parallel_config,
+)
+from open_instruct.parallel.layout import divisors, unsharded_memory_warning
+from open_instruct.parallel.wording import one_of
+from open_instruct.records import ShardLayout
 from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.training.pretrained import Pretrained
@@ -37,6 +46,7 @@ def build_policy(
     """
     model, optim, memory = config.model, config.optim, config.memory
     max_seq_length = config.data.max_seq_length
+    check_heads(pretrained.hf_config, run.layout)
     transformer = pretrained.build(init_device=model.init_device)
     _warn_if_too_large(transformer, run)
     if run.layout.single_device:
@@ -54,6 +64,7 @@ def build_policy(
         compile_model=memory.compile_model,
         dp_config=build_data_parallel_config(run.layout, param_dtype=model.param_dtype),
         tp_config=build_tensor_parallel_config(run.layout),
+        cp_config=build_context_parallel_config(run.layout),
         ac_config=checkpointing,
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
@@ -66,6 +77,21 @@ def build_policy(
         f"in {report.wall_time_s:.1f} s"
     )
     return module
+
+
+def check_heads(hf_config: PretrainedConfig, layout: ShardLayout) -> None:
+    """Tensor- and context-parallel ranks each take their own heads.
+
+    :raises InputError: with the degrees that would work.
+    """
+    num_heads = gcd(hf_config.num_attention_heads, hf_config.num_key_value_heads)
+    if num_heads % layout.model_parallel_degree:
+        raise InputError(
+            f"--tensor_parallel_degree {layout.tensor_parallel_degree} x --context_parallel_degree "
+            f"{layout.context_parallel_degree} = {layout.model_parallel_degree} ranks cannot share the model's "
+            f"{hf_config.num_attention_heads} heads and {hf_config.num_key_value_heads} key-value heads; their "
+            f"product can be {one_of(divisors(num_heads))}"
+        )
 
 
 def _warn_if_too_large(model: Transformer, run: Run) -> None:

@@ -12,7 +12,11 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import reshard
-from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
+from open_instruct.parallel.data_parallel import (
+    build_context_parallel_config,
+    build_data_parallel_config,
+    build_tensor_parallel_config,
+)
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.run import Run
 
@@ -34,6 +38,7 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: Any) -> Transfo
         compile_model=config.memory.compile_model,
         dp_config=build_data_parallel_config(run.layout, param_dtype=config.model.param_dtype),
         tp_config=build_tensor_parallel_config(run.layout),
+        cp_config=build_context_parallel_config(run.layout),
     )
     stream_load(model, pretrained.files, pretrained.names)
     return model.requires_grad_(False).eval()

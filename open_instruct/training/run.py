@@ -49,6 +49,7 @@ def open_run(config: Any) -> Iterator[Run]:
         console.warn(warning)
     console.say(
         f"{layout.world_size} ranks: {layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
+        + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
         + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
         + f" on {process.device.type}"
     )

@@ -57,7 +57,7 @@ class BatchShape:
         pad_token_id: int,
         prefix_sharing: PrefixSharing = "off",
     ) -> BatchShape:
-        """The shape that the flags ask for; tensor parallelism splits rows, so they must divide evenly."""
+        """The shape that the flags ask for; tensor and context parallelism split rows, so they must divide evenly."""
         return cls(
             documents_per_sample=documents_per_sample,
             max_samples_per_microbatch=optim.per_device_train_batch_size,
@@ -65,7 +65,7 @@ class BatchShape:
             max_seq_length=data.max_seq_length,
             packing=data.packing,
             pad_token_id=pad_token_id,
-            pad_to_multiple_of=layout.tensor_parallel_degree,
+            pad_to_multiple_of=layout.model_parallel_degree,
             prefix_sharing=prefix_sharing if data.packing else "off",
         )
 

@@ -17,6 +17,7 @@ from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.errors import RunError
+from open_instruct.models.context_parallel import context_of
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Metric, PackedBatch
 
@@ -73,8 +74,10 @@ class SegmentTrainModule(TransformerTrainModule):
         assert not dry_run, "the loader has no mock batch"
         step = batch["step"]
         self._set_model_mode("train")
-        # FSDP averages gradients over the data-parallel ranks; the denominators are global already.
-        gradient_scale = get_world_size(self.dp_process_group)
+        # FSDP averages gradients over the data-parallel ranks; the denominators are global already. Ranks that split a
+        # row are averaged over too, while each has only its tokens' part of the row's gradient.
+        context = context_of(self.model)
+        gradient_scale = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
         sums = WeightedSums()
         for index, microbatch in enumerate(step.microbatches):
             with self._train_microbatch_context(index, len(step.microbatches)):

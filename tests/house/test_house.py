@@ -17,7 +17,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import commands_with_flags, markdown
 from open_instruct.config.replay import ReplayFlags
 from open_instruct.config.sft import SFTConfig
-from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+from open_instruct.config.upstream_flags import SYNONYMS, UPSTREAM_FLAGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "open_instruct"
@@ -243,7 +243,7 @@ def known_flags() -> set[str]:
                 match = re.fullmatch(r"--([a-z][\w-]*)", node.value)
                 if match:
                     known.add(match[1].replace("-", "_"))
-    return known
+    return known | SYNONYMS.keys()
 
 
 @pytest.mark.parametrize("path", [path for path in DOCS if path.exists()], ids=ids)

@@ -1,4 +1,4 @@
-"""Every family trains the same sharded, split by tensor, and on one process."""
+"""Every family trains the same sharded, its matrices or rows split, its prompts shared, and on one process without."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ def cases(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 def test_families(cases: dict[str, TrainCase], run_ranks: Callable[..., list[Any]]) -> None:
     flags: dict[str, Any] = {"max_train_steps": 3, "per_device_train_batch_size": 4}
-    alone = [case.command(f"{family}_alone", batch=4, **flags) for family, case in cases.items()]
+    alone = [case.command(f"{family}_alone", batch=4, prefix_sharing="off", **flags) for family, case in cases.items()]
     sharded = [case.command(f"{family}_fsdp_2", ranks=2, **flags) for family, case in cases.items()]
     split = [
-        case.command(f"{family}_tensor_2", batch=4, tensor_parallel_degree=2, **flags) for family, case in cases.items()
+        case.command(f"{family}_{name}_2", batch=4, **{f"{name}_parallel_degree": 2}, **flags)
+        for family, case in cases.items()
+        for name in ("tensor", "context")
     ]
     run_ranks(1, JOB, timeout_s=120, commands=alone, ports=free_ports(len(alone)))
     run_ranks(2, JOB, timeout_s=240, commands=sharded + split, ports=free_ports(len(sharded + split)))
     for family, case in cases.items():
         expected = case.trajectory(f"{family}_alone")
         assert len(expected) == 3 and expected[-1][0] < expected[0][0]
-        for way in ("fsdp_2", "tensor_2"):
+        for way in ("fsdp_2", "tensor_2", "context_2"):
+            assert all(row["shared_fraction"] > 0.1 for row in case.metrics(f"{family}_{way}"))
             for ours, theirs in zip(case.trajectory(f"{family}_{way}"), expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5), (family, way)

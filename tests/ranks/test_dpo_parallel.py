@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from open_instruct.models.tiny import SIZES, write_tiny_model
 from tests.ranks.train_case import TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
+
+JOB = "tests.ranks.jobs.train_runs:run_each"
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +45,7 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
             for name in ("skip_step_adamw", "muon", "adamw")
         ),
     ]
-    run_ranks(
-        1, "tests.ranks.jobs.train_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(len(commands))
-    )
+    run_ranks(1, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
     return dpo_case
 
 
@@ -127,9 +130,12 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("fsdp_2", ranks=2),
         one_process.command("replicas_2", ranks=2, fsdp_shard_degree=1, batch=2),
         one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2),
+        one_process.command("context_2", ranks=1, context_parallel_degree=2),
+        one_process.command("context_2_unshared", ranks=1, batch=2, sequence_parallel_size=2, prefix_sharing="off"),
+        one_process.command("context_2_full", ranks=1, context_parallel_degree=2, activation_checkpointing="full"),
     ]
-    run_ranks(2, "tests.ranks.jobs.train_runs:run_each", timeout_s=240, commands=commands, ports=free_ports(3))
-    for name in ("fsdp_2", "replicas_2", "tensor_2"):
+    run_ranks(2, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+    for name in ("fsdp_2", "replicas_2", "tensor_2", "context_2", "context_2_unshared", "context_2_full"):
         assert_same_trajectory(one_process, name)
 
 
@@ -138,10 +144,33 @@ def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2),
         one_process.command("fsdp_4", ranks=4, packing=False),
         one_process.command("tensor_2_fsdp_2", ranks=2, tensor_parallel_degree=2, batch=2),
+        one_process.command("context_2_fsdp_2", ranks=2, context_parallel_degree=2, batch=2),
+        one_process.command("context_2_replicas_2", ranks=2, context_parallel_degree=2, fsdp_num_replicas=2),
         one_process.command("muon_hsdp_2x2", ranks=4, fsdp_shard_degree=2, optimizer="muon", weight_decay=0.1),
     ]
-    run_ranks(4, "tests.ranks.jobs.train_runs:run_each", timeout_s=300, commands=commands, ports=free_ports(4))
-    for name in ("hsdp_2x2", "fsdp_4", "tensor_2_fsdp_2"):
+    run_ranks(4, JOB, timeout_s=400, commands=commands, ports=free_ports(6))
+    for name in ("hsdp_2x2", "fsdp_4", "tensor_2_fsdp_2", "context_2_fsdp_2", "context_2_replicas_2"):
         assert_same_trajectory(one_process, name)
     # Muon's iteration runs in bfloat16, so its steps agree less closely.
     assert_same_trajectory(one_process, "muon_hsdp_2x2", "optimizer_muon", rel=2e-2)
+
+
+def test_rows_and_matrices_both_split(
+    one_process: TrainCase, run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks need as many key-value heads."""
+    monkeypatch.setitem(SIZES, "four key-value heads", replace(SIZES["tiny"], kv_heads=4))
+    model = write_tiny_model(tmp_path / "model", family="olmo2", size="four key-value heads")
+    case = replace(one_process, model=model, folder=tmp_path)
+    degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
+    run_ranks(1, JOB, timeout_s=120, commands=[case.command("alone", prefix_sharing="off")], ports=free_ports(1))
+    run_ranks(4, JOB, timeout_s=240, commands=[case.command("split", **degrees)], ports=free_ports(1))
+    assert_same_trajectory(case, "split", "alone")
+
+
+def test_heads_that_cannot_be_shared_out(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    from tests.ranks.launch import RanksFailed
+
+    degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
+    with pytest.raises(RanksFailed, match=r"2 x .* = 4 ranks cannot share the model's 4 heads and 2 key-value heads"):
+        run_ranks(4, JOB, timeout_s=120, commands=[one_process.command("too_few", **degrees)], ports=free_ports(1))

@@ -114,6 +114,8 @@ def test_two_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows], run_ranks:
             ("plain", "fsdp_2", {}, {}),
             ("minibatches", "fsdp_2", {}, {}),
             ("plain", "tensor_2", tensor, {}),
+            ("plain", "context_2", {"context_parallel_degree": 2}, {}),
+            ("minibatches", "context_2", {"sequence_parallel_size": 2}, {"logits_per_chunk": 5}),
             # Every rank has its own part of the positions, and cuts it into chunks too.
             ("minibatches", "tensor_2_chunked", tensor, {"logits_per_chunk": 5}),
         ],
@@ -124,7 +126,11 @@ def test_two_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows], run_ranks:
 
 
 def test_four_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
-    layouts = [("plain", "fsdp_4", {}, {}), ("minibatches", "hsdp_2x2", {"fsdp_shard_degree": 2}, {})]
+    layouts = [
+        ("plain", "fsdp_4", {}, {}),
+        ("minibatches", "hsdp_2x2", {"fsdp_shard_degree": 2}, {}),
+        ("plain", "context_2_replicas_2", {"context_parallel_degree": 2, "fsdp_shard_degree": 1}, {}),
+    ]
     check_layouts(4, layouts, grpo_case, one_process, run_ranks)
 
 

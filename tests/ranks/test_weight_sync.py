@@ -17,6 +17,7 @@ FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
 FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
+CONTEXT_2_REPLICAS_2 = {"replicas": 2, "shards": 1, "tensor": 1, "context": 2, "checkpointing": False}
 LEAST_BUCKETS = 8
 
 
@@ -45,6 +46,7 @@ CASES: dict[int, list[tuple[str, Any, str, str]]] = {
         ("olmo3", HSDP_2X2, "shm", "float32"),
         ("qwen3", FSDP_2_TP_2, "shm", "bfloat16"),
         ("olmo2", FSDP_2_TP_2, "gloo", "float32"),
+        ("olmo2", CONTEXT_2_REPLICAS_2, "gloo", "float32"),
     ],
 }
 

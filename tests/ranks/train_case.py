@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import random
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 
 NUM_ROWS = 22
 ROWS_PER_STEP = 8
+OUTSIDE_THE_EPHEMERAL = range(15_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,12 @@ class TrainCase:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    listeners = [socket.socket() for _ in range(count)]
-    try:
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()
+    """Ports that nobody listens on now, and that the system gives to no connection before they are used."""
+    ports: list[int] = []
+    for port in random.sample(OUTSIDE_THE_EPHEMERAL, 50 + 2 * count):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError(f"no {count} free ports")

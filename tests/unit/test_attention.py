@@ -241,8 +241,11 @@ def test_what_it_cannot_do_is_said() -> None:
         backend(tensor)
     with pytest.raises(RuntimeError, match="attention sinks"):
         backend((tensor, tensor, tensor), sinks=torch.zeros(1))
-    with pytest.raises(RuntimeError, match="Ulysses"):
-        SegmentAttention.assert_supports_ulysses_cp()
+    with pytest.raises(RuntimeError, match="ring"):
+        SegmentAttention.assert_supports_ring_cp()
+    backend.context = object()
+    with pytest.raises(RuntimeError, match="need their segments"):
+        backend((tensor, tensor, tensor))
     assert AttentionBackendName.torch.get_class() is not SegmentAttention
 
 

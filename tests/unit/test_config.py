@@ -81,6 +81,7 @@ class TestCommandLine:
             (["--report_to", "--beta", "2"], "report_to", []),
             (["--exp_name=--odd=name"], "exp_name", "--odd=name"),
             (["--exp_name="], "exp_name", ""),
+            (["--sequence_parallel_size", "2"], "context_parallel_degree", 2),
         ],
     )
     def test_spellings(self, words: list[str], flag: str, value: Any) -> None:
@@ -113,6 +114,7 @@ class TestCommandLine:
             (["--beta", "1", "--beta=1"], ["--beta is given twice"]),
             (["--packing", "--no_packing"], ["--no_packing is given twice"]),
             (["--max-seq-length", "8", "--max_seq_length", "8"], ["--max_seq_length is given twice"]),
+            (["--context_parallel_degree", "2", "--sequence_parallel_size", "2"], ["_size is given twice"]),
         ],
     )
     def test_refusals_name_the_flag_and_what_would_work(self, words: list[str], parts: list[str]) -> None:
@@ -314,6 +316,9 @@ class TestValidation:
             ),
             (["--single_gpu_mode", "--fsdp_shard_degree", "2"], "--single_gpu_mode does not shard"),
             (["--single_gpu_mode", "--tensor_parallel_degree", "2"], "--single_gpu_mode does not shard"),
+            (["--single_gpu_mode", "--context_parallel_degree", "2"], "--single_gpu_mode does not shard"),
+            (["--no_packing", "--context_parallel_degree", "2"], "only packed rows are split over ranks"),
+            (["--no_packing", "--prefix_sharing", "on"], "only packed rows share prompts"),
             (["--eval_mixer_list_splits", "test"], "there is no --eval_mixer_list"),
             (["--mixer_list_splits", "train", "test"], "2 splits for 1 data set in --mixer_list"),
             (["--mixer_list_splits"], "0 splits for 1 data set"),

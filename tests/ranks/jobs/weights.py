@@ -14,6 +14,7 @@ from olmo_core.distributed.parallel import DataParallelType, build_world_mesh
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 from olmo_core.train.train_module.transformer import (
     TransformerActivationCheckpointingConfig,
+    TransformerContextParallelConfig,
     TransformerDataParallelConfig,
     TransformerTensorParallelConfig,
 )
@@ -45,6 +46,7 @@ def sharded(
     shards: int,
     tensor: int,
     checkpointing: bool,
+    context: int = 1,
     dtype: str = "float32",
     compute_dtype: str = "float32",
 ) -> Any:
@@ -53,15 +55,17 @@ def sharded(
         name=DataParallelType.hsdp, num_replicas=replicas, shard_degree=shards, param_dtype=DType(compute_dtype)
     )
     tp = TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None
+    cp = TransformerContextParallelConfig.ulysses(context) if context > 1 else None
     ac = TransformerActivationCheckpointingConfig(mode=TransformerActivationCheckpointingMode.full)
     olmo_core_parallel._WORLD_MESH = None  # OLMo-core allows one mesh a process; this one tries several
     return parallelize_model(
         model,
-        world_mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
+        world_mesh=build_world_mesh(dp=dp, tp=tp, cp=cp, device_type="cpu"),
         device=CPU,
         max_sequence_length=64,
         dp_config=dp,
         tp_config=tp,
+        cp_config=cp,
         ac_config=ac if checkpointing else None,
     )
 

@@ -1,0 +1,90 @@
+"""Rows split over ranks, in the way of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3).
+
+Each of the C ranks of a context group has T / C neighbouring tokens of a row, and does everything with them that a
+token does by itself. Attention needs the others': one all-to-all turns a part of the tokens with all heads into all
+tokens with a part of the heads, and another one back.
+
+Legend: T tokens of a row, C ranks of the context group, H query heads, G key-value heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from olmo_core.distributed.nn import all_to_all_single
+from olmo_core.nn.attention import Attention
+from olmo_core.nn.transformer import Transformer
+from torch.distributed import DeviceMesh
+
+
+class ContextGroup:
+    """The ranks that split rows between them, seen from one of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.degree = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def part_of(self, num_tokens: int) -> slice:
+        """This rank's tokens of a row of `num_tokens`, a multiple of the degree."""
+        num_local = num_tokens // self.degree
+        assert num_local * self.degree == num_tokens, f"{num_tokens} tokens over {self.degree} ranks"
+        return slice(self.rank * num_local, (self.rank + 1) * num_local)
+
+    def whole_row(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of all ranks' tokens, shape (T,), from those of this rank's own, shape (T / C,).
+
+        Every rank goes on to compute the same from them, so a gradient is passed to its owner as it is.
+        """
+        return cast(torch.Tensor, _WholeRow.apply(values, self))
+
+    def heads_of_whole_row(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries (T / C, H, D), keys and values (T / C, G, D) into (T, H / C, D) and (T, G / C, D)."""
+        per_rank = [tensor.unflatten(1, (self.degree, -1)).transpose(0, 1) for tensor in (query, key, value)]
+        received = all_to_all_single(self.group, torch.cat(per_rank, dim=2))
+        query, key, value = received.flatten(0, 1).split([tensor.shape[2] for tensor in per_rank], dim=1)
+        return query, key, value
+
+    def tokens_of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:
+        """(T, H / C, D) into (T / C, H, D)."""
+        received = all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1)))
+        return received.transpose(0, 1).flatten(1, 2)
+
+
+class _WholeRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, context: ContextGroup) -> torch.Tensor:
+        ctx.context = context
+        row = values.new_empty(values.numel() * context.degree)
+        dist.all_gather_into_tensor(row, values.contiguous(), group=context.group)
+        return row
+
+    @staticmethod
+    def backward(ctx: Any, grad_row: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad_row[ctx.context.part_of(grad_row.numel())], None
+
+
+def apply_context_parallel(model: Transformer, cp_mesh: DeviceMesh, **style: Any) -> None:
+    """Stands in for `Transformer.apply_cp`: what would split the inputs and RoPE's tables is not asked to.
+
+    The caller gives the model its rank's tokens, and with the segments the logical position of each.
+    """
+    del style
+    context = ContextGroup(cp_mesh.get_group())
+    for block in model.blocks.values():
+        _backend(block).context = context
+
+
+def context_of(model: Transformer) -> ContextGroup | None:
+    """The ranks that the rows of `model` are split over; None where each rank has whole rows."""
+    context: ContextGroup | None = _backend(next(iter(model.blocks.values()))).context
+    return context
+
+
+def _backend(block: torch.nn.Module) -> Any:
+    """The block's `SegmentAttention`."""
+    return cast(Attention, block.attention).backend
