@@ -18,13 +18,17 @@ from open_instruct.models.export import export_hf
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import stream_load
 from open_instruct.models.names import TensorNames
+from open_instruct.packing.documents import pack_documents
+from open_instruct.records import Document, Span
 from open_instruct.rollout.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.rollout.weight_receiver import IncomingWeights
 from open_instruct.rollout.weight_sync import WeightSender, abandon
+from open_instruct.training.forward import token_logprobs
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import sharded, unsharded
 
 CPU = torch.device("cpu")
+DOCUMENT = Document(token_ids=tuple(i % 7 + 2 for i in range(12)), responses=(Span(start=4, stop=12),))
 
 
 def own_rank() -> int:
@@ -85,7 +89,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
     model, names = load(case["folder"], case["layout"])
     dtype = getattr(torch, case["dtype"])
     export_hf(model, names.hf_config, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
-    model((torch.arange(12) % 7 + 2).unsqueeze(0))  # leaves FSDP's root module gathered
+    token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
     sender = WeightSender(
         model, names, backend=case["backend"], dtype=dtype, bucket_bytes=case["bucket_bytes"], timeout_s=30
     )
