@@ -55,7 +55,8 @@ def main() -> None:
         flags: list[object] = [
             *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", folder / "run"),
             *("--cache_dir", folder / "cache", "--max_seq_length", args.max_seq_length, "--param_dtype", "bfloat16"),
-            *("--per_device_train_batch_size", args.batch),
+            # Every token of a row is computed, so that FLOPs can be counted by the row.
+            *("--per_device_train_batch_size", args.batch, "--prefix_sharing", "off"),
             *("--max_train_steps", args.num_steps, "--checkpointing_steps", 10**9, *args.flags),
         ]
         program = REPOSITORY / "open_instruct" / "dpo.py"

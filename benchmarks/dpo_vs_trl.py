@@ -57,11 +57,13 @@ def main() -> None:
         if rows is None:
             rows = folder / "rows.jsonl"
             write_synthetic_preferences(rows, num_rows=512, seed=0)
-        runs: dict[str, list[Speed]] = {"packed": [], "padded": [], "TRL": []}
+        runs: dict[str, list[Speed]] = {"shared": [], "packed": [], "padded": [], "TRL": []}
         for number in range(args.num_rounds):
-            runs["packed"].append(run_ours(args, model, rows, folder / f"packed{number}", packing=True))
+            runs["shared"].append(run_ours(args, model, rows, folder / f"shared{number}", ["--packing"]))
             runs["TRL"].append(run_trl(args, python, model, rows, folder / f"trl{number}"))
-            runs["padded"].append(run_ours(args, model, rows, folder / f"padded{number}", packing=False))
+            unshared = ["--packing", "--prefix_sharing", "off"]
+            runs["packed"].append(run_ours(args, model, rows, folder / f"packed{number}", unshared))
+            runs["padded"].append(run_ours(args, model, rows, folder / f"padded{number}", ["--no_packing"]))
             for name, speeds in runs.items():
                 print(f"round {number + 1}: {name:6}  {speeds[-1].tokens_per_second:8,.0f} tokens/s", flush=True)
     report(runs)
@@ -77,10 +79,10 @@ def report(runs: dict[str, list[Speed]]) -> None:
             f"{name:6}  {speed[name]:8,.0f} tokens/s   {speed[name] / speed['TRL']:5.2f}x TRL   "
             f"loss {losses[0]:.4f} -> {statistics.mean(losses[-3:]):.4f} (mean of the last three)"
         )
-    print(f"ratio, packed to TRL: {speed['packed'] / speed['TRL']:.2f}x")
+    print(f"ratio, shared to TRL: {speed['shared'] / speed['TRL']:.2f}x")
 
 
-def run_ours(args: argparse.Namespace, model: Path, rows: Path, out: Path, *, packing: bool) -> Speed:
+def run_ours(args: argparse.Namespace, model: Path, rows: Path, out: Path, layout: list[str]) -> Speed:
     """One run of dpo.py; the speed of each step is what it writes itself."""
     flags = [
         *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
@@ -88,7 +90,7 @@ def run_ours(args: argparse.Namespace, model: Path, rows: Path, out: Path, *, pa
         *("--loss_type", "dpo", "--beta", BETA, "--learning_rate", LEARNING_RATE),
         *("--lr_scheduler_type", "constant", "--warmup_ratio", "0"),
         *("--per_device_train_batch_size", args.batch, "--gradient_accumulation_steps", args.accumulation),
-        *("--max_train_steps", args.num_steps, "--packing" if packing else "--no_packing"),
+        *("--max_train_steps", args.num_steps, *layout),
     ]
     torchrun(sys.executable, args.ranks, REPOSITORY / "open_instruct" / "dpo.py", flags)
     rows_out = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -6,10 +6,11 @@ with its cache) and then train. All completions are learned from. Steps before `
 last one, beside which nothing is generated. The two take turns, and the ratio is the median over the rounds. TRL lives
 in an environment of its own, made on the first run.
 
-    python benchmarks/grpo_vs_trl.py [--model DIR] [--num_steps 12] [--num_rounds 3]
+    python benchmarks/grpo_vs_trl.py [--num_shots 4] [--model DIR] [--num_steps 12] [--num_rounds 3]
 
-Without --model, the model is random: nearly all completions have the full length, so TRL pads nothing. The exit
-code is 1 if the ratio is below 1.5.
+The task is sums of two numbers, behind so many that are worked out, as one would ask a base model. Without --model,
+the model is random: nearly all completions have the full length, so TRL pads nothing. The exit code is 1 if the ratio
+is below 1.5.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trl_environment import DEFAULT_VENV, run, torchrun, trl_python
 
-from open_instruct.data.arithmetic import PROMPTS_FILE, write_arithmetic
+from open_instruct.data.arithmetic import PROMPTS_FILE, worked_out, write_arithmetic
 from open_instruct.models.tiny import write_tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GOAL = 1.5
 LEARNING_RATE = 1e-4
-LONGEST_PROMPT = 32
+# Tokens of a prompt at most: the question, and each solved one before it.
+LONGEST_QUESTION, LONGEST_SHOT = 32, 64
+SHOTS = ((47, 38), (12, 93), (60, 25), (81, 19), (34, 52), (77, 66), (28, 15), (90, 31))
 PHASES = ("time/generate", "time/train", "time/sync")
 
 
@@ -48,6 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder; default: a random one of --size")
     parser.add_argument("--size", default="mini", help="of the random model (see open-instruct tiny-model --help)")
+    parser.add_argument(
+        "--num_shots", type=int, default=4, choices=range(len(SHOTS) + 1), help="solved sums before each"
+    )
     parser.add_argument("--num_prompts", type=int, default=8, help="of a step")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--response_length", type=int, default=32)
@@ -68,6 +75,7 @@ def main() -> int:
         model = args.model or write_tiny_model(folder / "model", family="olmo2", size=args.size)
         num_prompts = args.num_prompts * (args.num_steps + 2)
         write_arithmetic(folder, num_sft_rows=0, num_prompts=num_prompts, num_held_out=0, seed=0)
+        put_shots_before(folder / PROMPTS_FILE, SHOTS[: args.num_shots])
         for number in range(1, args.num_rounds + 1):
             ours = run_ours(args, model, folder / PROMPTS_FILE, folder / f"ours{number}")
             report(f"round {number}: ours", ours)
@@ -85,6 +93,15 @@ def main() -> int:
     return int(ratio < GOAL)
 
 
+def put_shots_before(prompts: Path, shots: Sequence[tuple[int, int]]) -> None:
+    """Rewrite the prompts with solved sums before each question."""
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    solved = "".join(f"What is {a} + {b}?\n{worked_out(a, b)}\n\n" for a, b in shots)
+    for row in rows:
+        row["messages"][0]["content"] = solved + row["messages"][0]["content"]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def report(name: str, speed: Speed) -> None:
     phases = ", ".join(f"{phase.removeprefix('time/')} {value:.2f} s" for phase, value in speed.phases_s.items())
     print(
@@ -97,10 +114,11 @@ def report(name: str, speed: Speed) -> None:
 def run_ours(args: argparse.Namespace, model: Path, prompts: Path, out: Path) -> Speed:
     """One run of grpo_olmo_core_actor.py; the time of each step is what it writes itself."""
     per_step = args.num_prompts * args.group
-    longest = LONGEST_PROMPT + args.response_length
+    longest_prompt = LONGEST_QUESTION + LONGEST_SHOT * args.num_shots
+    longest = longest_prompt + args.response_length
     flags: list[object] = [
         *("--model_name_or_path", model, "--dataset_mixer_list", prompts, "1.0", "--output_dir", out),
-        *("--cache_dir", out.parent / "cache", "--max_prompt_token_length", LONGEST_PROMPT),
+        *("--cache_dir", out.parent / "cache", "--max_prompt_token_length", longest_prompt),
         *("--response_length", args.response_length, "--num_unique_prompts_rollout", args.num_prompts),
         *("--num_samples_per_prompt_rollout", args.group, "--total_episodes", per_step * (args.num_steps + 1)),
         *("--no_filter_zero_std_samples", "--async_steps", 1, "--pack_length", per_step * longest),
