@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from olmo_core.nn.attention import Attention
+from olmo_core.nn.buffer_cache import BufferCache
 from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import get_default_device
@@ -50,10 +51,11 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Tr
 
 def _install_segments(model: Transformer) -> None:
     """Let `model(..., segments=...)` hand `Segments` to every block, where OLMo-core hands on document lengths."""
+    tables = BufferCache()
     for block in model.blocks.values():
         attention = cast(Attention, block.attention)
         if attention.rope is not None:
-            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope))
+            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
     # Blocks get them as an argument, so that one that is computed again in the backward pass gets them again.
     model._prepare_inputs = types.MethodType(_prepare_inputs, model)  # type: ignore[method-assign]
 

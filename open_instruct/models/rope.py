@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from olmo_core.nn.buffer_cache import BufferCache
 from olmo_core.nn.rope import RotaryEmbedding
 
 from open_instruct.models.segments import Segments
@@ -21,11 +22,12 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
     """
 
     @classmethod
-    def like(cls, stock: RotaryEmbedding) -> SegmentRotaryEmbedding:
-        """One with the tables of `stock`."""
+    def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
+        """One that turns as `stock` does, with its tables in `tables`, where layers find each other's."""
         assert stock.rotary_dim == stock.dim, "partial rotary embeddings are refused when config.json is read"
         rope = cls(head_size=stock.dim, theta=stock.theta, full_precision=stock.full_precision, scaling=stock.scaling)
-        rope._cache = stock._cache
+        # Not an argument: OLMo-core takes a cache that is still empty for none, and each layer would have its own.
+        rope._cache = tables.with_namespace(rope._cache._namespace)
         return rope
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -181,6 +181,25 @@ def test_installing_leaves_parameters_and_state_dict_alone() -> None:
     assert [backend.window_size for backend in backends] == windows == [(WINDOW - 1, 0)] * 3 + [(-1, -1)]
 
 
+def test_layers_share_the_tables_of_their_positions() -> None:
+    """One pair for all layers that turn alike; OLMo 3's sliding layers do not turn as its full ones do."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500_000}
+    config = hf_config("olmo3")
+    config.rope_parameters = {
+        "full_attention": scaling,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500_000},
+    }
+    for made, num_pairs in ((hf_config("qwen3"), 1), (config, 2)):
+        model = build_model(made)
+        model.init_weights(device=CPU, max_seq_len=64)
+        tables = {rope.get_buffers(64, CPU).pos_sin.data_ptr() for rope in ropes_of(model)}
+        assert len(tables) == num_pairs
+
+
+def ropes_of(model: Transformer) -> list[Any]:
+    return [block.attention.rope for block in model.blocks.values()]
+
+
 def dense_attention(query_LHD: torch.Tensor, key_LGD: torch.Tensor, value_LGD: torch.Tensor, left: int) -> torch.Tensor:
     """The definition: softmax over the keys at distance 0..left, written out."""
     length, num_heads, head_dim = query_LHD.shape
