@@ -34,6 +34,7 @@ FLOORS = [
     {"data"},
     {"models"},
     {"packing"},
+    {"planning"},
     {"training"},
     {"rollout"},
     {"entry", "dpo", "sft", "grpo_olmo_core_actor", "olmo_core_train_modules", "replay", "cli"},
@@ -43,6 +44,7 @@ HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBR
 WITHOUT_TORCH = [
     *("errors.py", "records.py", "entry.py", "cli.py", "parallel/layout.py", "parallel/layout_warnings.py"),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
+    *(f"planning/{path.name}" for path in sorted((PACKAGE / "planning").glob("*.py"))),
 ]
 LIGHT_TO_IMPORT = ["dpo.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
 
