@@ -126,6 +126,11 @@ class Plan:
         workload = self.workload
         return workload.tokens_per_microbatch * workload.num_microbatches * self.layout.data_parallel_world_size
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together, at most."""
+        return self.tokens_per_step / self.time.step_s
+
 
 def plan_of(setting: Setting) -> Plan:
     """The plan of a setting.

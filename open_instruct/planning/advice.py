@@ -1,0 +1,242 @@
+"""What to change: the smallest change that makes a run fit, or the layout that makes it faster.
+
+Nothing is advised that was not planned again with the change in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.errors import InputError
+from open_instruct.parallel.layout import divisors
+from open_instruct.parallel.wording import nodes_text
+from open_instruct.planning.plan import Plan, Setting, plan_of, tensor_degrees
+from open_instruct.planning.ranking import ranked_layouts
+from open_instruct.planning.wording import gib, seconds
+
+# A faster layout is named only where it is faster by more than the plan can be trusted to tell.
+WORTH_A_CHANGE = 1.02
+MAX_TIMES_THE_NODES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Flags that differ from those of the run, and the plan with them.
+
+    Example: `Change(values={"activation_checkpointing": "full"}, plan=…)` reads "--activation_checkpointing full".
+    """
+
+    values: dict[str, Any]
+    plan: Plan
+
+    @property
+    def flags(self) -> str:
+        """As they are written on the command line of the run."""
+        return " ".join(f"--{name} {spelled(value)}" for name, value in self.values.items() if name != "num_nodes")
+
+    @property
+    def text(self) -> str:
+        """The flags, and the nodes where they change."""
+        nodes = f"on {nodes_text(self.plan.setting.gpus_per_node)}" if "num_nodes" in self.values else ""
+        return " ".join(part for part in (nodes, "with" if nodes and self.flags else "", self.flags) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One way to change one thing. Kinds are tried in their order, and options of a kind from the mildest on."""
+
+    kind: int
+    strength: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What could be different. `ranked` holds every layout of these GPUs, the fastest that fits first."""
+
+    to_fit: Change | None
+    faster: Change | None
+    ranked: tuple[Plan, ...]
+
+    def lines(self, plan: Plan) -> Iterator[str]:
+        """In sentences."""
+        if not plan.fits:
+            if self.to_fit is None:
+                yield (
+                    "Nothing that a flag can change makes it fit: take a smaller model, shorter sequences, or GPUs with "
+                    "more memory."
+                )
+            else:
+                yield f"The smallest change that fits: {self.to_fit.text}"
+                yield f"It {_outcome(self.to_fit.plan)}."
+        elif self.faster is not None:
+            yield f"Faster and fits: {self.faster.text}"
+            yield (
+                f"It {_outcome(self.faster.plan)}: "
+                f"{self.faster.plan.tokens_per_second / plan.tokens_per_second:.2f} times the tokens per second."
+            )
+        elif self.ranked:
+            yield "It fits, and no other layout of these GPUs is faster."
+        else:
+            yield "It fits."
+
+
+def advise(plan: Plan) -> Advice:
+    """Everything that there is to say about a plan."""
+    ranked = ranked_layouts(plan.setting)
+    return Advice(
+        to_fit=change_to_fit(plan), faster=faster_layout(plan, ranked) if plan.fits else None, ranked=ranked
+    )
+
+
+def change_to_fit(plan: Plan) -> Change | None:
+    """The smallest change with which the run fits; None where it fits already or nothing found helps.
+
+    One change comes before two. Among as many, in this order: a larger shard degree within the node, full
+    checkpointing, smaller microbatches, a shard degree across nodes, a tensor degree; more GPUs come last of all.
+    """
+    if plan.fits:
+        return None
+    setting = plan.setting
+    for nodes in _more_nodes(setting):
+        base = _changed(setting, nodes)
+        if base is None:
+            continue
+        for values in _combinations(base):
+            candidate = _changed(setting, nodes | values)
+            if candidate is not None and (found := _planned(candidate)) is not None and found.fits:
+                return Change(values=nodes | values, plan=found)
+    return None
+
+
+def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
+    """The fastest layout that fits, where that is worth a change."""
+    best = ranked[0] if ranked and ranked[0].fits else None
+    if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
+        return None
+    parallel = best.setting.config.parallel
+    names = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree")
+    return Change(
+        values={name: getattr(parallel, name) for name in names if getattr(parallel, name) != 1 or "shard" in name},
+        plan=best,
+    )
+
+
+def _outcome(plan: Plan) -> str:
+    return (
+        f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU, and at least "
+        f"{seconds(plan.time.step_s)} a step"
+    )
+
+
+def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Flags to try, the smallest change first."""
+    options = [[None, *slot] for slot in (_layouts(setting), _checkpointing(setting), _microbatches(setting))]
+    chosen = [[option for option in choice if option is not None] for choice in product(*options)]
+    chosen.sort(
+        key=lambda choice: (
+            len(choice),
+            sorted(option.kind for option in choice),
+            sum(option.strength for option in choice),
+        )
+    )
+    for choice in chosen:
+        values: dict[str, Any] = {}
+        for option in choice:
+            values |= option.values
+        yield values
+
+
+def _layouts(setting: Setting) -> list[_Option]:
+    """Larger shard degrees within a node (kind 0) and across (kind 3), then tensor degrees (kind 4)."""
+    now = setting.layout
+    if now.single_device:
+        return []
+    options = []
+    for shard in divisors(now.data_parallel_world_size):
+        if shard > now.shard_degree:
+            values = {"fsdp_shard_degree": shard, "fsdp_num_replicas": now.data_parallel_world_size // shard}
+            changed = _changed(setting, values)
+            if changed is not None:
+                options.append(_Option(kind=3 if changed.layout.straddles_nodes else 0, strength=shard, values=values))
+    for tensor in tensor_degrees(setting.shape):
+        if tensor > now.tensor_parallel_degree and now.world_size % tensor == 0:
+            world = now.world_size // tensor
+            for shard in divisors(world):
+                if shard * tensor >= now.shard_degree * now.tensor_parallel_degree:
+                    values = {
+                        "fsdp_shard_degree": shard,
+                        "fsdp_num_replicas": world // shard,
+                        "tensor_parallel_degree": tensor,
+                    }
+                    options.append(_Option(kind=4, strength=shard * tensor, values=values))
+    return options
+
+
+def _checkpointing(setting: Setting) -> list[_Option]:
+    """Recompute whole blocks."""
+    memory, flags = setting.config.memory, flags_of(type(setting.config))
+    if memory.activation_checkpointing == "full":
+        return []
+    values: dict[str, Any] = {"activation_checkpointing": "full"}
+    # What would be refused beside it goes back to its default.
+    for name in ("activation_checkpointing_modules", "activation_memory_budget"):
+        if getattr(memory, name) != flags[name].default:
+            values[name] = flags[name].default
+    return [_Option(kind=1, strength=1, values=values)]
+
+
+def _microbatches(setting: Setting) -> list[_Option]:
+    """Fewer rows at once and more of them after each other, so that the global batch stays; shorter packs for GRPO."""
+    config = setting.config
+    options = []
+    if isinstance(config, GRPOConfig):
+        tokens = config.max_tokens_per_microbatch
+        while tokens > config.data.max_seq_length:
+            tokens = max(tokens // 2, config.data.max_seq_length)
+            options.append(_Option(kind=2, strength=len(options) + 1, values={"pack_length": tokens}))
+        return options
+    rows = config.optim.per_device_train_batch_size
+    for fewer in reversed(divisors(rows)[:-1]):
+        values = {
+            "per_device_train_batch_size": fewer,
+            "gradient_accumulation_steps": config.optim.gradient_accumulation_steps * (rows // fewer),
+        }
+        options.append(_Option(kind=2, strength=len(options) + 1, values=values))
+    return options
+
+
+def _more_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
+    """The nodes as they are, then twice as many, and so on; only where they are alike."""
+    yield {}
+    parallel = setting.config.parallel
+    if len(set(setting.gpus_per_node)) != 1 or parallel.single_gpu_mode:
+        return
+    # Both degrees together say how many GPUs there are.
+    both = parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None
+    freed = {"fsdp_num_replicas": None} if both else {}
+    times = 2
+    while times <= MAX_TIMES_THE_NODES:
+        yield {"num_nodes": len(setting.gpus_per_node) * times} | freed
+        times *= 2
+
+
+def _changed(setting: Setting, values: dict[str, Any]) -> Setting | None:
+    try:
+        changed = setting.with_flags(values)
+        changed.layout  # noqa: B018
+    except InputError:
+        return None
+    return changed
+
+
+def _planned(setting: Setting) -> Plan | None:
+    try:
+        return plan_of(setting)
+    except InputError:
+        return None

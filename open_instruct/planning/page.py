@@ -1,0 +1,195 @@
+"""A plan on the terminal: the layout drawn, a bar of a GPU's memory for every phase, traffic, time, advice."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from open_instruct.parallel.picture import print_layout
+from open_instruct.parallel.wording import counted
+from open_instruct.planning.advice import Advice
+from open_instruct.planning.memory import Phase
+from open_instruct.planning.plan import Plan
+from open_instruct.planning.sentences import (
+    headline,
+    letters_of,
+    meaning_of,
+    reach_of,
+    time_lines,
+    verdict,
+    work_lines,
+)
+from open_instruct.planning.wording import (
+    amount,
+    gib,
+    seconds,
+)
+
+WIDTH = 80
+BAR_WIDTH = 56
+MAX_LAYOUTS_SHOWN = 8
+
+# Of parts of the memory, in the order in which they first appear.
+PART_STYLES = (
+    *("black on bright_cyan", "black on bright_magenta", "black on bright_blue", "black on bright_green"),
+    *("black on bright_yellow", "white on blue", "white on magenta", "black on cyan", "white on red"),
+)
+_ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
+
+
+def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
+    """Print everything, with colours where the console has them and in plain lines elsewhere."""
+    try:
+        "▕·×◀▶".encode(console.encoding)
+        ascii_only = False
+    except UnicodeEncodeError:
+        ascii_only = True
+
+    def show(lines: Iterable[Text]) -> None:
+        for line in lines:
+            line.rstrip()
+            if ascii_only:
+                line.plain = line.plain.translate(_ASCII)
+            console.print(line, soft_wrap=True, highlight=False)
+
+    show(_head(plan))
+    print_layout(plan.layout, console)
+    show(_memory(plan))
+    show(_traffic(plan))
+    show(_time(plan))
+    show(_ranking(plan, advice))
+    show(_advice(plan, advice))
+
+
+def _head(plan: Plan) -> Iterator[Text]:
+    yield from _wrapped(headline(plan), style="bold")
+    yield from _wrapped(verdict(plan), style="bold green" if plan.fits else "bold red")
+    for line in work_lines(plan):
+        yield from _wrapped(line, style="dim")
+    yield Text()
+
+
+def _memory(plan: Plan) -> Iterator[Text]:
+    """A bar for each phase, its numbers below, and what the letters mean."""
+    yield from _title("Memory of one GPU, phase by phase")
+    yield from _wrapped(
+        "Each row is one phase of the run on the GPU that needs most; its length is what the GPU holds then, in GiB, "
+        f"and ▕ is where its {plan.setting.device.memory_gib:g} GiB end.",
+        style="dim",
+    )
+    yield Text()
+    letters = letters_of(plan.phases)
+    styles = {label: PART_STYLES[index % len(PART_STYLES)] for index, label in enumerate(letters)}
+    name_width = max(len(phase.name) for phase in plan.phases)
+    scale = max(plan.memory_bytes, plan.peak.total_bytes)
+    for phase in plan.phases:
+        line = Text(f"{phase.name:<{name_width}}  ", style="bold" if phase is plan.peak else "")
+        line.append(_bar(phase, letters, styles, scale=scale, memory_bytes=plan.memory_bytes))
+        line.append(f" {gib(phase.total_bytes):>6}")
+        if phase is plan.peak:
+            line.append(" ◀ most", style="bold" if plan.fits else "bold red")
+        yield line
+        sums = " + ".join(f"{letters[label]} {gib(num_bytes)}" for label, num_bytes in phase.parts if num_bytes > 0)
+        yield Text(" " * (name_width + 2) + sums, style="dim")
+    yield Text()
+    for label, letter in letters.items():
+        line = Text("  ")
+        line.append(f" {letter} ", style=styles[label])
+        line.append(f" {label}", style="bold")
+        meaning = meaning_of(label, plan)
+        first, *rest = textwrap.wrap(meaning, WIDTH - 7) if meaning else [""]
+        if len(line) + 2 + len(meaning) <= WIDTH:
+            yield line.append(f": {meaning}") if meaning else line
+            continue
+        yield line
+        for text in (first, *rest):
+            yield Text(f"      {text}", style="dim")
+
+
+def _bar(phase: Phase, letters: dict[str, str], styles: dict[str, str], *, scale: int, memory_bytes: int) -> Text:
+    """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
+    bar = Text()
+    done = 0
+    for label, num_bytes in phase.parts:
+        done += num_bytes
+        # By the running sum, so that rounding never makes the row longer or shorter than the whole.
+        upto = round(done / scale * BAR_WIDTH)
+        bar.append(letters[label] * (upto - len(bar)), style=styles[label])
+    end = round(memory_bytes / scale * BAR_WIDTH)
+    if len(bar) <= end:
+        bar.append("·" * (end - len(bar)) + "▕", style="dim")
+    else:
+        bar = Text.assemble(bar[:end], ("▕", "bold red"), bar[end:])
+    return bar.append(" " * (BAR_WIDTH + 1 - len(bar)))
+
+
+def _traffic(plan: Plan) -> Iterator[Text]:
+    yield from _title("What one GPU exchanges in a step")
+    if not plan.exchanges:
+        yield Text("nothing: one GPU")
+        return
+    yield Text(f"{'':<38}{'calls':>7}  {'bytes':>10}  {'sends':>10}  among", style="dim")
+    for exchange in plan.exchanges:
+        reach, style = reach_of(exchange)
+        what, *more = textwrap.wrap(f"{exchange.what} ({exchange.collective})", 37)
+        yield Text.assemble(
+            f"{what:<38}{exchange.num_calls:>7,}  {amount(exchange.num_bytes):>10}  {amount(exchange.wire_bytes):>10}  ",
+            (reach, style),
+        )
+        for text in more:
+            yield Text(f"  {text}")
+
+
+def _time(plan: Plan) -> Iterator[Text]:
+    yield from _title("Time of a step, at least")
+    for line in time_lines(plan):
+        yield from _wrapped(line)
+
+
+def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
+    if not advice.ranked:
+        return
+    yield from _title(f"Layouts these {counted(plan.layout.world_size, 'GPU')} allow, the fastest that fits first")
+    yield Text(f"{'shard':>7} ×{'replicas':>9} ×{'tensor':>7}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
+    for index, other in enumerate(advice.ranked):
+        is_this = other.layout == plan.layout
+        if index >= MAX_LAYOUTS_SHOWN and not is_this:
+            continue
+        layout = other.layout
+        line = Text(
+            f"{layout.shard_degree:>7} ×{layout.num_replicas:>9} ×{layout.tensor_parallel_degree:>7}"
+            f"{gib(other.peak.total_bytes):>10}{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
+        )
+        notes = []
+        if not other.fits:
+            line.stylize("dim")
+            notes.append("does not fit")
+        if other.layout.straddles_nodes:
+            notes.append("across nodes")
+        line.append(f"  {', '.join(notes)}")
+        if is_this:
+            line.append(" ◀ this", style="bold")
+        yield line
+    num_more = len(advice.ranked) - MAX_LAYOUTS_SHOWN
+    if num_more > 0:
+        yield Text(f"{num_more} more with --json or --html", style="dim")
+
+
+def _advice(plan: Plan, advice: Advice) -> Iterator[Text]:
+    yield from _title("Advice")
+    for line in advice.lines(plan):
+        yield from _wrapped(line)
+
+
+def _title(text: str) -> Iterator[Text]:
+    yield Text()
+    yield Text(text, style="bold underline")
+
+
+def _wrapped(text: str, *, style: str = "") -> Iterator[Text]:
+    lines: Sequence[str] = textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False)
+    for line in lines:
+        yield Text(line, style=style)

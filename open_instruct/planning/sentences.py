@@ -1,0 +1,101 @@
+"""What a plan says in words, the same on the terminal, in HTML and in the log of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from open_instruct.parallel.wording import counted, nodes_text
+from open_instruct.planning.memory import Phase
+from open_instruct.planning.plan import Plan
+from open_instruct.planning.traffic import Exchange
+from open_instruct.planning.wording import GIB, billions, gib, seconds
+
+ALGORITHMS = {"dpo": "DPO", "sft": "SFT", "grpo": "GRPO"}
+
+
+def headline(plan: Plan) -> str:
+    """What is planned, on what."""
+    setting, workload = plan.setting, plan.workload
+    what = f"{ALGORITHMS[workload.algorithm]} of {setting.shape.name} ({billions(setting.shape.num_params)} parameters)"
+    machines = f"{nodes_text(plan.layout.gpus_per_node)} ({setting.device.name}, {setting.device.memory_gib:g} GiB each)"
+    if workload.num_engines and not plan.layout.single_device:
+        engines = counted(workload.num_engines, "engine")
+        machines += f", and {engines} of {counted(workload.engine_tensor_degree, 'GPU')}"
+    return f"{what} on {machines}"
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in one line."""
+    needs = f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU (most in: {plan.peak.name})"
+    if plan.fits:
+        return f"fits: {needs}, {gib(plan.headroom_bytes)} GiB are left"
+    return f"does not fit: {needs}, {gib(-plan.headroom_bytes)} GiB too much"
+
+
+def work_lines(plan: Plan) -> Iterator[str]:
+    """What each GPU does in a step."""
+    workload = plan.workload
+    updates = f"{counted(workload.num_updates, 'update')} of " if workload.num_updates > 1 else ""
+    yield (
+        f"each step: {updates}{counted(workload.num_microbatches, 'microbatch')}".replace("microbatchs", "microbatches")
+        + f" of {workload.tokens_per_microbatch:,} tokens on each data-parallel rank, "
+        f"{plan.tokens_per_step:,} tokens in all, sequences up to {workload.longest_sequence:,}"
+    )
+    checkpointing = {
+        "none": "every activation is kept",
+        "full": "whole blocks are recomputed",
+        "selected_modules": f"recomputed: {', '.join(workload.checkpointing_modules)}",
+    }[workload.checkpointing]
+    if workload.activation_memory_budget < 1:
+        checkpointing = f"the compiler keeps {workload.activation_memory_budget:g} of the activations"
+    yield f"computed in {workload.param_dtype}, optimizer {workload.optimizer}, {checkpointing}"
+
+
+def letters_of(phases: Sequence[Phase]) -> dict[str, str]:
+    """A letter for each part that any phase has, in the order in which they first appear: the first still free one."""
+    letters: dict[str, str] = {}
+    for phase in phases:
+        for label, num_bytes in phase.parts:
+            if label not in letters and num_bytes > 0:
+                own = [letter for letter in label.upper() if letter.isalpha()]
+                free = [letter for letter in (*own, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ") if letter not in letters.values()]
+                letters[label] = free[0] if free else "#"
+    return letters
+
+
+def reach_of(exchange: Exchange) -> tuple[str, str]:
+    """Among how many GPUs and whether nodes are left, with a style of rich."""
+    if exchange.group_size == 1:
+        return "nothing to send", "dim"
+    if not exchange.crosses_nodes:
+        return f"{exchange.group_size} within a node", "green"
+    # Replicas and engines are meant to be reached across nodes; the others are slower for it.
+    style = "yellow" if exchange.axis in ("replica", "sync", "metrics") else "bold red"
+    return f"{exchange.group_size} across nodes", style
+
+
+def time_lines(plan: Plan) -> Iterator[str]:
+    """The bound and what it is made of."""
+    time, device = plan.time, plan.setting.device
+    yield (
+        f"{seconds(time.step_s)}, bound by {time.bound_by}: {plan.tokens_per_second:,.0f} tokens/s on all GPUs "
+        "where rows have their full length."
+    )
+    yield (
+        f"arithmetic {seconds(time.compute_s)} (at {plan.setting.mfu:.0%} of {device.peak_tflops_bf16:g} TFLOP/s), "
+        f"within nodes {seconds(time.in_node_s)} (at {device.in_node_gb_s:g} GB/s), across nodes "
+        f"{seconds(time.cross_node_s)} (at {device.cross_node_gb_s:g} GB/s). They are taken to overlap in full, so a "
+        "real step takes longer."
+    )
+
+
+def check_line(plan: Plan) -> str:
+    """What a run says of its plan when it starts."""
+    return (
+        f"plan: needs {gib(plan.peak.total_bytes)} of {plan.memory_bytes / GIB:.1f} GiB on each GPU "
+        f"(most in: {plan.peak.name})"
+    )
+
+
+def meaning_of(label: str, plan: Plan) -> str:
+    return ""
