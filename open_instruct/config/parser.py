@@ -23,9 +23,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 YAML_NULL = "tag:yaml.org,2002:null"
 
 
-def parse(
-    config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[str, Any] | None = None
-) -> ConfigT:
+def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[str, Any] | None = None) -> ConfigT:
     """The config that `argv` (without the program's name) describes.
 
     The first word may name a YAML file, a flat mapping of flag names; flags on the command line

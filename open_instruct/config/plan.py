@@ -88,14 +88,14 @@ def help_lines(width: int) -> Iterator[Line]:
     yield from flag_lines(PlanSection.__doc__ or "", plan_flags(), width)
     yield BLANK
     yield (("Of the run", "bold"),)
-    for line in wrapped(
-        "--model_name_or_path is a folder, a config.json alone, or the name of a public OLMo 2, OLMo 3, Qwen 3 or Llama "
-        "3 model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, grpo).",
+    yield from wrapped(
+        "--model_name_or_path is a folder, a config.json alone, or the name of a public OLMo 2, OLMo 3, Qwen 3 or "
+        "Llama 3 model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, "
+        "grpo).",
         width,
         indent=2,
         later_indent=2,
-    ):
-        yield line
+    )
     yield BLANK
     yield (("Examples", "bold"),)
     for example in EXAMPLES:

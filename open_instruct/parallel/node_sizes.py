@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 
-
 MAX_GPUS = 10_000
 
 

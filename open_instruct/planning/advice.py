@@ -67,10 +67,7 @@ class Advice:
         """In sentences."""
         if not plan.fits:
             if self.to_fit is None:
-                yield (
-                    "Nothing that a flag can change makes it fit: take a smaller model, shorter sequences, or GPUs with "
-                    "more memory."
-                )
+                yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
             else:
                 yield f"The smallest change that fits: {self.to_fit.text}"
                 yield f"It {_outcome(self.to_fit.plan)}."
@@ -89,9 +86,7 @@ class Advice:
 def advise(plan: Plan) -> Advice:
     """Everything that there is to say about a plan."""
     ranked = ranked_layouts(plan.setting)
-    return Advice(
-        to_fit=change_to_fit(plan), faster=faster_layout(plan, ranked) if plan.fits else None, ranked=ranked
-    )
+    return Advice(to_fit=change_to_fit(plan), faster=faster_layout(plan, ranked) if plan.fits else None, ranked=ranked)
 
 
 def change_to_fit(plan: Plan) -> Change | None:

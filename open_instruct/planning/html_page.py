@@ -13,8 +13,8 @@ from open_instruct.planning.sentences import (
     headline,
     letters_of,
     meaning_of,
-    reach_of,
     time_lines,
+    traffic_rows,
     verdict,
     work_lines,
 )
@@ -52,10 +52,11 @@ svg .strong { font-weight: 600; } svg .inside { fill: #101418; font-size: 12px; 
 svg .free { fill: var(--panel); stroke: var(--line); } svg .edge { stroke: var(--bad); stroke-width: 2; }
 svg .box { fill: var(--panel); stroke: var(--line); } svg .joined { stroke: var(--soft); stroke-width: 3; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 8px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; white-space: nowrap; }
+th, td { padding: 5px 8px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
+  white-space: nowrap; }
 .wide { white-space: normal; }
 th { color: var(--soft); font-weight: 600; } .left { text-align: left; }
-.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
+.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
 .this td { background: var(--panel); font-weight: 600; } .off td { color: var(--soft); }
 code { background: var(--panel); padding: 2px 5px; border-radius: 4px; }
 """ + "".join(f"\nsvg .c{i} {{ fill: var(--c{i}); }} .b{i} {{ background: var(--c{i}); }}" for i in range(NUM_COLOURS))
@@ -87,7 +88,7 @@ def html_page(plan: Plan, advice: Advice) -> str:
 def _advice(plan: Plan, advice: Advice) -> Iterator[str]:
     yield "<h2>Advice</h2>"
     for line in advice.lines(plan):
-        what, colon, flags = line.partition(": ")
+        what, _, flags = line.partition(": ")
         yield f"<p>{escape(what)}: <code>{escape(flags)}</code></p>" if "--" in flags else f"<p>{escape(line)}</p>"
 
 
@@ -123,12 +124,10 @@ def _memory(plan: Plan) -> Iterator[str]:
     drawing.text(end, bottom + 16, f"{plan.setting.device.memory_gib:g} GiB", anchor="end", style="soft")
     yield f"<figure>{drawing.svg()}</figure>"
     names = "".join(f"<th>{escape(phase.name)}</th>" for phase in plan.phases)
+    parts_of_phases = [dict(phase.parts) for phase in plan.phases]
     rows = []
     for label in letters:
-        cells = "".join(
-            f"<td>{gib(sum(n for other, n in phase.parts if other == label)) if label in dict(phase.parts) else ''}</td>"
-            for phase in plan.phases
-        )
+        cells = "".join(f"<td>{gib(parts[label]) if parts.get(label) else ''}</td>" for parts in parts_of_phases)
         meaning = meaning_of(label, plan)
         rows.append(
             f'<tr><td class="left wide"><span class="swatch b{colours[label]}"></span><b>{escape(label)}</b>'
@@ -143,9 +142,13 @@ def _layout(plan: Plan) -> Iterator[str]:
     """Nodes as boxes, GPUs coloured and lettered by their shard group."""
     layout = plan.layout
     yield "<h2>Layout</h2>"
-    whole = "the whole model on one GPU, without FSDP" if layout.single_device else (
-        f"{counted(layout.num_replicas, 'replica')} of the model, each split over "
-        f"{counted(layout.shard_group_size * layout.tensor_parallel_degree, 'GPU')}"
+    whole = (
+        "the whole model on one GPU, without FSDP"
+        if layout.single_device
+        else (
+            f"{counted(layout.num_replicas, 'replica')} of the model, each split over "
+            f"{counted(layout.shard_group_size * layout.tensor_parallel_degree, 'GPU')}"
+        )
     )
     yield f'<p class="soft">{whole}. GPUs with the same letter are a shard group: together they hold one copy.</p>'
     groups = {rank: index for index, group in enumerate(layout.shard_groups) for rank in group}
@@ -181,19 +184,18 @@ def _layout(plan: Plan) -> Iterator[str]:
 
 def _traffic(plan: Plan) -> Iterator[str]:
     yield "<h2>What one GPU exchanges in a step</h2>"
-    if not plan.exchanges:
-        yield "<p>Nothing: one GPU.</p>"
-        return
     rows = []
-    for exchange in plan.exchanges:
-        reach, _ = reach_of(exchange)
-        style = "fair" if exchange.crosses_nodes else "good"
+    for row in traffic_rows(plan):
+        style = "good" if not row.crosses_nodes else "fair" if row.is_meant_to_cross else "bad"
         rows.append(
-            f'<tr><td class="left wide">{escape(exchange.what)}</td><td class="left">{escape(exchange.collective)}</td>'
-            f"<td>{exchange.num_calls:,}</td><td>{amount(exchange.num_bytes)}</td>"
-            f'<td>{amount(exchange.wire_bytes)}</td><td class="left {style}">{escape(reach)}</td></tr>'
+            f'<tr><td class="left wide">{escape(row.what)}</td><td class="left">{escape(row.collective)}</td>'
+            f"<td>{row.num_calls:,}</td><td>{amount(row.num_bytes)}</td><td>{amount(row.wire_bytes)}</td>"
+            f'<td class="left {style}">{escape(row.reach)}</td></tr>'
         )
-    yield _table(("what|left", "collective|left", "calls", "bytes", "sends", "among|left"), rows)
+    if not rows:
+        yield "<p>Nothing.</p>"
+        return
+    yield _table(("what|left", "collective|left", "calls", "bytes", "sends", "GPUs|left"), rows)
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -17,8 +17,8 @@ from open_instruct.planning.sentences import (
     headline,
     letters_of,
     meaning_of,
-    reach_of,
     time_lines,
+    traffic_rows,
     verdict,
     work_lines,
 )
@@ -31,6 +31,7 @@ from open_instruct.planning.wording import (
 WIDTH = 80
 BAR_WIDTH = 56
 MAX_LAYOUTS_SHOWN = 8
+WHAT_WIDTH = 36
 
 # Of parts of the memory, in the order in which they first appear.
 PART_STYLES = (
@@ -128,19 +129,17 @@ def _bar(phase: Phase, letters: dict[str, str], styles: dict[str, str], *, scale
 
 def _traffic(plan: Plan) -> Iterator[Text]:
     yield from _title("What one GPU exchanges in a step")
-    if not plan.exchanges:
-        yield Text("nothing: one GPU")
+    rows = traffic_rows(plan)
+    if not rows:
+        yield Text("nothing")
         return
-    yield Text(f"{'':<38}{'calls':>7}  {'bytes':>10}  {'sends':>10}  among", style="dim")
-    for exchange in plan.exchanges:
-        reach, style = reach_of(exchange)
-        what, *more = textwrap.wrap(f"{exchange.what} ({exchange.collective})", 37)
+    yield Text(f"{'':<{WHAT_WIDTH}}{'calls':>7}{'bytes':>11}{'sends':>11}  GPUs", style="dim")
+    for row in rows:
+        style = "green" if not row.crosses_nodes else "yellow" if row.is_meant_to_cross else "bold red"
         yield Text.assemble(
-            f"{what:<38}{exchange.num_calls:>7,}  {amount(exchange.num_bytes):>10}  {amount(exchange.wire_bytes):>10}  ",
-            (reach, style),
+            f"{row.what:<{WHAT_WIDTH}}{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.wire_bytes):>11}  ",
+            (row.reach, style),
         )
-        for text in more:
-            yield Text(f"  {text}")
 
 
 def _time(plan: Plan) -> Iterator[Text]:

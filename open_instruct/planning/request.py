@@ -32,7 +32,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     """The request that the words after the command spell.
 
     Raises:
-        InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU; the page cannot be written.
+        InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU.
     """
     algorithm = words[0] if words else ""
     if algorithm not in PLAN_CONFIGS:
@@ -45,7 +45,9 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
     warnings = validate(config)
     if not 0 < asked.mfu <= 1:
-        raise InputError(f"--mfu {spelled(asked.mfu)}: must be above 0 and at most 1; large dense models reach 0.3 to 0.5")
+        raise InputError(
+            f"--mfu {spelled(asked.mfu)}: must be above 0 and at most 1; large dense models reach 0.3 to 0.5"
+        )
     setting = Setting(
         config=config,
         shape=model_shape(config.model.model_name_or_path),

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from open_instruct.parallel.wording import counted, nodes_text
 from open_instruct.planning.memory import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.traffic import Exchange
-from open_instruct.planning.wording import GIB, billions, gib, seconds
+from open_instruct.planning.wording import billions, gib, seconds
+
+# By the axis of the layout and the collective.
+PURPOSES = {
+    ("shard", "all_gather"): "weights of a block, before it runs",
+    ("shard", "reduce_scatter"): "gradients of a block, after it",
+    ("shard", "all_reduce"): "norm of the gradient",
+    ("replica", "all_reduce"): "gradients of a shard, over replicas",
+    ("tensor", "all_gather"): "activations, whole for a matrix",
+    ("tensor", "reduce_scatter"): "activations, summed and split again",
+    ("tensor", "all_reduce"): "activations and norms, summed",
+    ("context", "all_to_all"): "tokens and heads in attention",
+    ("metrics", "all_reduce"): "metrics",
+    ("sync", "broadcast"): "weights to the engines",
+}
 
 ALGORITHMS = {"dpo": "DPO", "sft": "SFT", "grpo": "GRPO"}
 
@@ -17,7 +32,9 @@ def headline(plan: Plan) -> str:
     """What is planned, on what."""
     setting, workload = plan.setting, plan.workload
     what = f"{ALGORITHMS[workload.algorithm]} of {setting.shape.name} ({billions(setting.shape.num_params)} parameters)"
-    machines = f"{nodes_text(plan.layout.gpus_per_node)} ({setting.device.name}, {setting.device.memory_gib:g} GiB each)"
+    machines = (
+        f"{nodes_text(plan.layout.gpus_per_node)} ({setting.device.name}, {setting.device.memory_gib:g} GiB each)"
+    )
     if workload.num_engines and not plan.layout.single_device:
         engines = counted(workload.num_engines, "engine")
         machines += f", and {engines} of {counted(workload.engine_tensor_degree, 'GPU')}"
@@ -26,7 +43,9 @@ def headline(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, in one line."""
-    needs = f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU (most in: {plan.peak.name})"
+    needs = (
+        f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU (most in: {plan.peak.name})"
+    )
     if plan.fits:
         return f"fits: {needs}, {gib(plan.headroom_bytes)} GiB are left"
     return f"does not fit: {needs}, {gib(-plan.headroom_bytes)} GiB too much"
@@ -63,15 +82,45 @@ def letters_of(phases: Sequence[Phase]) -> dict[str, str]:
     return letters
 
 
-def reach_of(exchange: Exchange) -> tuple[str, str]:
-    """Among how many GPUs and whether nodes are left, with a style of rich."""
-    if exchange.group_size == 1:
-        return "nothing to send", "dim"
-    if not exchange.crosses_nodes:
-        return f"{exchange.group_size} within a node", "green"
-    # Replicas and engines are meant to be reached across nodes; the others are slower for it.
-    style = "yellow" if exchange.axis in ("replica", "sync", "metrics") else "bold red"
-    return f"{exchange.group_size} across nodes", style
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficRow:
+    """All exchanges of one kind in one kind of group."""
+
+    what: str
+    collective: str
+    num_calls: int
+    num_bytes: int
+    wire_bytes: int
+    group_size: int
+    crosses_nodes: bool
+    is_meant_to_cross: bool
+
+    @property
+    def reach(self) -> str:
+        """Among how many GPUs, and whether they leave the node."""
+        return f"{self.group_size} {'across nodes' if self.crosses_nodes else 'in a node'}"
+
+
+def traffic_rows(plan: Plan) -> list[TrafficRow]:
+    """The exchanges of a step by their purpose, the largest first; those of a group of one send nothing."""
+    together: dict[tuple[str, str], list[Exchange]] = {}
+    for exchange in plan.exchanges:
+        if exchange.group_size > 1:
+            together.setdefault((exchange.axis, exchange.collective), []).append(exchange)
+    rows = [
+        TrafficRow(
+            what=PURPOSES.get(kind, exchanges[0].what),
+            collective=kind[1].replace("_", "-"),
+            num_calls=sum(exchange.num_calls for exchange in exchanges),
+            num_bytes=sum(exchange.num_bytes for exchange in exchanges),
+            wire_bytes=sum(exchange.wire_bytes for exchange in exchanges),
+            group_size=exchanges[0].group_size,
+            crosses_nodes=exchanges[0].crosses_nodes,
+            is_meant_to_cross=kind[0] in ("replica", "sync", "metrics"),
+        )
+        for kind, exchanges in together.items()
+    ]
+    return sorted(rows, key=lambda row: -row.wire_bytes)
 
 
 def time_lines(plan: Plan) -> Iterator[str]:
@@ -87,15 +136,3 @@ def time_lines(plan: Plan) -> Iterator[str]:
         f"{seconds(time.cross_node_s)} (at {device.cross_node_gb_s:g} GB/s). They are taken to overlap in full, so a "
         "real step takes longer."
     )
-
-
-def check_line(plan: Plan) -> str:
-    """What a run says of its plan when it starts."""
-    return (
-        f"plan: needs {gib(plan.peak.total_bytes)} of {plan.memory_bytes / GIB:.1f} GiB on each GPU "
-        f"(most in: {plan.peak.name})"
-    )
-
-
-def meaning_of(label: str, plan: Plan) -> str:
-    return ""
