@@ -8,11 +8,11 @@ from html import escape
 from open_instruct.parallel.wording import counted, group_name
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.drawing import Drawing
+from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.sentences import (
     headline,
-    letters_of,
-    meaning_of,
+    notes_on,
     time_lines,
     traffic_rows,
     verdict,
@@ -20,7 +20,7 @@ from open_instruct.planning.sentences import (
 )
 from open_instruct.planning.wording import amount, gib, seconds
 
-NUM_COLOURS = 10
+NUM_COLOURS = 12
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
 MAX_RANKS_DRAWN = 16
 RANKS_IN_A_ROW = 8
@@ -31,12 +31,12 @@ STYLE = """
   --page: #ffffff; --panel: #f5f6f8; --ink: #1c2127; --soft: #5b6572; --line: #d5dae0;
   --good: #1a7f45; --fair: #9a6700; --bad: #c62f2f;
   --c0: #4c8dd6; --c1: #e07b39; --c2: #5aa469; --c3: #9b6dc6; --c4: #d9b232; --c5: #d0577a; --c6: #3aa5a0;
-  --c7: #8c7355; --c8: #7486a8; --c9: #a3b84a; }
+  --c7: #8c7355; --c8: #7486a8; --c9: #a3b84a; --c10: #c78fb5; --c11: #9aa0a8; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #14171b; --panel: #1d2228; --ink: #e7eaee; --soft: #9aa5b1; --line: #363e48;
   --good: #57c785; --fair: #e2b64b; --bad: #ff7b72;
   --c0: #5b9be3; --c1: #e88d50; --c2: #66b878; --c3: #ab80d6; --c4: #dcbb4a; --c5: #de6b8d; --c6: #4bb7b2;
-  --c7: #a58a69; --c8: #8799bb; --c9: #b0c45c; } }
+  --c7: #a58a69; --c8: #8799bb; --c9: #b0c45c; --c10: #d6a1c6; --c11: #a9afb7; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 32px 24px 64px; max-width: 960px; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
@@ -94,8 +94,7 @@ def _advice(plan: Plan, advice: Advice) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """A bar for each phase, what its parts are, and the numbers as a table."""
-    letters = letters_of(plan.phases)
-    colours = {label: index % NUM_COLOURS for index, label in enumerate(letters)}
+    colours = {label: index for index, label in enumerate(LETTERS)}
     yield "<h2>Memory of one GPU, phase by phase</h2>"
     yield (
         '<p class="soft">Each bar is one phase of the run on the GPU that needs most. The red line is where its '
@@ -110,7 +109,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         style = "strong" if phase is plan.peak else ""
         drawing.text(left - 10, y + 17, phase.name, anchor="end", style=style)
         drawing.rectangle(left, y, plan.memory_bytes * scale, row - 10, "free")
-        for label, num_bytes in phase.parts:
+        for label, num_bytes in parts_of(phase):
             part = num_bytes * scale
             if part > 0:
                 drawing.rectangle(x, y, part, row - 10, f"c{colours[label]}", f"{label}: {gib(num_bytes)} GiB")
@@ -126,7 +125,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     names = "".join(f"<th>{escape(phase.name)}</th>" for phase in plan.phases)
     parts_of_phases = [dict(phase.parts) for phase in plan.phases]
     rows = []
-    for label in letters:
+    for label in parts_in_any(plan.phases):
         cells = "".join(f"<td>{gib(parts[label]) if parts.get(label) else ''}</td>" for parts in parts_of_phases)
         meaning = meaning_of(label, plan)
         rows.append(
@@ -227,11 +226,7 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[str]:
     for other in advice.ranked:
         layout = other.layout
         style = "this" if layout == plan.layout else "" if other.fits else "off"
-        notes = [] if other.fits else ["does not fit"]
-        if layout.straddles_nodes:
-            notes.append("shard groups across nodes")
-        if layout.straddling(layout.tensor_groups):
-            notes.append("tensor groups across nodes")
+        notes = notes_on(other)
         if layout == plan.layout:
             notes.append("this plan")
         rows.append(

@@ -12,11 +12,11 @@ from open_instruct.parallel.picture import print_layout
 from open_instruct.parallel.wording import counted
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory import Phase
+from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.sentences import (
     headline,
-    letters_of,
-    meaning_of,
+    notes_on,
     time_lines,
     traffic_rows,
     verdict,
@@ -29,7 +29,7 @@ from open_instruct.planning.wording import (
 )
 
 WIDTH = 80
-BAR_WIDTH = 56
+BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
 WHAT_WIDTH = 36
 
@@ -82,43 +82,36 @@ def _memory(plan: Plan) -> Iterator[Text]:
         style="dim",
     )
     yield Text()
-    letters = letters_of(plan.phases)
-    styles = {label: PART_STYLES[index % len(PART_STYLES)] for index, label in enumerate(letters)}
+    shown = parts_in_any(plan.phases)
+    styles = {label: PART_STYLES[index % len(PART_STYLES)] for index, label in enumerate(LETTERS)}
     name_width = max(len(phase.name) for phase in plan.phases)
     scale = max(plan.memory_bytes, plan.peak.total_bytes)
     for phase in plan.phases:
         line = Text(f"{phase.name:<{name_width}}  ", style="bold" if phase is plan.peak else "")
-        line.append(_bar(phase, letters, styles, scale=scale, memory_bytes=plan.memory_bytes))
+        line.append(_bar(phase, styles, scale=scale, memory_bytes=plan.memory_bytes))
         line.append(f" {gib(phase.total_bytes):>6}")
         if phase is plan.peak:
             line.append(" ◀ most", style="bold" if plan.fits else "bold red")
         yield line
-        sums = " + ".join(f"{letters[label]} {gib(num_bytes)}" for label, num_bytes in phase.parts if num_bytes > 0)
+        sums = " + ".join(f"{LETTERS[label]} {gib(num_bytes)}" for label, num_bytes in parts_of(phase))
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
-    for label, letter in letters.items():
-        line = Text("  ")
-        line.append(f" {letter} ", style=styles[label])
-        line.append(f" {label}", style="bold")
-        meaning = meaning_of(label, plan)
-        first, *rest = textwrap.wrap(meaning, WIDTH - 7) if meaning else [""]
-        if len(line) + 2 + len(meaning) <= WIDTH:
-            yield line.append(f": {meaning}") if meaning else line
-            continue
-        yield line
-        for text in (first, *rest):
-            yield Text(f"      {text}", style="dim")
+    for label in shown:
+        first, *rest = textwrap.wrap(f"{label}: {meaning_of(label, plan)}", WIDTH - 6)
+        letter = Text.assemble("  ", (f" {LETTERS[label]} ", styles[label]), " ")
+        yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
+        yield from (Text(f"{'':6}{text}") for text in rest)
 
 
-def _bar(phase: Phase, letters: dict[str, str], styles: dict[str, str], *, scale: int, memory_bytes: int) -> Text:
+def _bar(phase: Phase, styles: dict[str, str], *, scale: int, memory_bytes: int) -> Text:
     """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
     bar = Text()
     done = 0
-    for label, num_bytes in phase.parts:
+    for label, num_bytes in parts_of(phase):
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
-        bar.append(letters[label] * (upto - len(bar)), style=styles[label])
+        bar.append(LETTERS[label] * (upto - len(bar)), style=styles[label])
     end = round(memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")
@@ -162,13 +155,9 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
             f"{layout.shard_degree:>7} ×{layout.num_replicas:>9} ×{layout.tensor_parallel_degree:>7}"
             f"{gib(other.peak.total_bytes):>10}{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
         )
-        notes = []
         if not other.fits:
             line.stylize("dim")
-            notes.append("does not fit")
-        if other.layout.straddles_nodes:
-            notes.append("across nodes")
-        line.append(f"  {', '.join(notes)}")
+        line.append(f"  {', '.join(notes_on(other))}")
         if is_this:
             line.append(" ◀ this", style="bold")
         yield line

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from open_instruct.parallel.wording import counted, nodes_text
-from open_instruct.planning.memory import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.traffic import Exchange
 from open_instruct.planning.wording import billions, gib, seconds
@@ -70,18 +69,6 @@ def work_lines(plan: Plan) -> Iterator[str]:
     yield f"computed in {workload.param_dtype}, optimizer {workload.optimizer}, {checkpointing}"
 
 
-def letters_of(phases: Sequence[Phase]) -> dict[str, str]:
-    """A letter for each part that any phase has, in the order in which they first appear: the first still free one."""
-    letters: dict[str, str] = {}
-    for phase in phases:
-        for label, num_bytes in phase.parts:
-            if label not in letters and num_bytes > 0:
-                own = [letter for letter in label.upper() if letter.isalpha()]
-                free = [letter for letter in (*own, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ") if letter not in letters.values()]
-                letters[label] = free[0] if free else "#"
-    return letters
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
     """All exchanges of one kind in one kind of group."""
@@ -136,3 +123,14 @@ def time_lines(plan: Plan) -> Iterator[str]:
         f"{seconds(time.cross_node_s)} (at {device.cross_node_gb_s:g} GB/s). They are taken to overlap in full, so a "
         "real step takes longer."
     )
+
+
+def notes_on(plan: Plan) -> list[str]:
+    """What speaks against a layout of the ranking, in few words."""
+    layout = plan.layout
+    notes = [] if plan.fits else ["does not fit"]
+    if layout.straddling(layout.tensor_groups):
+        notes.append("tensor groups across nodes")
+    elif layout.straddles_nodes:
+        notes.append("across nodes")
+    return notes
