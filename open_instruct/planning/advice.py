@@ -77,7 +77,7 @@ class Advice:
                 f"It {_outcome(self.faster.plan)}: "
                 f"{self.faster.plan.tokens_per_second / plan.tokens_per_second:.2f} times the tokens per second."
             )
-        elif self.ranked:
+        elif len(self.ranked) > 1:
             yield "It fits, and no other layout of these GPUs is faster."
         else:
             yield "It fits."

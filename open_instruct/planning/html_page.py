@@ -218,10 +218,12 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _ranking(plan: Plan, advice: Advice) -> Iterator[str]:
-    if not advice.ranked:
+    if len(advice.ranked) < 2:
         return
-    yield f"<h2>Every layout that these {counted(plan.layout.world_size, 'GPU')} allow</h2>"
-    yield '<p class="soft">Those that fit first, then by tokens per second of all GPUs together.</p>'
+    yield f"<h2>Every layout of {plan.layout.world_size} GPUs</h2>"
+    yield (
+        '<p class="soft">Those that fit by the tokens per second of all GPUs together, then the others by what they need.</p>'
+    )
     rows = []
     for other in advice.ranked:
         layout = other.layout

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from open_instruct.parallel.picture import print_layout
-from open_instruct.parallel.wording import counted
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory import Phase
 from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of
@@ -142,9 +141,9 @@ def _time(plan: Plan) -> Iterator[Text]:
 
 
 def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
-    if not advice.ranked:
+    if len(advice.ranked) < 2:
         return
-    yield from _title(f"Layouts these {counted(plan.layout.world_size, 'GPU')} allow, the fastest that fits first")
+    yield from _title(f"The layouts of {plan.layout.world_size} GPUs, the fastest that fits first")
     yield Text(f"{'shard':>7} ×{'replicas':>9} ×{'tensor':>7}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
     for index, other in enumerate(advice.ranked):
         is_this = other.layout == plan.layout

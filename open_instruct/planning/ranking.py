@@ -9,7 +9,7 @@ from open_instruct.planning.plan import Plan, Setting, plan_of, tensor_degrees
 
 
 def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
-    """A plan for each (shard degree, replicas, tensor degree), those that fit first, then by tokens per second.
+    """A plan for each (shard degree, replicas, tensor degree): by tokens per second, then those that do not fit.
 
     The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
     compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode.
@@ -21,10 +21,12 @@ def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
 
 
 def _order(plan: Plan) -> tuple[bool, float, float]:
+    if not plan.fits:
+        return True, plan.peak.total_bytes, 0.0
     # Where arithmetic bounds them all, the one that exchanges least has most to spare.
     time = plan.time
     exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
-    return not plan.fits, -float(f"{plan.tokens_per_second:.3g}"), exchanged_s
+    return False, -float(f"{plan.tokens_per_second:.3g}"), exchanged_s
 
 
 def _candidates(setting: Setting) -> Iterator[Setting]:
