@@ -39,6 +39,7 @@ class Workload:
     label_tokens_per_microbatch: int
     num_microbatches: int
     num_updates: int = 1
+    num_epochs: int = 1
     packing: bool = True
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
@@ -58,6 +59,17 @@ class Workload:
     sync_bucket_bytes: int = 0
     sync_bytes_per_param: int = 2
     kv_cache_bytes: int = 0
+
+    @property
+    def num_fixed_passes(self) -> int:
+        """Passes over a microbatch, in a GRPO step, for log-probs that are fixed during it.
+
+        The reference policy's, if there is one, and where a step has several updates the policy's own before them.
+        """
+        if self.algorithm != "grpo":
+            return 0
+        num_models = int(self.has_reference) + int(self.num_updates > 1)
+        return num_models * self.num_microbatches * (self.num_updates // self.num_epochs)
 
     @property
     def compute_bytes(self) -> int:
@@ -129,6 +141,7 @@ def _grpo(
         label_tokens_per_microbatch=round(num_tokens * label_share),
         num_microbatches=-(-num_completions_of_rank // max(1, num_tokens // longest)),
         num_updates=config.loss.num_mini_batches * config.loss.num_epochs,
+        num_epochs=config.loss.num_epochs,
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
         checkpointing=checkpointing,

@@ -89,9 +89,14 @@ class Learner:
 
     def take_step(self, num_completions: int, *, one_at_a_time: bool = False) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
+        samples = make_samples(num_completions, seed=self.trainer.step, vocab_size=self.vocab_size)
+        return self.learn_from(samples, one_at_a_time=one_at_a_time)
+
+    def learn_from(self, samples: list[RolloutSample], *, one_at_a_time: bool = False) -> dict[str, float]:
+        """`take_step` with completions of one's own."""
         config, layout = self.config, self.run.layout
         work = plan_steps_of_ranks(
-            make_samples(num_completions, seed=self.trainer.step, vocab_size=self.vocab_size),
+            samples,
             num_ranks=layout.data_parallel_world_size,
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,
             num_mini_batches=config.loss.num_mini_batches,

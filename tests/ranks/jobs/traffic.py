@@ -1,0 +1,121 @@
+"""Optimizer steps of DPO and GRPO on rows of one given length, with every collective counted."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.parser import parse
+from open_instruct.models.logprob_head import LogprobHead
+from open_instruct.olmo_core_train_modules import DPOTrainModule
+from open_instruct.packing.preference_pairs import preference_batch
+from open_instruct.parallel.process import stop_process
+from open_instruct.records import Document, PreferenceBatch, PreferenceExample, RolloutSample, Span
+from open_instruct.training.forward import sequence_logprobs
+from open_instruct.training.policy import build_policy
+from open_instruct.training.preference_steps import PreferenceStep
+from open_instruct.training.pretrained import open_pretrained
+from open_instruct.training.run import join_run
+from open_instruct.training.stepwise import StepwiseTrainer
+from tests.ranks.collectives import RecordCollectives, calls_by_group
+from tests.ranks.jobs.grpo_steps import Learner
+
+Rows = list[tuple[str, int, list[int], int]]
+"""(collective, bytes, global ranks, calls), sorted."""
+
+
+def count_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Rows]]:
+    """What this rank issues in a step (and in a microbatch of the reference pass, for DPO) of every case."""
+    results = []
+    for case, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        job = dict(case)
+        results.append({"dpo": _dpo, "grpo": _grpo}[job.pop("algorithm")](**job))
+        stop_process()
+    return results
+
+
+def _dpo(
+    flags: list[str], *, num_tokens: int, num_microbatches: int, logits_per_chunk: int | None = None
+) -> dict[str, Rows]:
+    config = parse(DPOConfig, flags)
+    validate_dpo(config)
+    run = join_run(config)
+    pretrained = open_pretrained(
+        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
+    )
+    policy = build_policy(DPOTrainModule, pretrained, run=run, config=config, num_steps=2, loss=config.loss)
+    _set_chunks(policy.model, logits_per_chunk, pretrained.hf_config.vocab_size)
+    trainer = StepwiseTrainer(policy, folder=run.directory.path, num_steps=2, max_tokens_per_step=10**6)
+    microbatch = _pair(num_tokens)
+    step = PreferenceStep(
+        microbatches=(microbatch,) * num_microbatches,
+        num_pairs_global=num_microbatches * run.layout.data_parallel_world_size,
+        num_tokens_global=num_tokens * num_microbatches * run.layout.data_parallel_world_size,
+    )
+    counted = {}
+    with torch.no_grad():
+        counted["reference"] = _counted(
+            lambda: sequence_logprobs(policy.model, microbatch.packed, device=policy.device)
+        )
+    # The second step, as all that follow: the first one makes what lasts.
+    trainer.take_step([step], num_tokens=step.num_tokens_global)
+    counted["step"] = _counted(lambda: trainer.take_step([step], num_tokens=step.num_tokens_global))
+    return counted
+
+
+def _grpo(
+    flags: list[str], *, num_tokens: int, num_completions: int, logits_per_chunk: int | None = None
+) -> dict[str, Rows]:
+    learner = Learner(flags, num_steps=2)
+    _set_chunks(learner.policy.model, logits_per_chunk, learner.vocab_size)
+    samples = [
+        RolloutSample(
+            document=_document(num_tokens), engine_logprobs=(-6.0,) * (num_tokens // 2), advantage=(-1.0) ** index
+        )
+        for index in range(num_completions)
+    ]
+    learner.learn_from(samples)
+    return {"step": _counted(lambda: learner.learn_from(samples))}
+
+
+def _counted(work: Any) -> Rows:
+    before = calls_by_group()
+    with RecordCollectives() as recorder:
+        work()
+    by_group: Counter[tuple[int, ...]] = Counter()
+    for kind, num_calls in recorder.issued.items():
+        by_group[kind.ranks] += num_calls
+    if dist.get_backend() == "gloo":
+        assert by_group == calls_by_group() - before, "the groups have seen other calls than were recorded"
+    return [(*kind, num_calls) for kind, num_calls in sorted(recorder.issued.items())]
+
+
+def _set_chunks(model: Any, logits_per_chunk: int | None, vocab_size: int) -> None:
+    if logits_per_chunk is not None:
+        assert isinstance(model.lm_head, LogprobHead)
+        model.lm_head.max_logits_bytes = logits_per_chunk * 4 * vocab_size
+
+
+def _pair(num_tokens: int) -> PreferenceBatch:
+    """One pair in one row of so many tokens."""
+    half = _document(num_tokens // 2)
+    batch = preference_batch(
+        [PreferenceExample(row_id=0, key="", chosen=half, rejected=half)], packing=True, pad_token_id=0
+    )
+    logps_P = torch.tensor([-6.0 * (num_tokens // 4)])
+    return replace(batch, reference_chosen_logps_P=logps_P, reference_rejected_logps_P=logps_P)
+
+
+def _document(num_tokens: int) -> Document:
+    """Its second half is learned from."""
+    return Document(
+        token_ids=tuple(3 + token % 250 for token in range(num_tokens)),
+        responses=(Span(start=num_tokens - num_tokens // 2, stop=num_tokens),),
+    )
