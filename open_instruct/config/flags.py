@@ -11,6 +11,7 @@ import math
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from open_instruct.errors import InputError
@@ -131,8 +132,9 @@ def sections_of(config_class: type) -> dict[str, type]:
     return {field.name: hints[field.name] for field in fields(config_class)}
 
 
+@cache
 def flags_of(config_class: type) -> dict[str, Flag]:
-    """Every flag of a config class by name, in the order of its sections."""
+    """Every flag of a config class by name, in the order of its sections. One dict for all callers: only read it."""
     flags: dict[str, Flag] = {}
     for section, section_class in sections_of(config_class).items():
         hints = get_type_hints(section_class)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import divisors
+from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.plan import Plan, Setting, plan_of, tensor_degrees
 from open_instruct.planning.ranking import ranked_layouts
@@ -97,14 +99,11 @@ def change_to_fit(plan: Plan) -> Change | None:
     """
     if plan.fits:
         return None
-    setting = plan.setting
-    for nodes in _more_nodes(setting):
-        base = _changed(setting, nodes)
-        if base is None:
-            continue
-        for values in _combinations(base):
-            candidate = _changed(setting, nodes | values)
-            if candidate is not None and (found := _planned(candidate)) is not None and found.fits:
+    for nodes in _useful_nodes(plan.setting):
+        base = _changed(plan.setting, nodes)
+        for values in _combinations(base) if base is not None else ():
+            found = _planned(base, values)
+            if found is not None and found.fits:
                 return Change(values=nodes | values, plan=found)
     return None
 
@@ -131,8 +130,8 @@ def _outcome(plan: Plan) -> str:
 
 def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
     """Flags to try, the smallest change first."""
-    options = [[None, *slot] for slot in (_layouts(setting), _checkpointing(setting), _microbatches(setting))]
-    chosen = [[option for option in choice if option is not None] for choice in product(*options)]
+    slots = (_layouts_that_can_fit(setting), [None, *_checkpointing(setting)], [None, *_microbatches(setting)])
+    chosen = [[option for option in choice if option is not None] for choice in product(*slots)]
     chosen.sort(
         key=lambda choice: (
             len(choice),
@@ -147,8 +146,21 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
         yield values
 
 
+def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
+    """The layout as it is (None) and others, but for those that do not fit with everything else at its smallest."""
+    least: dict[str, Any] = {}
+    for options in (_checkpointing(setting), _microbatches(setting)):
+        least |= options[-1].values if options else {}
+    found: list[_Option | None] = []
+    for option in (None, *_layouts(setting)):
+        plan = _planned(setting, least | (option.values if option is not None else {}))
+        if plan is not None and plan.fits:
+            found.append(option)
+    return found
+
+
 def _layouts(setting: Setting) -> list[_Option]:
-    """Larger shard degrees within a node (kind 0) and across (kind 3), then tensor degrees (kind 4)."""
+    """Larger shard degrees within a node (kind 0) and across (kind 3), then tensor degrees within a node (kind 4)."""
     now = setting.layout
     if now.single_device:
         return []
@@ -156,11 +168,10 @@ def _layouts(setting: Setting) -> list[_Option]:
     for shard in divisors(now.data_parallel_world_size):
         if shard > now.shard_degree:
             values = {"fsdp_shard_degree": shard, "fsdp_num_replicas": now.data_parallel_world_size // shard}
-            changed = _changed(setting, values)
-            if changed is not None:
-                options.append(_Option(kind=3 if changed.layout.straddles_nodes else 0, strength=shard, values=values))
+            straddles = setting.with_flags(values).layout.straddles_nodes
+            options.append(_Option(kind=3 if straddles else 0, strength=shard, values=values))
     for tensor in tensor_degrees(setting.shape):
-        if tensor > now.tensor_parallel_degree and now.world_size % tensor == 0:
+        if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % tensor == 0:
             world = now.world_size // tensor
             for shard in divisors(world):
                 if shard * tensor >= now.shard_degree * now.tensor_parallel_degree:
@@ -206,8 +217,8 @@ def _microbatches(setting: Setting) -> list[_Option]:
     return options
 
 
-def _more_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The nodes as they are, then twice as many, and so on; only where they are alike."""
+def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
+    """The nodes as they are, then twice as many, and so on; only where they are alike, and where any number would do."""
     yield {}
     parallel = setting.config.parallel
     if len(set(setting.gpus_per_node)) != 1 or parallel.single_gpu_mode:
@@ -215,23 +226,25 @@ def _more_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
     # Both degrees together say how many GPUs there are.
     both = parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None
     freed = {"fsdp_num_replicas": None} if both else {}
+    steps = []
     times = 2
-    while times <= MAX_TIMES_THE_NODES:
-        yield {"num_nodes": len(setting.gpus_per_node) * times} | freed
+    while times <= MAX_TIMES_THE_NODES and sum(setting.gpus_per_node) * times <= MAX_GPUS:
+        steps.append({"num_nodes": len(setting.gpus_per_node) * times} | freed)
         times *= 2
+    most = _changed(setting, steps[-1]) if steps else None
+    if most is not None and _layouts_that_can_fit(most):
+        yield from steps
 
 
 def _changed(setting: Setting, values: dict[str, Any]) -> Setting | None:
     try:
-        changed = setting.with_flags(values)
-        changed.layout  # noqa: B018
+        return setting.with_flags(values)
     except InputError:
         return None
-    return changed
 
 
-def _planned(setting: Setting) -> Plan | None:
+def _planned(setting: Setting, values: dict[str, Any]) -> Plan | None:
     try:
-        return plan_of(setting)
+        return plan_of(setting.with_flags(values))
     except InputError:
         return None

@@ -132,6 +132,10 @@ def _writable(file: str | None) -> Path | None:
     if file is None:
         return None
     path = Path(file).expanduser()
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    try:
+        is_possible = path.absolute().parent.is_dir() and not path.is_dir()
+    except OSError:  # such as a name that is too long
+        is_possible = False
+    if not is_possible:
         raise InputError(f"--html {file}: is a folder, or lies in none; name a file in a folder that exists")
     return path

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from open_instruct.parallel.wording import counted, nodes_text
+from open_instruct.planning.devices import MEMORY, Device
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.traffic import Exchange
 from open_instruct.planning.wording import billions, gib, seconds
@@ -31,13 +32,17 @@ def headline(plan: Plan) -> str:
     """What is planned, on what."""
     setting, workload = plan.setting, plan.workload
     what = f"{ALGORITHMS[workload.algorithm]} of {setting.shape.name} ({billions(setting.shape.num_params)} parameters)"
-    machines = (
-        f"{nodes_text(plan.layout.gpus_per_node)} ({setting.device.name}, {setting.device.memory_gib:g} GiB each)"
-    )
+    machines = f"{nodes_text(plan.layout.gpus_per_node)} ({device_text(setting.device)})"
     if workload.num_engines and not plan.layout.single_device:
         engines = counted(workload.num_engines, "engine")
         machines += f", and {engines} of {counted(workload.engine_tensor_degree, 'GPU')}"
     return f"{what} on {machines}"
+
+
+def device_text(device: Device) -> str:
+    """ "H100, 79.1 GiB each", or "40 GiB each" of a GPU without a name."""
+    name = "" if device.name.startswith(MEMORY) else f"{device.name.upper()}, "
+    return f"{name}{device.memory_gib:g} GiB each"
 
 
 def verdict(plan: Plan) -> str:
@@ -118,11 +123,17 @@ def time_lines(plan: Plan) -> Iterator[str]:
         "where rows have their full length."
     )
     yield (
-        f"arithmetic {seconds(time.compute_s)} (at {plan.setting.mfu:.0%} of {device.peak_tflops_bf16:g} TFLOP/s), "
-        f"within nodes {seconds(time.in_node_s)} (at {device.in_node_gb_s:g} GB/s), across nodes "
-        f"{seconds(time.cross_node_s)} (at {device.cross_node_gb_s:g} GB/s). They are taken to overlap in full, so a "
-        "real step takes longer."
+        f"Arithmetic takes {seconds(time.compute_s)} (at {plan.setting.mfu:.0%} of {device.peak_tflops_bf16:g} TFLOP/s), "
+        f"exchanges {seconds(time.in_node_s)} within nodes (at {device.in_node_gb_s:g} GB/s) and "
+        f"{seconds(time.cross_node_s)} across nodes (at {device.cross_node_gb_s:g} GB/s for each GPU)."
     )
+    if time.waiting_s > 0:
+        yield (
+            f"Arithmetic waits for {seconds(time.waiting_s)} of them (tensor groups, weights to the engines). The others "
+            "are taken to overlap with it in full, so a real step takes longer."
+        )
+    else:
+        yield "They are taken to overlap in full, so a real step takes longer."
 
 
 def notes_on(plan: Plan) -> list[str]:
