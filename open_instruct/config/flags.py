@@ -132,9 +132,13 @@ def sections_of(config_class: type) -> dict[str, type]:
     return {field.name: hints[field.name] for field in fields(config_class)}
 
 
-@cache
 def flags_of(config_class: type) -> dict[str, Flag]:
-    """Every flag of a config class by name, in the order of its sections. One dict for all callers: only read it."""
+    """Every flag of a config class by name, in the order of its sections."""
+    return dict(_read_flags(config_class))
+
+
+@cache
+def _read_flags(config_class: type) -> dict[str, Flag]:
     flags: dict[str, Flag] = {}
     for section, section_class in sections_of(config_class).items():
         hints = get_type_hints(section_class)

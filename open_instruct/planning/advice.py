@@ -101,7 +101,9 @@ def change_to_fit(plan: Plan) -> Change | None:
         return None
     for nodes in _useful_nodes(plan.setting):
         base = _changed(plan.setting, nodes)
-        for values in _combinations(base) if base is not None else ():
+        if base is None:
+            continue
+        for values in _combinations(base):
             found = _planned(base, values)
             if found is not None and found.fits:
                 return Change(values=nodes | values, plan=found)
@@ -200,7 +202,7 @@ def _checkpointing(setting: Setting) -> list[_Option]:
 def _microbatches(setting: Setting) -> list[_Option]:
     """Fewer rows at once and more of them after each other, so that the global batch stays; shorter packs for GRPO."""
     config = setting.config
-    options = []
+    options: list[_Option] = []
     if isinstance(config, GRPOConfig):
         tokens = config.max_tokens_per_microbatch
         while tokens > config.data.max_seq_length:
@@ -218,7 +220,7 @@ def _microbatches(setting: Setting) -> list[_Option]:
 
 
 def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The nodes as they are, then twice as many, and so on; only where they are alike, and where any number would do."""
+    """The nodes as they are, then twice as many, and so on; no more of them where none would do."""
     yield {}
     parallel = setting.config.parallel
     if len(set(setting.gpus_per_node)) != 1 or parallel.single_gpu_mode:

@@ -221,9 +221,7 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[str]:
     if len(advice.ranked) < 2:
         return
     yield f"<h2>Every layout of {plan.layout.world_size} GPUs</h2>"
-    yield (
-        '<p class="soft">Those that fit by the tokens per second of all GPUs together, then the others by what they need.</p>'
-    )
+    yield '<p class="soft">Those that fit, by the tokens per second of all GPUs together; then the others.</p>'
     rows = []
     for other in advice.ranked:
         layout = other.layout

@@ -121,11 +121,14 @@ def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> No
 
 def _device(asked: PlanSection) -> Device:
     device = device_named(asked.gpu)
-    speeds = {"in_node_gb_s": asked.in_node_gb_s, "cross_node_gb_s": asked.cross_node_gb_s}
-    for name, speed in speeds.items():
+    for name, speed in (("in_node_gb_s", asked.in_node_gb_s), ("cross_node_gb_s", asked.cross_node_gb_s)):
         if speed is not None and not speed > 0:
             raise InputError(f"--{name} {spelled(speed)}: must be above 0")
-    return replace(device, **{name: speed for name, speed in speeds.items() if speed is not None})
+    return replace(
+        device,
+        in_node_gb_s=asked.in_node_gb_s or device.in_node_gb_s,
+        cross_node_gb_s=asked.cross_node_gb_s or device.cross_node_gb_s,
+    )
 
 
 def _writable(file: str | None) -> Path | None:

@@ -123,14 +123,14 @@ def time_lines(plan: Plan) -> Iterator[str]:
         "where rows have their full length."
     )
     yield (
-        f"Arithmetic takes {seconds(time.compute_s)} (at {plan.setting.mfu:.0%} of {device.peak_tflops_bf16:g} TFLOP/s), "
-        f"exchanges {seconds(time.in_node_s)} within nodes (at {device.in_node_gb_s:g} GB/s) and "
+        f"Arithmetic takes {seconds(time.compute_s)} (at {plan.setting.mfu:.0%} of {device.peak_tflops_bf16:g} "
+        f"TFLOP/s), exchanges {seconds(time.in_node_s)} within nodes (at {device.in_node_gb_s:g} GB/s) and "
         f"{seconds(time.cross_node_s)} across nodes (at {device.cross_node_gb_s:g} GB/s for each GPU)."
     )
     if time.waiting_s > 0:
         yield (
-            f"Arithmetic waits for {seconds(time.waiting_s)} of them (tensor groups, weights to the engines). The others "
-            "are taken to overlap with it in full, so a real step takes longer."
+            f"Arithmetic waits for {seconds(time.waiting_s)} of them (tensor groups, weights to the engines). The "
+            "others are taken to overlap with it in full, so a real step takes longer."
         )
     else:
         yield "They are taken to overlap in full, so a real step takes longer."

@@ -1,4 +1,4 @@
-"""`open-instruct plan`: what it is asked, what it prints and draws, what it advises, and the check when a run starts."""
+"""`open-instruct plan`: what it is asked, prints, draws and advises, and the check when a run starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ OLMO_32B = ["--model_name_or_path", "allenai/OLMo-2-0325-32B"]
 TWO_NODES = ["--num_nodes", "2", "--gpus_per_node", "8"]
 FULL = ["--activation_checkpointing", "full"]
 DPO_7B = ["dpo", *OLMO_7B, *TWO_NODES]
+DPO_32B = ["dpo", *OLMO_32B, *FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "8"]
 ESCAPE = "\x1b"
 
 
@@ -174,9 +176,9 @@ class TestPlan:
 
     def test_completions_of_grpo_are_the_same_on_any_number_of_ranks(self) -> None:
         words = ["grpo", *OLMO_7B, "--num_unique_prompts_rollout", "64", "--num_samples_per_prompt_rollout", "8"]
-        assert {
-            planned(*words, "--gpus_per_node", nodes).tokens_per_step for nodes in ("8", "2x8", "4x8")
-        } == {64 * 8 * 512}
+        assert {planned(*words, "--gpus_per_node", nodes).tokens_per_step for nodes in ("8", "2x8", "4x8")} == {
+            64 * 8 * 512
+        }
 
     def test_other_flags_are_the_same_as_on_the_command_line(self) -> None:
         setting = requested(*DPO_7B).setting
@@ -211,13 +213,11 @@ class TestAdvice:
                 {"pack_length"},
             ),
             (
-                ["dpo", *OLMO_32B, *FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "8"]
-                + ["--max_seq_length", "16384"],
+                [*DPO_32B, "--max_seq_length", "16384"],
                 {"fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree"},
             ),
             (
-                ["dpo", *OLMO_32B, *FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "8"]
-                + ["--gpu", "memory_gib=40"],
+                [*DPO_32B, "--gpu", "memory_gib=40"],
                 {"num_nodes", "fsdp_shard_degree", "fsdp_num_replicas"},
             ),
         ],
@@ -237,7 +237,9 @@ class TestAdvice:
                 del with_it[first : first + 2]
         again = planned(*with_it)
         assert again.fits and again.phases == change.plan.phases
-        assert again.tokens_per_step == plan.tokens_per_step or "num_nodes" in names or "tensor_parallel_degree" in names
+        assert (
+            again.tokens_per_step == plan.tokens_per_step or "num_nodes" in names or "tensor_parallel_degree" in names
+        )
 
     def test_the_smallest_shard_degree_comes_first(self) -> None:
         change = change_to_fit(planned(*DPO_7B, *FULL, "--fsdp_shard_degree", "1"))
@@ -246,7 +248,12 @@ class TestAdvice:
         assert not planned(*DPO_7B, *FULL, "--fsdp_shard_degree", str(smaller)).fits
 
     def test_selected_modules_are_given_up_for_whole_blocks(self) -> None:
-        selected = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules", "blocks.*.x"]
+        selected = [
+            "--activation_checkpointing",
+            "selected_modules",
+            "--activation_checkpointing_modules",
+            "blocks.*.x",
+        ]
         change = change_to_fit(planned(*DPO_7B, *selected))
         assert change is not None and change.values["activation_checkpointing"] == "full"
 
@@ -292,7 +299,7 @@ class TestRanking:
         fits = [plan.fits for plan in ranked]
         assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
         speeds = [plan.tokens_per_second for plan in ranked if plan.fits]
-        assert all(later <= sooner * 1.01 for sooner, later in zip(speeds, speeds[1:], strict=False))
+        assert all(later <= sooner * 1.01 for sooner, later in pairwise(speeds))
         needs = [plan.peak.total_bytes for plan in ranked if not plan.fits]
         assert needs == sorted(needs)
 
@@ -353,7 +360,9 @@ class TestPage:
 
     def test_what_is_said(self) -> None:
         text = page(planned(*DPO_7B))
-        assert "does not fit: needs" in text and "The smallest change that fits: --activation_checkpointing full" in text
+        assert (
+            "does not fit: needs" in text and "The smallest change that fits: --activation_checkpointing full" in text
+        )
         assert "replicas of the model, each split over 8 GPUs" in text
         assert re.search(r"gradients of a shard, over replicas .* across nodes", text)
         assert re.search(r"weights of a block, before it runs .* in a node", text)
@@ -469,13 +478,17 @@ class TestCheckAtStart:
         assert time.monotonic() - start < 5
         message = str(caught.value)
         assert "weights, gradients and optimizer states alone take" in message
-        assert "It would fit with --fsdp_shard_degree" in message and message.endswith("--no_plan_check starts it all the same")
+        assert "It would fit with --fsdp_shard_degree" in message and message.endswith(
+            "--no_plan_check starts it all the same"
+        )
 
     def test_it_can_be_started_all_the_same(self, folder: Path) -> None:
         verdict = self.check(folder, "--fsdp_shard_degree", "1", "--no_plan_check", memory_gib=2)
         assert "the run cannot fit" in verdict.refusal
 
-    @pytest.mark.parametrize("text", ["{}", "no json", '{"model_type": "gpt2"}', json.dumps(TINY | {"vocab_size": "x"})])
+    @pytest.mark.parametrize(
+        "text", ["{}", "no json", '{"model_type": "gpt2"}', json.dumps(TINY | {"vocab_size": "x"})]
+    )
     def test_a_model_it_cannot_read_breaks_nothing(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "config.json").write_text(text)
         verdict = self.check(tmp_path, memory_gib=0.001)
