@@ -80,7 +80,7 @@ def exchange_in(
 
 @lru_cache(maxsize=1024)
 def span_of(layout: ShardLayout, axis: Axis) -> tuple[int, bool, int]:
-    """Size of the groups of an axis, whether any crosses nodes, and the fewest ranks that such a group has on a node."""
+    """Size of an axis's groups, whether any crosses nodes, and the fewest ranks that such a group has on a node."""
     groups = groups_of(layout, axis)
     straddling = layout.straddling(groups)
     ends = tuple(accumulate(layout.gpus_per_node))

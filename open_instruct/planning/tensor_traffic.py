@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
+from open_instruct.planning.activations import MAX_LOGITS_BYTES
 from open_instruct.planning.exchange import Collective, Exchange, exchange_in
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.workload import Workload
 from open_instruct.records import ShardLayout
 
-# models/logprob_head.py: more logits than these are computed chunk by chunk, and again in the backward pass.
-MAX_LOGITS_BYTES = 1 << 30
 LOSS_BYTES = 4
 
 NORM_AFTER = ("olmo2", "olmo3")
@@ -36,22 +35,23 @@ def activation_exchanges(
         yield from _context(shape, layout, workload, num_passes=num_passes, trains=trains)
 
 
-def recomputed_layers(shape: ModelShape, workload: Workload, module: str) -> int:
-    """Layers whose `module` ("attention", "feed_forward", or "" for the whole block) is computed again backwards."""
-    if workload.checkpointing == "none":
-        return 0
-    if workload.checkpointing == "full":
-        return shape.num_layers
-    names = [f"blocks.{layer}" for layer in range(shape.num_layers)]
-    patterns = workload.checkpointing_modules
-    blocks = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
-    if not module:
-        return len(blocks)
-    return sum(name in blocks or any(fnmatch(f"{name}.{module}", pattern) for pattern in patterns) for name in names)
+def is_recomputed(workload: Workload, layer: int, module: str) -> bool:
+    """Whether "attention" or "feed_forward" of a layer (or "": the whole block) is computed again backwards."""
+    if workload.checkpointing == "selected_modules":
+        names = (f"blocks.{layer}", f"blocks.{layer}.{module}".rstrip("."))
+        return any(fnmatch(name, pattern) for name in names for pattern in workload.checkpointing_modules)
+    return workload.checkpointing == "full"
+
+
+def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
+    """Positions of a microbatch at which this rank computes logits: its labels; a part of all under a tensor degree."""
+    if layout.tensor_parallel_degree > 1:
+        return workload.tokens_per_microbatch // layout.model_parallel_degree
+    return workload.label_tokens_per_microbatch // layout.context_parallel_degree
 
 
 def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
-    """How many positions the head takes at a time."""
+    """How many positions the head takes at a time; more than one chunk is computed again in the backward pass."""
     most = max(1, MAX_LOGITS_BYTES // (4 * shape.vocab_size))
     whole, rest = divmod(num_positions, most)
     return (most,) * whole + ((rest,) if rest else ())
@@ -65,9 +65,10 @@ def _tensor(
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     hidden = num_tokens * shape.d_model * number
     backward = 1 if trains else 0
-    attention_again = backward * recomputed_layers(shape, workload, "attention")
-    feed_forward_again = backward * recomputed_layers(shape, workload, "feed_forward")
-    blocks_again = backward * recomputed_layers(shape, workload, "")
+    attention_again, feed_forward_again, blocks_again = (
+        backward * sum(is_recomputed(workload, layer, module) for layer in range(layers))
+        for module in ("attention", "feed_forward", "")
+    )
 
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
     # Recomputation stops at the last tensor that is needed: that is before a sublayer's scatter, unless a norm of
@@ -94,7 +95,7 @@ def _tensor(
     for width, count in norms:
         yield "gradients of norms", "all_reduce", width * number, count * backward
 
-    chunks = logit_chunks(shape, num_tokens // degree)
+    chunks = logit_chunks(shape, num_head_positions(layout, workload))
     again = backward if len(chunks) > 1 else 0
     vocabulary = -(-shape.vocab_size // degree) * degree
     for positions in chunks:
@@ -115,7 +116,7 @@ def _context(
 ) -> Iterator[Exchange]:
     """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.2)."""
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
-    again = recomputed_layers(shape, workload, "attention") if trains else 0
+    again = sum(is_recomputed(workload, layer, "attention") for layer in range(shape.num_layers)) if trains else 0
     num_calls = num_passes * (shape.num_layers * (2 if trains else 1) + again)
     widths = {"queries": shape.q_width, "keys": shape.kv_width, "values": shape.kv_width, "attention": shape.q_width}
     for what, width in widths.items():

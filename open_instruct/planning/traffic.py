@@ -13,12 +13,13 @@ from types import SimpleNamespace
 
 from open_instruct.models.names import TensorNames
 from open_instruct.planning.exchange import Axis, Exchange, exchange_in
-from open_instruct.planning.model_shape import ModelShape, ParameterShape, Unit
+from open_instruct.planning.model_shape import ModelShape, Unit
+from open_instruct.planning.state import gathered_params, local_size
 from open_instruct.planning.tensor_traffic import activation_exchanges
 from open_instruct.planning.workload import Workload
 from open_instruct.records import ShardLayout
 
-__all__ = ["Exchange", "traffic_of_reference_pass", "traffic_per_step"]
+__all__ = ["Exchange", "traffic_of_reference_pass", "traffic_of_weight_sync", "traffic_per_step"]
 
 # `build_data_parallel_config`: gradients are reduced in float32 whatever they are computed in.
 REDUCE_BYTES = 4
@@ -30,7 +31,8 @@ NUM_MEANS = {"sft": 1, "dpo": 7, "grpo": 11}
 NUM_SUMS = {"sft": 0, "dpo": 0, "grpo": 2}
 NUM_MAXIMA = {"sft": 0, "dpo": 0, "grpo": 2}
 
-WEIGHTS_IN_ONE_MESSAGE = ("nccl", "gloo")
+SENT_BY = ("nccl", "gloo")
+"""Ways of the weights to the engines that use the network."""
 
 
 def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
@@ -42,7 +44,7 @@ def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload)
         exchanges += _forward_passes(shape, layout, workload, num_passes=workload.num_fixed_passes)
         exchanges += _updates(shape, layout, workload)
     if workload.algorithm == "grpo":
-        exchanges += _weight_sync(shape, layout, workload)
+        exchanges += traffic_of_weight_sync(shape, layout, workload)
     return tuple(exchanges)
 
 
@@ -71,7 +73,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         num_gathers = 1 if unit.name == "embeddings" else 2
         yield from _gathers(layout, workload, what, unit, num_passes * count * num_gathers)
     for what, unit, count in _kinds_of_units(shape):
-        gradient_bytes = _gathered_params(unit, layout) * REDUCE_BYTES
+        gradient_bytes = gathered_params(unit.parameters, layout) * REDUCE_BYTES
         if layout.shard_group_size > 1:
             # FSDP reduces after every microbatch: nothing holds a whole gradient.
             yield exchange_in(
@@ -96,7 +98,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
 
 def _gathers(layout: ShardLayout, workload: Workload, what: str, unit: Unit, num_calls: int) -> Iterator[Exchange]:
     if layout.shard_group_size > 1:
-        num_bytes = _gathered_params(unit, layout) * workload.compute_bytes
+        num_bytes = gathered_params(unit.parameters, layout) * workload.compute_bytes
         yield exchange_in(layout, "shard", f"parameters of {what}", "all_gather", num_bytes, num_calls)
 
 
@@ -109,24 +111,6 @@ def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
     yield "blocks", blocks[0], len(blocks)
 
 
-def _gathered_params(unit: Unit, layout: ShardLayout) -> int:
-    """Numbers in one gather of a unit: what tensor parallelism leaves of it, every shard filled up to the largest."""
-    return sum(_shard_params(parameter, layout) for parameter in unit.parameters) * layout.shard_group_size
-
-
-def _shard_params(parameter: ParameterShape, layout: ShardLayout) -> int:
-    """The first rank's part: cut along the tensor axis, then along the first, each time into parts of equal size
-    but for the last ones."""
-    sizes = list(parameter.shape)
-    if parameter.tensor_axis is not None:
-        sizes[parameter.tensor_axis] = -(-sizes[parameter.tensor_axis] // layout.tensor_parallel_degree)
-    sizes[0] = -(-sizes[0] // layout.shard_group_size)
-    num_params = 1
-    for size in sizes:
-        num_params *= size
-    return num_params
-
-
 def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
     kind = workload.algorithm
     num_means = NUM_MEANS[kind] + 1  # with the share of padding
@@ -136,17 +120,18 @@ def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
     return METRIC_BYTES * (2 * num_means + NUM_SUMS[kind] + num_maxima * layout.data_parallel_world_size)
 
 
-def _weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
-    """Every rank of one copy of the model broadcasts its parts of each bucket to all processes of the engines.
+def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
+    """What one rank exchanges to bring its weights to the engines once.
 
-    Through memory that they share nothing is sent. Buckets are runs of whole tensors (rollout/weight_manifest.py).
+    Every rank of one copy of the model broadcasts its parts of each bucket, a run of whole tensors
+    (rollout/weight_manifest.py), in one message to all processes of the engines. A receiver takes the whole bucket.
+    Through memory that they share nothing is sent.
     """
-    if workload.sync_backend not in WEIGHTS_IN_ONE_MESSAGE:
-        return
+    if workload.sync_backend not in SENT_BY:
+        return ()
     num_receivers = workload.num_engines * workload.engine_tensor_degree
-    buckets = Counter(_buckets(shape, layout, workload))
-    for (own_bytes, whole_bytes), num_calls in buckets.items():
-        yield Exchange(
+    return tuple(
+        Exchange(
             what="weights to the engines",
             collective="broadcast",
             axis="sync",
@@ -154,8 +139,11 @@ def _weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> 
             bytes_per_call=own_bytes,
             group_size=num_receivers + 1,
             wire_bytes=num_calls * whole_bytes,
+            # Engines have GPUs of their own; that they share a node with the learners is the exception.
             crosses_nodes=True,
         )
+        for (own_bytes, whole_bytes), num_calls in Counter(_buckets(shape, layout, workload)).items()
+    )
 
 
 def _buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
@@ -168,7 +156,7 @@ def _buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         if whole and whole + more > workload.sync_bucket_bytes:
             yield own, whole
             own, whole = 0, 0
-        own += _shard_params(parameter, layout) * workload.sync_bytes_per_param
+        own += local_size(parameter, layout).own * workload.sync_bytes_per_param
         whole += more
     yield own, whole
 

@@ -19,14 +19,15 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.planning import tensor_traffic
 from open_instruct.planning.exchange import Exchange, groups_of
 from open_instruct.planning.model_shape import model_shape
-from open_instruct.planning.traffic import traffic_of_reference_pass, traffic_per_step
-from open_instruct.planning.workload import Workload, workload_of
+from open_instruct.planning.traffic import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.workload import workload_of
 from open_instruct.records import ShardLayout
 from tests.ranks.launch import run_ranks
 from tests.ranks.train_case import free_ports
 
-JOB = "tests.ranks.jobs.traffic:count_each"
+JOBS = "tests.ranks.jobs.traffic"
 NUM_TOKENS = 64
+SYNC_BUCKET_BYTES = 200_000
 
 # The first vocabulary divides by neither 2 nor 4: there the first rank holds more than the others.
 MODELS: dict[str, dict[str, Any]] = {
@@ -44,7 +45,10 @@ MLP = {"activation_checkpointing": "selected_modules", "activation_checkpointing
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step of `num_microbatches` microbatches (for GRPO: of each update) on every data-parallel rank."""
+    """A step of `num_microbatches` microbatches (for GRPO: of each update) on every data-parallel rank.
+
+    In a pretended world, one process issues what rank 0 would, to a group that sends nothing, and as it would on CUDA.
+    """
 
     model: str
     num_ranks: int
@@ -52,6 +56,7 @@ class Case:
     algorithm: str = "dpo"
     num_microbatches: int = 2
     logits_per_chunk: int | None = None
+    is_pretended: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -66,7 +71,6 @@ CASES: dict[str, Case] = {
         ("fsdp 2 x tensor 2, checkpointing", 4, TENSOR | FULL),
     )
 } | {
-    "one microbatch": Case(model="untied", num_ranks=4, num_microbatches=1, flags=HSDP),
     "checkpointing": Case(model="tied", num_ranks=4, flags=HSDP | FULL),
     "tensor 2 without query-key norms": Case(model="plain", num_ranks=2, flags=TENSOR),
     "attention again, logits in chunks": Case(model="tied", num_ranks=2, flags=TENSOR | ATTENTION, logits_per_chunk=10),
@@ -86,6 +90,9 @@ CASES: dict[str, Case] = {
     "grpo fsdp 2 x tensor 2": Case(
         model="tied", num_ranks=4, algorithm="grpo", flags=TENSOR | {"beta": 0.05, "record_entropy": True}
     ),
+    # Nodes of 8: here 8 replicas of 4 shards and 2 tensor ranks, and 8 replicas of 128 shards.
+    "64 ranks": Case(model="untied", num_ranks=64, is_pretended=True, flags=TENSOR),
+    "1,024 ranks": Case(model="tied", num_ranks=1024, is_pretended=True, flags={"fsdp_shard_degree": 128}),
 }
 
 
@@ -115,20 +122,23 @@ class Counted:
         return [word for flag, value in pairs for word in (flag, *words_of(value))]
 
     def planned(self, name: str) -> tuple[ShardLayout, dict[str, tuple[Exchange, ...]]]:
-        """The layout, and what the planner says of the step (and, for DPO, of a microbatch of the reference pass)."""
+        """The layout, and what the planner says of each part that is counted."""
         case = CASES[name]
         config = parse(DPOConfig if case.algorithm == "dpo" else GRPOConfig, self.words(name))
-        shape, layout = model_shape(str(self.models[case.model])), layout_of(config.parallel, [case.num_ranks])
+        shape, layout = model_shape(str(self.models[case.model])), layout_of(config.parallel, nodes_of(case))
         workload = replace(
             workload_of(config, shape, layout),
             tokens_per_microbatch=NUM_TOKENS,
             num_microbatches=case.num_microbatches,
-            on_cuda=False,
+            on_cuda=case.is_pretended,
             sync_backend="shm",
         )
         planned = {"step": traffic_per_step(shape, layout, workload)}
         if case.algorithm == "dpo":
             planned["reference"] = traffic_of_reference_pass(shape, layout, workload)
+        else:
+            sent = replace(workload, sync_backend="gloo", sync_bytes_per_param=2, sync_bucket_bytes=SYNC_BUCKET_BYTES)
+            planned["sync"] = traffic_of_weight_sync(shape, layout, sent)
         return layout, planned
 
     def _run(self, num_ranks: int) -> list[dict[str, dict[str, Any]]]:
@@ -136,16 +146,25 @@ class Counted:
         jobs = []
         for name, case in cases.items():
             (self.folder / name).mkdir()
-            job = {"algorithm": case.algorithm, "flags": self.words(name), "num_tokens": NUM_TOKENS}
+            job = {"flags": self.words(name), "num_tokens": NUM_TOKENS}
             if case.algorithm == "dpo":
                 job |= {"num_microbatches": case.num_microbatches, "logits_per_chunk": case.logits_per_chunk}
             else:
-                ranks = num_ranks // case.flags.get("tensor_parallel_degree", 1)
+                num_data_ranks = num_ranks // case.flags.get("tensor_parallel_degree", 1)
                 num_mini_batches = case.flags.get("num_mini_batches", 1)
-                job["num_completions"] = case.num_microbatches * ranks * num_mini_batches
+                job["num_completions"] = case.num_microbatches * num_data_ranks * num_mini_batches
+                job["sync_bucket_bytes"] = SYNC_BUCKET_BYTES
+            job |= {"world_size": num_ranks} if case.is_pretended else {"algorithm": case.algorithm}
             jobs.append(job)
-        results = run_ranks(num_ranks, JOB, timeout_s=300, cases=jobs, ports=free_ports(len(jobs)))
+        if any(case.is_pretended for case in cases.values()):
+            results = run_ranks(1, f"{JOBS}:count_pretended", timeout_s=300, cases=jobs)
+        else:
+            results = run_ranks(num_ranks, f"{JOBS}:count_each", timeout_s=300, cases=jobs, ports=free_ports(len(jobs)))
         return [dict(zip(cases, of_rank, strict=True)) for of_rank in results]
+
+
+def nodes_of(case: Case) -> list[int]:
+    return [8] * (case.num_ranks // 8) if case.is_pretended else [case.num_ranks]
 
 
 def words_of(value: Any) -> list[str]:
@@ -177,9 +196,14 @@ def test_every_call_and_every_byte(counted: Counted, name: str, monkeypatch: pyt
         monkeypatch.setattr(tensor_traffic, "MAX_LOGITS_BYTES", case.logits_per_chunk * 4 * vocab_size)
     layout, planned = counted.planned(name)
     of_ranks = counted[name]
+    messages = [
+        [exchange.bytes_per_call, exchange.wire_bytes // exchange.num_calls, exchange.num_calls]
+        for exchange in planned.pop("sync", ())
+    ]
+    assert sorted(messages) == of_ranks[0].get("sync", [])
     # Of a vocabulary that does not divide, the planner says what the rank with the most has.
     is_even = MODELS[case.model]["vocab_size"] % case.flags.get("tensor_parallel_degree", 1) == 0
-    for rank in range(case.num_ranks if is_even else 1):
+    for rank in range(len(of_ranks) if is_even else 1):
         for part, exchanges in planned.items():
             issued = Counter({(row[0], row[1], tuple(row[2])): row[3] for row in of_ranks[rank][part]})
             assert as_issued(exchanges, layout, rank) == issued, f"{part}, rank {rank}"

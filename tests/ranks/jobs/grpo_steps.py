@@ -67,7 +67,8 @@ class Learner:
         pretrained = open_pretrained(
             config.model, max_seq_length=config.data.max_seq_length, export_folder=self.run.directory.hf_model
         )
-        self.vocab_size = pretrained.hf_config.vocab_size
+        self.hf_config = pretrained.hf_config
+        self.vocab_size = self.hf_config.vocab_size
         self.policy = build_policy(
             GRPOTrainModule,
             pretrained,
