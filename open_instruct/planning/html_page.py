@@ -8,7 +8,7 @@ from html import escape
 from open_instruct.parallel.wording import counted, group_name
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.drawing import Drawing
-from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of
+from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of, unit_of
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.sentences import (
     headline,
@@ -94,6 +94,7 @@ def _advice(plan: Plan, advice: Advice) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """A bar for each phase, what its parts are, and the numbers as a table."""
+    unit_name, unit = unit_of(plan)
     colours = {label: index for index, label in enumerate(LETTERS)}
     yield "<h2>Memory of one GPU, phase by phase</h2>"
     yield (
@@ -109,14 +110,16 @@ def _memory(plan: Plan) -> Iterator[str]:
         style = "strong" if phase is plan.peak else ""
         drawing.text(left - 10, y + 17, phase.name, anchor="end", style=style)
         drawing.rectangle(left, y, plan.memory_bytes * scale, row - 10, "free")
-        for label, num_bytes in parts_of(phase):
+        for label, num_bytes in parts_of(phase, plan):
             part = num_bytes * scale
             if part > 0:
-                drawing.rectangle(x, y, part, row - 10, f"c{colours[label]}", f"{label}: {gib(num_bytes)} GiB")
+                drawing.rectangle(
+                    x, y, part, row - 10, f"c{colours[label]}", f"{label}: {gib(num_bytes, unit)} {unit_name}"
+                )
             if part > 30:
-                drawing.text(x + part / 2, y + 17, gib(num_bytes), anchor="middle", style="inside")
+                drawing.text(x + part / 2, y + 17, gib(num_bytes, unit), anchor="middle", style="inside")
             x += part
-        drawing.text(PAGE_WIDTH - right + 10, y + 17, f"{gib(phase.total_bytes)} GiB", style=style)
+        drawing.text(PAGE_WIDTH - right + 10, y + 17, f"{gib(phase.total_bytes, unit)} {unit_name}", style=style)
     end = left + plan.memory_bytes * scale
     bottom = row * len(plan.phases)
     drawing.line(end, 0, end, bottom, "edge")
@@ -125,16 +128,16 @@ def _memory(plan: Plan) -> Iterator[str]:
     names = "".join(f"<th>{escape(phase.name)}</th>" for phase in plan.phases)
     parts_of_phases = [dict(phase.parts) for phase in plan.phases]
     rows = []
-    for label in parts_in_any(plan.phases):
-        cells = "".join(f"<td>{gib(parts[label]) if parts.get(label) else ''}</td>" for parts in parts_of_phases)
+    for label in parts_in_any(plan):
+        cells = "".join(f"<td>{gib(parts[label], unit) if parts.get(label) else ''}</td>" for parts in parts_of_phases)
         meaning = meaning_of(label, plan)
         rows.append(
             f'<tr><td class="left wide"><span class="swatch b{colours[label]}"></span><b>{escape(label)}</b>'
             f'<br><span class="soft">{escape(meaning)}</span></td>{cells}</tr>'
         )
-    total = "".join(f"<td><b>{gib(phase.total_bytes)}</b></td>" for phase in plan.phases)
+    total = "".join(f"<td><b>{gib(phase.total_bytes, unit)}</b></td>" for phase in plan.phases)
     rows.append(f'<tr><td class="left"><b>together</b></td>{total}</tr>')
-    yield f'<div class="scroll"><table><tr><th class="left">GiB</th>{names}</tr>{"".join(rows)}</table></div>'
+    yield f'<div class="scroll"><table><tr><th class="left">{unit_name}</th>{names}</tr>{"".join(rows)}</table></div>'
 
 
 def _layout(plan: Plan) -> Iterator[str]:

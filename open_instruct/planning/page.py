@@ -11,7 +11,7 @@ from rich.text import Text
 from open_instruct.parallel.picture import print_layout
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory import Phase
-from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of
+from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of, unit_of
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.sentences import (
     headline,
@@ -75,24 +75,24 @@ def _head(plan: Plan) -> Iterator[Text]:
 def _memory(plan: Plan) -> Iterator[Text]:
     """A bar for each phase, its numbers below, and what the letters mean."""
     yield from _title("Memory of one GPU, phase by phase")
+    unit_name, unit = unit_of(plan)
     yield from _wrapped(
-        "Each row is one phase of the run on the GPU that needs most; its length is what the GPU holds then, in GiB, "
-        f"and ▕ is where its {plan.setting.device.memory_gib:g} GiB end.",
+        f"Each row is one phase of the run on the GPU that needs most; its length is what the GPU holds then, in "
+        f"{unit_name}, and ▕ is where its {plan.setting.device.memory_gib:g} GiB end.",
         style="dim",
     )
     yield Text()
-    shown = parts_in_any(plan.phases)
+    shown = parts_in_any(plan)
     styles = {label: PART_STYLES[index % len(PART_STYLES)] for index, label in enumerate(LETTERS)}
     name_width = max(len(phase.name) for phase in plan.phases)
-    scale = max(plan.memory_bytes, plan.peak.total_bytes)
     for phase in plan.phases:
         line = Text(f"{phase.name:<{name_width}}  ", style="bold" if phase is plan.peak else "")
-        line.append(_bar(phase, styles, scale=scale, memory_bytes=plan.memory_bytes))
-        line.append(f" {gib(phase.total_bytes):>6}")
+        line.append(_bar(phase, plan, styles))
+        line.append(f" {gib(phase.total_bytes, unit):>6}")
         if phase is plan.peak:
             line.append(" ◀ most", style="bold" if plan.fits else "bold red")
         yield line
-        sums = " + ".join(f"{LETTERS[label]} {gib(num_bytes)}" for label, num_bytes in parts_of(phase))
+        sums = " + ".join(f"{LETTERS[label]} {gib(num_bytes, unit)}" for label, num_bytes in parts_of(phase, plan))
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
     for label in shown:
@@ -102,16 +102,16 @@ def _memory(plan: Plan) -> Iterator[Text]:
         yield from (Text(f"{'':6}{text}") for text in rest)
 
 
-def _bar(phase: Phase, styles: dict[str, str], *, scale: int, memory_bytes: int) -> Text:
+def _bar(phase: Phase, plan: Plan, styles: dict[str, str]) -> Text:
     """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
     bar = Text()
-    done = 0
-    for label, num_bytes in parts_of(phase):
+    done, scale = 0, max(plan.memory_bytes, plan.peak.total_bytes)
+    for label, num_bytes in parts_of(phase, plan):
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
         bar.append(LETTERS[label] * (upto - len(bar)), style=styles[label])
-    end = round(memory_bytes / scale * BAR_WIDTH)
+    end = round(plan.memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from open_instruct.parallel.wording import counted
 from open_instruct.planning.memory import (
     ACTIVATIONS,
@@ -20,7 +18,7 @@ from open_instruct.planning.memory import (
     TEMPORARIES,
     Phase,
 )
-from open_instruct.planning.plan import Plan
+from open_instruct.planning.plan import GIB, Plan
 from open_instruct.planning.state import MASTER_BYTES
 
 # First what stays from step to step, then what comes and goes.
@@ -40,15 +38,20 @@ LETTERS = {
 }
 
 
-def parts_of(phase: Phase) -> list[tuple[str, int]]:
-    """Label and bytes of what is there, in the order of `LETTERS`."""
-    parts = dict(phase.parts)
-    return [(label, parts[label]) for label in LETTERS if parts.get(label)]
+def unit_of(plan: Plan) -> tuple[str, int]:
+    """The unit that suits a plan, by name and in bytes."""
+    return ("GiB", GIB) if plan.peak.total_bytes >= GIB else ("MiB", 2**20)
 
 
-def parts_in_any(phases: Sequence[Phase]) -> list[str]:
-    """The labels that any phase has, in the same order."""
-    found = {label for phase in phases for label, _ in parts_of(phase)}
+def parts_of(phase: Phase, plan: Plan) -> list[tuple[str, int]]:
+    """Label and bytes of what is there, in the order of `LETTERS`, but for what would read as 0.00."""
+    parts, least = dict(phase.parts), 0.005 * unit_of(plan)[1]
+    return [(label, parts[label]) for label in LETTERS if parts.get(label, 0) >= least]
+
+
+def parts_in_any(plan: Plan) -> list[str]:
+    """The labels that any phase shows, in the same order."""
+    found = {label for phase in plan.phases for label, _ in parts_of(phase, plan)}
     return [label for label in LETTERS if label in found]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 GIB = 2**30
 
 
-def gib(num_bytes: float) -> str:
-    """ "61.2"; small amounts keep a digit that is not 0."""
-    value = num_bytes / GIB
-    if value == 0 or value >= 0.095:
-        return f"{value:,.1f}"
-    return f"{value:.2f}" if value >= 0.005 else "0.00"
+def gib(num_bytes: float, unit: int = GIB) -> str:
+    """ "61.2", or "0.03": small amounts keep a digit that is not 0. In another unit, if one is given."""
+    value = num_bytes / unit
+    return f"{value:,.1f}" if value == 0 or value >= 0.095 else f"{value:.2f}"
 
 
 def amount(num_bytes: float) -> str:
