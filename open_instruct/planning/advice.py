@@ -1,6 +1,6 @@
 """What to change: the smallest change that makes a run fit, or the layout that makes it faster.
 
-Nothing is advised that was not planned again with the change in it.
+Nothing is advised that was not planned again with the change in it, and nothing that would leave no room at all.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def change_to_fit(plan: Plan) -> Change | None:
             continue
         for values in _combinations(base):
             found = _planned(base, values)
-            if found is not None and found.fits:
+            if found is not None and found.has_room:
                 return Change(values=nodes | values, plan=found)
     return None
 
 
 def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
     """The fastest layout that fits, where that is worth a change."""
-    best = ranked[0] if ranked and ranked[0].fits else None
+    best = next((other for other in ranked if other.has_room), None)
     if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
         return None
     parallel = best.setting.config.parallel
@@ -156,7 +156,7 @@ def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
     found: list[_Option | None] = []
     for option in (None, *_layouts(setting)):
         plan = _planned(setting, least | (option.values if option is not None else {}))
-        if plan is not None and plan.fits:
+        if plan is not None and plan.has_room:
             found.append(option)
     return found
 

@@ -76,8 +76,8 @@ def _verdict(setting: Setting) -> Verdict:
     return Verdict(
         line=line,
         refusal=(
-            f"the run cannot fit: weights, gradients and optimizer states alone take {gib(state)} GiB "
-            f"{_each(setting)}, which has {gib(plan.memory_bytes)} GiB. {_remedy(plan)}"
+            f"the run cannot fit: weights, gradients and optimizer states alone need {gib(state)} GiB, and there are "
+            f"{gib(plan.memory_bytes)} GiB {_each(setting)}. {_remedy(plan)}"
         ),
     )
 

@@ -54,7 +54,7 @@ svg .box { fill: var(--panel); stroke: var(--line); } svg .joined { stroke: var(
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 8px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
   white-space: nowrap; }
-.wide { white-space: normal; }
+.wide { white-space: normal; min-width: 260px; }
 th { color: var(--soft); font-weight: 600; } .left { text-align: left; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
 .this td { background: var(--panel); font-weight: 600; } .off td { color: var(--soft); }
@@ -152,7 +152,10 @@ def _layout(plan: Plan) -> Iterator[str]:
             f"{counted(layout.shard_group_size * layout.tensor_parallel_degree, 'GPU')}"
         )
     )
-    yield f'<p class="soft">{whole}. GPUs with the same letter are a shard group: together they hold one copy.</p>'
+    yield (
+        f'<p class="soft">{whole}. GPUs with the same letter are a shard group: together they hold one copy, or one '
+        "part of it where lines join tensor ranks.</p>"
+    )
     groups = {rank: index for index, group in enumerate(layout.shard_groups) for rank in group}
     drawn = list(range(len(layout.nodes)))
     if len(drawn) > MAX_NODES_DRAWN:

@@ -23,6 +23,8 @@ from open_instruct.records import ShardLayout
 
 RunConfig = DPOConfig | SFTConfig | GRPOConfig
 GIB = 2**30
+# Share of a GPU that advice leaves free.
+ROOM = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.headroom_bytes >= 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits with something to spare, for what no plan knows: fragmentation, other libraries."""
+        return self.headroom_bytes >= ROOM * self.memory_bytes
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:

@@ -51,7 +51,8 @@ def verdict(plan: Plan) -> str:
         f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU (most in: {plan.peak.name})"
     )
     if plan.fits:
-        return f"fits: {needs}, {gib(plan.headroom_bytes)} GiB are left"
+        how = "fits" if plan.has_room else "fits, but barely"
+        return f"{how}: {needs}, {gib(plan.headroom_bytes)} GiB are left"
     return f"does not fit: {needs}, {gib(-plan.headroom_bytes)} GiB too much"
 
 

@@ -217,7 +217,7 @@ class TestAdvice:
                 {"fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree"},
             ),
             (
-                [*DPO_32B, "--gpu", "memory_gib=40"],
+                [*DPO_32B, "--gpu", "memory_gib=44"],
                 {"num_nodes", "fsdp_shard_degree", "fsdp_num_replicas"},
             ),
         ],
@@ -236,7 +236,7 @@ class TestAdvice:
                 first = with_it.index(f"--{name}")
                 del with_it[first : first + 2]
         again = planned(*with_it)
-        assert again.fits and again.phases == change.plan.phases
+        assert again.has_room and again.phases == change.plan.phases
         assert (
             again.tokens_per_step == plan.tokens_per_step or "num_nodes" in names or "tensor_parallel_degree" in names
         )
@@ -274,8 +274,9 @@ class TestAdvice:
         ranked = ranked_layouts(plan.setting)
         change = faster_layout(plan, ranked)
         assert plan.fits and change is not None
-        assert planned(*DPO_7B, *FULL, *change.flags.split()).tokens_per_second == ranked[0].tokens_per_second
-        assert ranked[0].tokens_per_second > plan.tokens_per_second
+        fastest = next(other for other in ranked if other.has_room)
+        assert planned(*DPO_7B, *FULL, *change.flags.split()).tokens_per_second == fastest.tokens_per_second
+        assert fastest.tokens_per_second > plan.tokens_per_second
         assert change.flags in " ".join(Advice(to_fit=None, faster=change, ranked=ranked).lines(plan))
 
     def test_the_fastest_is_left_alone(self) -> None:
@@ -477,7 +478,7 @@ class TestCheckAtStart:
             self.check(folder, *words, memory_gib=16)
         assert time.monotonic() - start < 5
         message = str(caught.value)
-        assert "weights, gradients and optimizer states alone take" in message
+        assert "weights, gradients and optimizer states alone need" in message
         assert "It would fit with --fsdp_shard_degree" in message and message.endswith(
             "--no_plan_check starts it all the same"
         )
