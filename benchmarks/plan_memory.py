@@ -12,10 +12,10 @@ One optimizer step after another of our DPO train module, at its worst moment, o
   above what a rank had before its model was built, after one product of matrices and one collective had made the
   libraries' own buffers.
 
-What makes the last one sound on a CPU is the allocator: glibc keeps freed memory for later, so that a process holds more
-than its tensors. Here every allocation from 64 KiB on is a mapping of its own that goes back when it is freed
-(MALLOC_MMAP_THRESHOLD_), there is one arena, and each rank has one thread. The program exits with 1 if prediction and
-tracker differ by more than 5%, or prediction and measurement by more than 10%.
+What makes the last one sound on a CPU is the allocator: glibc keeps freed memory for later, so that a process holds
+more than its tensors. Here every allocation from 64 KiB on is a mapping of its own that goes back when it is freed
+(MALLOC_MMAP_THRESHOLD_), there is one arena, and each rank has one thread. The program exits with 1 if prediction
+and tracker differ by more than 5%, or prediction and measurement by more than 10%.
 """
 
 from __future__ import annotations
@@ -95,7 +95,13 @@ def fields_of(case: Case) -> Any:
     from open_instruct.models.tiny import Size, tiny_config
 
     size = Size(
-        roughly="", hidden=768, mlp=2048, layers=case.num_layers, heads=12, kv_heads=6, vocab_size=case.vocab_size,
+        roughly="",
+        hidden=768,
+        mlp=2048,
+        layers=case.num_layers,
+        heads=12,
+        kv_heads=6,
+        vocab_size=case.vocab_size,
         window=4096,
     )
     return tiny_config(case.family, size, vocab_size=case.vocab_size, tie=case.is_tied)  # type: ignore[arg-type]
@@ -328,7 +334,7 @@ def track(case: Case) -> int:
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((ids_BT, positions_BK, lengths))
         with known, tracker:
-            for step in range(NUM_STEPS):
+            for _ in range(NUM_STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 for index in range(case.num_microbatches):
                     model.set_requires_all_reduce(index == case.num_microbatches - 1)
@@ -344,9 +350,8 @@ def track(case: Case) -> int:
                     )
                     output.loss.sum().backward()
                     del output
+                    tracker.reset_mod_stats()  # it follows a module through one pass only
                 optimizer.step()
-                if step == 0:
-                    tracker.reset_mod_stats()
         (peak,) = (of for at, of in tracker.get_tracker_snapshot("peak").items() if at.type == "cpu")
         for kind, num_bytes in sorted(peak.items(), key=str):
             print(kind, f"{num_bytes / MIB:.1f}", file=sys.stderr)

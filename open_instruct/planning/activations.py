@@ -4,10 +4,8 @@ Sources, in OLMo-core 3.0 and PyTorch 2.13: `TransformerBlock` and `ReorderedNor
 `RotaryEmbedding`, `RMSNorm`, `QwenRMSNorm` and `FeedForward` for the operations; `derivatives.yaml` of PyTorch for
 what each saves; `models/attention.py` and `models/logprob_head.py` here for attention over documents and for the head.
 
-N tokens of a row on this rank, D width of the model, F of the feed-forward, Q and G all query and all key features, V
-vocabulary, K positions with a label. A number has c bytes in the dtype that is computed in. Norms, and RoPE for OLMo, are
-computed in float32 whatever that is, and keep float32 copies of what they are given: in bfloat16 these are most of what
-a block keeps.
+Norms, and RoPE for OLMo, are computed in float32 whatever the rest is computed in, and keep float32 copies of what they
+are given: in bfloat16 these are most of what a block keeps.
 
 Documents are taken to be of different lengths. A window changes the time that attention takes, not what it keeps:
 true of the kernels on CUDA, while on a CPU a document longer than the window is copied in pieces, which is not counted.
@@ -58,7 +56,9 @@ def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
     return Pass(
         num_tokens=num_tokens,
         longest_document=min(num_tokens, workload.longest_sequence),
-        num_labels=num_labels if layout.tensor_parallel_degree == 1 else -(-num_tokens // layout.tensor_parallel_degree),
+        num_labels=num_labels
+        if layout.tensor_parallel_degree == 1
+        else -(-num_tokens // layout.tensor_parallel_degree),
         compute_bytes=workload.compute_bytes,
         on_cuda=workload.on_cuda,
         tensor_degree=layout.tensor_parallel_degree,
@@ -105,7 +105,9 @@ class _Piece:
             return tensor
         return self.tape.run(num_elements * to_bytes, tensor)
 
-    def linear(self, x: Tensor, num_rows: int, num_inputs: int, num_outputs: int, weight: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, num_rows: int, num_inputs: int, num_outputs: int, weight: Tensor | None = None
+    ) -> Tensor:
         """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
         weight = weight or Tensor(num_inputs * num_outputs * self.c, kind="weight")
         return self.tape.run(
@@ -247,9 +249,7 @@ class _Block(_Piece):
         b = FLOAT32 if self.is_olmo else self.c
         before = (query, key)
         q, k = self.cast(query, num_tokens * q_width, b), self.cast(key, num_tokens * kv_width, b)
-        angles = [
-            self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")
-        ]
+        angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []
         for tensor in (q, k):
             near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])

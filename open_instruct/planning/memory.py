@@ -3,9 +3,9 @@
 Between steps a GPU holds its state (`state.py`). A forward and a backward pass are walked unit by unit as FSDP2 gathers
 and frees them, with one block's and the head's own needs from `activations.py`. Sources, in PyTorch 2.13:
 
-- `FSDPParamGroup.unshard` and `wait_for_unshard`: shards are cast into one flat buffer, gathered into another, and copied
-  out into the parameters. In the forward pass the gather buffer lives until the next unit is copied out (so that the
-  copy overlaps the next gather); in the backward pass it is freed at once, and the unit before is gathered ahead of
+- `FSDPParamGroup.unshard` and `wait_for_unshard`: shards are cast into one flat buffer, gathered into another, and
+  copied out into the parameters. In the forward pass the gather buffer lives until the next unit is copied out (so that
+  the copy overlaps the next gather); in the backward pass it is freed at once, and the unit before is gathered ahead of
   its turn. A shard group of one casts or copies without gathering.
 - The root unit is gathered before all others and freed after its forward; it is gathered again for the head's backward
   and stays to the end. Embeddings of their own are not gathered for the backward pass.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from open_instruct.planning.activations import FLOAT32, Pass, block_profile, head_profile, pass_of
 from open_instruct.planning.model_shape import ModelShape, Unit
 from open_instruct.planning.state import MASTER_BYTES, gathered_params, local_size, state_bytes, uses_muon
-from open_instruct.planning.tape import Profile, Usage
+from open_instruct.planning.tape import Profile
 from open_instruct.planning.workload import Workload
 from open_instruct.records import ShardLayout
 
@@ -253,33 +253,49 @@ class _Walk:
             new_gradients = self._new_gradients(num_layers - 1 - layer)
             below = layer * self._kept_by_block + (self.stream_bytes if self._keeps_stream else 0)
             peak = self.block.backward_peak
-            yield held | self._plus(held, new_gradients) | {
-                GATHERED: root + self._gathered(block) + prefetched,
-                REDUCED: root_gradients + reduced_bytes + self._unless_single(peak.weight_gradients),
-                ACTIVATIONS: below + peak.activations,
-                TEMPORARIES: peak.temporaries + self._unless_single(0, peak.weight_gradients),
-            }
-            yield held | self._plus(held, new_gradients + self._shard(block)) | {
-                GATHERED: root + prefetched,
-                REDUCED: root_gradients + self._weight_gradient_bytes(block) + self._reduced(block),
-                ACTIVATIONS: layer * self._kept_by_block,
-                TEMPORARIES: self.stream_bytes,
-            }
+            yield (
+                held
+                | self._plus(held, new_gradients)
+                | {
+                    GATHERED: root + self._gathered(block) + prefetched,
+                    REDUCED: root_gradients + reduced_bytes + self._unless_single(peak.weight_gradients),
+                    ACTIVATIONS: below + peak.activations,
+                    TEMPORARIES: peak.temporaries + self._unless_single(0, peak.weight_gradients),
+                }
+            )
+            yield (
+                held
+                | self._plus(held, new_gradients + self._shard(block))
+                | {
+                    GATHERED: root + prefetched,
+                    REDUCED: root_gradients + self._weight_gradient_bytes(block) + self._reduced(block),
+                    ACTIVATIONS: layer * self._kept_by_block,
+                    TEMPORARIES: self.stream_bytes,
+                }
+            )
         new_gradients = self._new_gradients(num_layers)
         embedding_gradients = self._weight_gradient_bytes(self.embeddings or self.root)
-        yield held | self._plus(held, new_gradients) | {
-            GATHERED: root,
-            REDUCED: root_gradients + self._reduced(block) + embedding_gradients,
-            TEMPORARIES: self.stream_bytes,
-        }
+        yield (
+            held
+            | self._plus(held, new_gradients)
+            | {
+                GATHERED: root,
+                REDUCED: root_gradients + self._reduced(block) + embedding_gradients,
+                TEMPORARIES: self.stream_bytes,
+            }
+        )
         # The embeddings' own gradient waits while the root, in which they may be, is reduced.
         waiting = self._weight_gradient_bytes(self.embeddings)
-        yield held | self._plus(held, new_gradients + self._shard(self.root)) | {
-            REDUCED: waiting + self._weight_gradient_bytes(self.root) + self._reduced(self.root)
-        }
-        yield held | self._plus(held, new_gradients + self._shard(self.root) + self._shard(self.embeddings)) | {
-            REDUCED: waiting + self._reduced(self.embeddings)
-        }
+        yield (
+            held
+            | self._plus(held, new_gradients + self._shard(self.root))
+            | {REDUCED: waiting + self._weight_gradient_bytes(self.root) + self._reduced(self.root)}
+        )
+        yield (
+            held
+            | self._plus(held, new_gradients + self._shard(self.root) + self._shard(self.embeddings))
+            | {REDUCED: waiting + self._reduced(self.embeddings)}
+        )
 
     def _unless_single(self, num_bytes: int, otherwise: int = 0) -> int:
         """Without FSDP there is no gradient beside the one that the optimizer reads."""
@@ -344,7 +360,9 @@ class _Walk:
         On the GPU are the parts that arrive, and those sent to other owners: together less than the tensor twice. A
         run on CPUs has a tensor that is written besides.
         """
-        largest = max(parameter.num_params for parameter in self.shape.parameters) * self.workload.export_bytes_per_param
+        largest = (
+            max(parameter.num_params for parameter in self.shape.parameters) * self.workload.export_bytes_per_param
+        )
         held = self._held(gradients=True)
         return held | {BUFFERS: held[BUFFERS] + (2 if self.workload.on_cuda else 3) * largest}
 

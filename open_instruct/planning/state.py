@@ -6,8 +6,8 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
   single-GPU mode nothing is sharded, and the model itself, its gradients and moments are in `--param_dtype`.
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
   axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.
-- Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into the
-  padded output of their unit's reduce-scatter (`foreach_reduce`). Moments have the size of the shard itself.
+- Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into
+  the padded output of their unit's reduce-scatter (`foreach_reduce`). Moments have the size of the shard itself.
 - AdamW counts steps in one float32 a parameter. Muon keeps one moment, for the matrices of the blocks; everything else
   is AdamW's.
 """
@@ -39,9 +39,7 @@ class LocalSize:
     gathered: int
 
 
-def state_bytes(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0
-) -> tuple[int, int, int]:
+def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states on `rank`, after a first step. Rank 0 never has least."""
     number_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
     parameters = gradients = optimizer = 0
@@ -93,9 +91,7 @@ def _local_size(
     rows, *others = tensor_local_shape(parameter, tensor_degree, tensor_rank)
     width = prod(others)
     padded = ceil(rows / num_shards) * width
-    return LocalSize(
-        own=chunk_rows(rows, num_shards, shard_rank) * width, padded=padded, gathered=padded * num_shards
-    )
+    return LocalSize(own=chunk_rows(rows, num_shards, shard_rank) * width, padded=padded, gathered=padded * num_shards)
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,8 @@
 """A small autograd on sizes alone: which bytes are alive while a piece of a model runs forward and backward.
 
-Operations are recorded in the order in which they run. A tensor lives while a later operation needs it, while a variable
-of the function that made it holds it, or while it is saved for the backward pass; gradients are added up in place where a
-tensor is used more than once. Operations run backward in the reverse order of their creation, as PyTorch's engine does.
+Operations are recorded in the order in which they run. A tensor lives while a later operation needs it, while a
+variable of the function that made it holds it, or while it is saved for the backward pass; gradients are added up in
+place where a tensor is used more than once. The backward pass takes the operations in reverse order, as PyTorch does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Bytes at one moment: saved or passed on by a forward, temporaries (most of them gradients), weights' gradients."""
+    """Bytes at one moment: what a forward saved or passed on, temporaries (most are gradients), weights' gradients."""
 
     activations: int = 0
     temporaries: int = 0
@@ -228,10 +228,7 @@ class _Run:
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
             kept = {
-                tensor
-                for before in range(index)
-                for tensor in self._still_needed(before, ran_again)
-                if tensor in kept
+                tensor for before in range(index) for tensor in self._still_needed(before, ran_again) if tensor in kept
             }
         weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
         return peak, _made(weights)

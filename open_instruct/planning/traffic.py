@@ -1,8 +1,8 @@
 """Every collective of a training step, from the shapes of the model, the layout and the flags alone.
 
 What is counted here is what the train module issues: tests/ranks/test_traffic.py runs it and compares call for call.
-Not counted: the orthogonalisation of Muon, whose exchanges DTensor chooses as it goes; what a step is made of that
-travels outside the train module (data, the trainer's bookkeeping, checkpoints), which is small or rare.
+Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints. Only estimated are Muon's
+exchanges where there are replicas or tensor ranks, and those of context parallelism.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from open_instruct.models.names import TensorNames
 from open_instruct.planning.exchange import Axis, Exchange, exchange_in
 from open_instruct.planning.model_shape import ModelShape, Unit
+from open_instruct.planning.muon_traffic import muon_exchanges
 from open_instruct.planning.state import gathered_params, local_size
 from open_instruct.planning.tensor_traffic import activation_exchanges
 from open_instruct.planning.workload import Workload
@@ -36,8 +37,10 @@ SENT_BY = ("nccl", "gloo")
 
 
 def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
-    """What one rank exchanges in one step: forward and backward of all microbatches, the update, for GRPO also the
-    log-probs that are fixed before it and the weights' way to the engines.
+    """What one rank exchanges in one step.
+
+    That is forward and backward of all microbatches and the update; for GRPO also the log-probs that are fixed before
+    it, and the weights' way to the engines.
     """
     exchanges: list[Exchange] = []
     if not layout.single_device:
@@ -92,6 +95,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         if degree > 1:
             num_bytes = NORM_BYTES * len(shape.parameters)
             yield exchange_in(layout, axis, "gradient norm", "all_reduce", num_bytes, num_updates)
+    yield from muon_exchanges(shape, layout, workload)
     if layout.data_parallel_world_size > 1:
         yield exchange_in(layout, "metrics", "metrics", "all_reduce", _metric_bytes(layout, workload), num_updates)
 

@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     )
 } | {
     "checkpointing": Case(model="tied", num_ranks=4, flags=HSDP | FULL),
+    "muon": Case(model="untied", num_ranks=4, flags={"fsdp_shard_degree": 4, "optimizer": "muon"}),
     "tensor 2 without query-key norms": Case(model="plain", num_ranks=2, flags=TENSOR),
     "attention again, logits in chunks": Case(model="tied", num_ranks=2, flags=TENSOR | ATTENTION, logits_per_chunk=10),
     "feed-forward again": Case(model="untied", num_ranks=2, flags=TENSOR | MLP),
@@ -91,6 +92,9 @@ CASES: dict[str, Case] = {
         model="tied", num_ranks=4, algorithm="grpo", flags=TENSOR | {"beta": 0.05, "record_entropy": True}
     ),
     # Nodes of 8: here 8 replicas of 4 shards and 2 tensor ranks, and 8 replicas of 128 shards.
+    "16 ranks, muon": Case(
+        model="plain", num_ranks=16, is_pretended=True, flags={"fsdp_shard_degree": 16, "optimizer": "muon"}
+    ),
     "64 ranks": Case(model="untied", num_ranks=64, is_pretended=True, flags=TENSOR),
     "1,024 ranks": Case(model="tied", num_ranks=1024, is_pretended=True, flags={"fsdp_shard_degree": 128}),
 }

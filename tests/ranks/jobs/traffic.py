@@ -65,7 +65,7 @@ def _dpo_steps(
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
-    policy._check = lambda loss: None  # the numbers of a pretended world mean nothing
+    policy._check = lambda loss: None  # the reference log-probs are made up
     trainer = StepwiseTrainer(policy, folder=run.directory.path, num_steps=2, max_tokens_per_step=10**6)
     microbatch = _pair(num_tokens)
     step = PreferenceStep(
