@@ -11,7 +11,8 @@ and frees them, with one block's and the head's own needs from `activations.py`.
   and stays to the end. Embeddings of their own are not gathered for the backward pass.
 - `FSDPParamGroup.post_backward` and `foreach_reduce`: a unit's gradients, in the dtype that is computed in, are copied
   into the float32 input of a reduce-scatter, which lives until the next unit has its own; its output is the gradient.
-  Root and embeddings are reduced last. Under HSDP all microbatches but the last keep that output and add to it.
+  Root and embeddings are reduced last. Under HSDP all microbatches but the last keep that output and add to it; their
+  last reduce-scatter's input is not freed before the next microbatch has its first.
 - `torch.optim.AdamW` on a CPU works on one parameter after the other, with two temporaries of its size; fused, on CUDA,
   with none. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of the size of all shards.
   Clipping scales gradients in place.
@@ -172,7 +173,12 @@ class _Walk:
         yield from self._forward(held, keeps=False)
 
     def forward(self) -> Iterator[Moment]:
-        yield from self._forward(self._held(gradients=self._accumulates), keeps=True)
+        held = self._held(gradients=self._accumulates)
+        yield from self._forward(held | {REDUCED: self._left_over()}, keeps=True)
+
+    def _left_over(self) -> int:
+        """The last reduce-scatter's input of a microbatch that another follows lives until that one's first."""
+        return self._reduced(self.embeddings or self.root) if self._accumulates else 0
 
     @property
     def _accumulates(self) -> bool:
@@ -230,25 +236,34 @@ class _Walk:
 
     def backward(self) -> Iterator[Moment]:
         held = self._held(gradients=self._accumulates)
+        left_over = {REDUCED: self._left_over()}
         root, num_layers = self._gathered(self.root), self.shape.num_layers
         block, kept = self.last_block, num_layers * self._kept_by_block
         head_kept = self.head.kept_bytes + (self.stream_bytes if self.head.keeps_source else 0)
-        yield held | {
-            GATHERED: root + self._buffer(self.root) + self._cast(self.root),
-            ACTIVATIONS: kept,
-            HEAD: head_kept,
-        }
-        yield held | {
-            GATHERED: root + self._buffer(block) + self._cast(block),
-            ACTIVATIONS: kept,
-            HEAD: self.head.backward_peak.total + head_kept - self.head.kept_bytes,
-        }
+        yield (
+            held
+            | left_over
+            | {
+                GATHERED: root + self._buffer(self.root) + self._cast(self.root),
+                ACTIVATIONS: kept,
+                HEAD: head_kept,
+            }
+        )
+        yield (
+            held
+            | left_over
+            | {
+                GATHERED: root + self._buffer(block) + self._cast(block),
+                ACTIVATIONS: kept,
+                HEAD: self.head.backward_peak.total + head_kept - self.head.kept_bytes,
+            }
+        )
         # The matrix of the head has its gradient from here on, until the root is reduced in the end.
         root_gradients = self._unless_single(self.head.weight_gradient_bytes)
         for layer in reversed(range(num_layers)):
             if layer not in (0, 1, num_layers - 2, num_layers - 1):
                 continue
-            reduced_bytes = 0 if layer == num_layers - 1 else self._reduced(block)
+            reduced_bytes = self._left_over() if layer == num_layers - 1 else self._reduced(block)
             prefetched = self._buffer(block) + self._cast(block) if layer else 0
             new_gradients = self._new_gradients(num_layers - 1 - layer)
             below = layer * self._kept_by_block + (self.stream_bytes if self._keeps_stream else 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from olmo_core.distributed.parallel import build_world_mesh
 from olmo_core.train.train_module.transformer.common import parallelize_model
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from open_instruct.config.sections import OptimSection
@@ -74,12 +75,13 @@ def shape_of(hf_config: Any) -> ModelShape:
 
 
 def sharded_model(hf_config: Any, layout: ShardLayout, *, device: torch.device = CPU) -> Any:
+    """As a run builds it; on the meta device without the tables of RoPE."""
     dp, tp = build_data_parallel_config(layout, param_dtype="bfloat16"), build_tensor_parallel_config(layout)
     return parallelize_model(
         build_model(hf_config),
         world_mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
         device=device,
-        max_sequence_length=NUM_TOKENS,
+        max_sequence_length=NUM_TOKENS if device == CPU else None,
         rank_microbatch_size=NUM_TOKENS,
         dp_config=dp,
         tp_config=tp,
@@ -105,13 +107,17 @@ def held_after_a_step(model: Any, optimizer: str) -> tuple[int, int, int]:
     return storage_bytes(model.parameters()), gradients, storage_bytes(states)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize(("family", "is_tied"), FAMILIES, ids=[f"{f}{'-tied' * tied}" for f, tied in FAMILIES])
-def test_state_is_what_the_sharded_model_holds(
-    join_as: JoinAs, family: str, is_tied: bool, layout: ShardLayout
-) -> None:
-    hf_config = config_of(family, is_tied)
-    for rank in sorted({0, layout.world_size // 3, layout.world_size - 1}):
+CASES = [
+    *(("olmo2", False, name) for name in LAYOUTS),
+    *(("qwen3", True, name) for name in ("2", "8", "24", "24 tensor 2", "1024")),
+    *((family, is_tied, "24") for family, is_tied in [("olmo3", False), ("qwen3", False), ("llama", True)]),
+]
+
+
+@pytest.mark.parametrize(("family", "is_tied", "layout_name"), CASES)
+def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_tied: bool, layout_name: str) -> None:
+    layout, hf_config = LAYOUTS[layout_name], config_of(family, is_tied)
+    for rank in sorted({0, layout.world_size * 2 // 3, layout.world_size - 1}):
         join_as(rank, layout.world_size)
         held = held_after_a_step(sharded_model(hf_config, layout), "adamw")
         assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
@@ -148,7 +154,7 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     ids=lambda value: value if isinstance(value, str) else f"{value.num_replicas}x{value.shard_degree}",
 )
 def test_parameters_of_large_models(join_as: JoinAs, name: str, layout: ShardLayout) -> None:
-    """On the meta device, where nothing is allocated: padded shards as FSDP2 lays them out."""
+    """On the meta device, where nothing is allocated and no step is taken: the sizes that FSDP2 will pad shards to."""
     shape = model_shape(name)
     size = Size(
         roughly="",
@@ -165,14 +171,18 @@ def test_parameters_of_large_models(join_as: JoinAs, name: str, layout: ShardLay
     for rank in (0, layout.world_size - 1):
         join_as(rank, layout.world_size)
         model = sharded_model(hf_config, layout, device=torch.device("meta"))
-        for group in (module._get_fsdp_state()._fsdp_param_group for module in model.modules() if is_fsdp(module)):
-            group.lazy_init_shards = [parameter.reset_sharded_param() for parameter in group.fsdp_params]
-        parameters, _, _ = state_bytes(shape, layout, WORKLOAD, rank=rank)
-        assert parameters == storage_bytes(model.parameters()), f"rank {rank}"
+        padded = [parameter.padded_sharded_param_size.numel() for parameter in fsdp_parameters(model)]
+        own = [parameter.to_local().numel() for parameter in model.parameters()]
+        parameters, gradients, optimizer = state_bytes(shape, layout, WORKLOAD, rank=rank)
+        assert (parameters, gradients) == (4 * sum(padded), 4 * sum(padded)), f"rank {rank}"
+        assert optimizer == 8 * sum(own) + 4 * len(own), f"rank {rank}"
 
 
-def is_fsdp(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.distributed.fsdp.FSDPModule)
+def fsdp_parameters(model: torch.nn.Module) -> Iterable[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
 
 
 @pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
