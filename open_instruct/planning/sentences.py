@@ -19,7 +19,8 @@ PURPOSES = {
     ("replica", "all_reduce"): "gradients of a shard, over replicas",
     ("tensor", "all_gather"): "activations, whole for a matrix",
     ("tensor", "reduce_scatter"): "activations, summed and split again",
-    ("tensor", "all_reduce"): "activations and norms, summed",
+    ("tensor", "all_reduce"): "gradients of norms, summed",
+    ("tensor", "all_to_all"): "features and logits, split otherwise",
     ("context", "all_to_all"): "tokens and heads in attention",
     ("metrics", "all_reduce"): "metrics",
     ("sync", "broadcast"): "weights to the engines",
@@ -96,24 +97,31 @@ class TrafficRow:
 
 def traffic_rows(plan: Plan) -> list[TrafficRow]:
     """The exchanges of a step by their purpose, the largest first; those of a group of one send nothing."""
-    together: dict[tuple[str, str], list[Exchange]] = {}
+    together: dict[tuple[str, str, str], list[Exchange]] = {}
     for exchange in plan.exchanges:
         if exchange.group_size > 1:
-            together.setdefault((exchange.axis, exchange.collective), []).append(exchange)
+            kind = (exchange.axis, exchange.collective, _purpose(exchange))
+            together.setdefault(kind, []).append(exchange)
     rows = [
         TrafficRow(
-            what=PURPOSES.get(kind, exchanges[0].what),
-            collective=kind[1].replace("_", "-"),
+            what=what,
+            collective=collective.replace("_", "-"),
             num_calls=sum(exchange.num_calls for exchange in exchanges),
             num_bytes=sum(exchange.num_bytes for exchange in exchanges),
             wire_bytes=sum(exchange.wire_bytes for exchange in exchanges),
             group_size=exchanges[0].group_size,
             crosses_nodes=exchanges[0].crosses_nodes,
-            is_meant_to_cross=kind[0] in ("replica", "sync", "metrics"),
+            is_meant_to_cross=axis in ("replica", "sync", "metrics"),
         )
-        for kind, exchanges in together.items()
+        for (axis, collective, what), exchanges in together.items()
     ]
     return sorted(rows, key=lambda row: -row.wire_bytes)
+
+
+def _purpose(exchange: Exchange) -> str:
+    if exchange.what.startswith("Muon"):
+        return "momenta of Muon, orthogonalised"
+    return PURPOSES.get((exchange.axis, exchange.collective), exchange.what)
 
 
 def time_lines(plan: Plan) -> Iterator[str]:

@@ -30,6 +30,7 @@ from open_instruct.planning.parts import LETTERS, meaning_of
 from open_instruct.planning.plan import GIB, Plan, plan_of
 from open_instruct.planning.ranking import ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
+from open_instruct.planning.sentences import PURPOSES, traffic_rows
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS_PAGE = REPOSITORY / "docs" / "planning.md"
@@ -358,6 +359,19 @@ class TestPage:
 
     def test_without_box_characters(self) -> None:
         page(planned(*DPO_7B, *FULL), encoding="ascii").encode("ascii")
+
+    def test_every_exchange_has_a_purpose_and_none_is_lost(self) -> None:
+        for words in (
+            [*DPO_7B, "--tensor_parallel_degree", "2"],
+            [*DPO_7B, "--optimizer", "muon"],
+            ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "8", "--beta", "0.1"],
+        ):
+            plan = planned(*words)
+            rows = traffic_rows(plan)
+            assert sum(row.wire_bytes for row in rows) == sum(exchange.wire_bytes for exchange in plan.exchanges)
+            purposes = {*PURPOSES.values(), "momenta of Muon, orthogonalised"}
+            assert {row.what for row in rows} <= purposes
+            assert all(len(row.what) <= 36 for row in rows)
 
     def test_what_is_said(self) -> None:
         text = page(planned(*DPO_7B))
