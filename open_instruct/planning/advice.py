@@ -115,12 +115,10 @@ def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
     best = next((other for other in ranked if other.has_room), None)
     if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
         return None
-    parallel = best.setting.config.parallel
-    names = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree")
-    return Change(
-        values={name: getattr(parallel, name) for name in names if getattr(parallel, name) != 1 or "shard" in name},
-        plan=best,
-    )
+    values = {"fsdp_shard_degree": best.layout.shard_degree, "fsdp_num_replicas": best.layout.num_replicas}
+    if best.layout.tensor_parallel_degree != plan.layout.tensor_parallel_degree:
+        values["tensor_parallel_degree"] = best.layout.tensor_parallel_degree
+    return Change(values=values, plan=best)
 
 
 def _outcome(plan: Plan) -> str:

@@ -20,13 +20,13 @@ def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
     return tuple(sorted(plans, key=_order))
 
 
-def _order(plan: Plan) -> tuple[bool, float, float]:
+def _order(plan: Plan) -> tuple[bool, float, bool, float]:
     if not plan.fits:
-        return True, plan.peak.total_bytes, 0.0
-    # Where arithmetic bounds them all, the one that exchanges least has most to spare.
+        return True, plan.peak.total_bytes, False, 0.0
+    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
     time = plan.time
     exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
-    return False, -float(f"{plan.tokens_per_second:.3g}"), exchanged_s
+    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
 
 
 def _candidates(setting: Setting) -> Iterator[Setting]:
