@@ -113,7 +113,7 @@ def test_a_block_is_what_it_really_keeps_and_needs(
     profile = block_profile(shape_of(hf_config), sizes)
     assert profile.kept_bytes == pytest.approx(kept, rel=0.01)
     assert profile.forward_peak.total == pytest.approx(forward_peak, rel=0.02)
-    assert profile.backward_peak.total == pytest.approx(backward_peak, rel=0.03)
+    assert profile.backward_peak.total == pytest.approx(backward_peak, rel=0.05)
     matrices = sum(parameter.num_params for parameter in shape_of(hf_config).parameters if parameter.layer == 0)
     assert profile.weight_gradient_bytes == matrices * dtype.itemsize
 

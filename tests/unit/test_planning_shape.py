@@ -123,12 +123,12 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 SHAPE = model_shape("Qwen/Qwen3-8B")
-DPO = "--model_name_or_path Qwen/Qwen3-8B --mixer_list pairs.jsonl 1.0 --output_dir out".split()
-GRPO = "--model_name_or_path Qwen/Qwen3-8B --dataset_mixer_list prompts.jsonl 1.0 --output_dir out".split()
+DPO = ["--model_name_or_path", "Qwen/Qwen3-8B", "--mixer_list", "pairs.jsonl", "1.0", "--output_dir", "out"]
+GRPO = ["--model_name_or_path", "Qwen/Qwen3-8B", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
 
 
 def test_workload_of_dpo() -> None:
-    flags = "--max_seq_length 1024 --per_device_train_batch_size 2 --gradient_accumulation_steps 4".split()
+    flags = ["--max_seq_length", "1024", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
     workload = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]), label_share=0.5)
     assert (workload.tokens_per_microbatch, workload.label_tokens_per_microbatch) == (4096, 2048)
     assert (workload.num_microbatches, workload.has_reference, workload.reference_pass_tokens) == (4, True, 4096)
@@ -138,15 +138,15 @@ def test_workload_of_dpo() -> None:
 
 
 def test_workload_of_sft_has_one_document_a_sample() -> None:
-    flags = "--max_seq_length 1024 --per_device_train_batch_size 2".split()
+    flags = ["--max_seq_length", "1024", "--per_device_train_batch_size", "2"]
     workload = workload_of(parse(SFTConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
     assert (workload.algorithm, workload.tokens_per_microbatch) == ("sft", 2048)
 
 
 def test_workload_of_grpo() -> None:
-    flags = "--max_prompt_token_length 256 --response_length 768 --num_unique_prompts_rollout 32".split()
-    flags += "--num_samples_per_prompt_rollout 8 --num_mini_batches 2 --num_epochs 3 --beta 0.1".split()
-    flags += "--vllm_num_engines 4 --vllm_tensor_parallel_size 2".split()
+    flags = ["--max_prompt_token_length", "256", "--response_length", "768", "--num_unique_prompts_rollout", "32"]
+    flags += ["--num_samples_per_prompt_rollout", "8", "--num_mini_batches", "2", "--num_epochs", "3", "--beta", "0.1"]
+    flags += ["--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2"]
     workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
     # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a microbatch of 4,096.
     assert (workload.num_microbatches, workload.num_updates) == (4, 6)
