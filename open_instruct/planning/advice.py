@@ -43,9 +43,13 @@ class Change:
 
     @property
     def text(self) -> str:
-        """The flags, and the nodes where they change."""
-        nodes = f"on {nodes_text(self.plan.setting.gpus_per_node)}" if "num_nodes" in self.values else ""
-        return " ".join(part for part in (nodes, "with" if nodes and self.flags else "", self.flags) if part)
+        """The flags, and the nodes where they change: of GRPO they are a flag too."""
+        if "num_nodes" not in self.values:
+            return self.flags
+        nodes = self.plan.setting.gpus_per_node
+        if isinstance(self.plan.setting.config, GRPOConfig):
+            return f"--num_learners_per_node {spelled(list(nodes))} {self.flags}".rstrip()
+        return f"on {nodes_text(nodes)}" + (f" with {self.flags}" if self.flags else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,4 +90,4 @@ def _remedy(plan: Plan) -> str:
     change = change_to_fit(plan)
     if change is None:
         return "No flag makes it fit: take a smaller model, or devices with more memory."
-    return f"It would fit {'' if 'num_nodes' in change.values else 'with '}{change.text}."
+    return f"It would fit {'' if change.text.startswith('on ') else 'with '}{change.text}."

@@ -143,6 +143,8 @@ def time_lines(plan: Plan) -> Iterator[str]:
         )
     else:
         yield "They are taken to overlap in full, so a real step takes longer."
+    if plan.workload.algorithm == "grpo":
+        yield "That is the learners' part of a step; the engines generate beside it."
 
 
 def notes_on(plan: Plan) -> list[str]:

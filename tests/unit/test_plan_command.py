@@ -258,6 +258,13 @@ class TestAdvice:
         change = change_to_fit(planned(*DPO_7B, *selected))
         assert change is not None and change.values["activation_checkpointing"] == "full"
 
+    def test_more_nodes_are_named_as_the_run_takes_them(self) -> None:
+        few = ["--gpus_per_node", "2", "--gpu", "memory_gib=44"]
+        dpo = change_to_fit(planned("dpo", *OLMO_7B, *FULL, "--per_device_train_batch_size", "1", *few))
+        grpo = change_to_fit(planned("grpo", *OLMO_7B, *FULL, *few))
+        assert dpo is not None and re.match(r"on \d nodes of 2 GPUs with --fsdp_shard_degree \d", dpo.text)
+        assert grpo is not None and re.match(r"--num_learners_per_node 2( 2)+ --fsdp_shard_degree \d", grpo.text)
+
     def test_nothing_helps(self) -> None:
         plan = planned(*DPO_7B, "--gpu", "memory_gib=1")
         advice = advise(plan)
