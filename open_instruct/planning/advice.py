@@ -77,6 +77,9 @@ class Advice:
             else:
                 yield f"The smallest change that fits: {self.to_fit.text}"
                 yield f"It {_outcome(self.to_fit.plan)}."
+        elif self.to_fit is not None:
+            yield f"It fits, but leaves little room. The smallest change that leaves more: {self.to_fit.text}"
+            yield f"It {_outcome(self.to_fit.plan)}."
         elif self.faster is not None:
             yield f"Faster and fits: {self.faster.text}"
             yield (
@@ -96,12 +99,12 @@ def advise(plan: Plan) -> Advice:
 
 
 def change_to_fit(plan: Plan) -> Change | None:
-    """The smallest change with which the run fits; None where it fits already or nothing found helps.
+    """The smallest change with which the run fits with room; None where it does already or nothing found helps.
 
     One change comes before two. Among as many, in this order: a larger shard degree within the node, full
     checkpointing, smaller microbatches, a shard degree across nodes, a tensor degree; more GPUs come last of all.
     """
-    if plan.fits:
+    if plan.has_room:
         return None
     for nodes in _useful_nodes(plan.setting):
         base = _changed(plan.setting, nodes)

@@ -32,10 +32,11 @@ BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
 WHAT_WIDTH = 36
 
-# Of parts of the memory, in the order in which they first appear.
+# Of the parts of the memory, in the order of LETTERS.
 PART_STYLES = (
     *("black on bright_cyan", "black on bright_magenta", "black on bright_blue", "black on bright_green"),
     *("black on bright_yellow", "white on blue", "white on magenta", "black on cyan", "white on red"),
+    *("black on magenta", "black on white", "white on bright_black"),
 )
 _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
 
@@ -83,7 +84,7 @@ def _memory(plan: Plan) -> Iterator[Text]:
     )
     yield Text()
     shown = parts_in_any(plan)
-    styles = {label: PART_STYLES[index % len(PART_STYLES)] for index, label in enumerate(LETTERS)}
+    styles = dict(zip(LETTERS, PART_STYLES, strict=True))
     name_width = max(len(phase.name) for phase in plan.phases)
     for phase in plan.phases:
         line = Text(f"{phase.name:<{name_width}}  ", style="bold" if phase is plan.peak else "")

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from open_instruct.parallel.wording import counted
-from open_instruct.planning.memory import (
-    ACTIVATIONS,
-    BUFFERS,
-    CUDA,
-    ENGINE,
-    GATHERED,
-    GRADIENTS,
-    HEAD,
-    OPTIMIZER,
-    PARAMETERS,
-    REDUCED,
-    REFERENCE,
-    TEMPORARIES,
-    Phase,
-)
+from open_instruct.planning.memory import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, REFERENCE, Phase
+from open_instruct.planning.passes import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
 from open_instruct.planning.plan import GIB, Plan
 from open_instruct.planning.state import MASTER_BYTES
 

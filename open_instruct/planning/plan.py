@@ -14,7 +14,7 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import divisors, layout_of
 from open_instruct.parallel.wording import one_of
 from open_instruct.planning.devices import Device
-from open_instruct.planning.memory import Phase, memory_by_phase
+from open_instruct.planning.memory import Phase, memory_by_phase, peak_phase
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.step_time import StepTime, step_time
 from open_instruct.planning.traffic import Exchange, traffic_per_step
@@ -92,7 +92,7 @@ class Plan:
     @property
     def peak(self) -> Phase:
         """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.total_bytes)
+        return peak_phase(self.phases)
 
     @property
     def memory_bytes(self) -> int:

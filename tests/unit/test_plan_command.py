@@ -273,6 +273,15 @@ class TestAdvice:
             "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
         ]
 
+    def test_what_barely_fits_is_given_room(self) -> None:
+        words = [*DPO_7B, *FULL, "--gpu"]
+        needed_gib = planned(*words, "h100").peak.total_bytes / GIB
+        plan = planned(*words, f"memory_gib={needed_gib * 1.01}")
+        advice = advise(plan)
+        assert plan.fits and not plan.has_room and "fits, but barely: needs" in page(plan)
+        assert advice.to_fit is not None and advice.to_fit.plan.has_room
+        assert "leaves little room" in next(iter(advice.lines(plan)))
+
     def test_what_fits_needs_no_change(self) -> None:
         plan = planned(*DPO_7B, *FULL)
         assert plan.fits and change_to_fit(plan) is None
