@@ -46,6 +46,11 @@ COMMANDS = {
         module="open_instruct.parallel.layout_command",
         function="layout_command",
     ),
+    "plan": Command(
+        summary="say what memory, traffic and time a run would need, and which flags would make it fit",
+        module="open_instruct.planning.command",
+        function="main",
+    ),
     "replay": Command(
         summary="take one step of a GRPO run again, under its own or under other settings of the loss",
         module="open_instruct.replay",

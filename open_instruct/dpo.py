@@ -34,6 +34,7 @@ def train(config: DPOConfig) -> int:
     from open_instruct.training.closing import export_policy, preempted
     from open_instruct.training.datasets import load_datasets
     from open_instruct.training.evaluation import Heldout
+    from open_instruct.training.plan_check import check_plan_of_run
     from open_instruct.training.policy import build_policy
     from open_instruct.training.preference_steps import preference_step
     from open_instruct.training.pretrained import open_pretrained
@@ -47,6 +48,7 @@ def train(config: DPOConfig) -> int:
         pretrained = open_pretrained(
             config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
         )
+        check_plan_of_run(config, run, pretrained.folder)
         pairs, heldout_pairs = load_datasets(
             load_preference_dataset, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )

@@ -31,6 +31,7 @@ def train(config: SFTConfig) -> int:
     from open_instruct.training.closing import export_policy, preempted
     from open_instruct.training.datasets import load_datasets
     from open_instruct.training.evaluation import evaluate_loss
+    from open_instruct.training.plan_check import check_plan_of_run
     from open_instruct.training.policy import build_policy
     from open_instruct.training.pretrained import open_pretrained
     from open_instruct.training.run import open_run
@@ -43,6 +44,7 @@ def train(config: SFTConfig) -> int:
         pretrained = open_pretrained(
             config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
         )
+        check_plan_of_run(config, run, pretrained.folder)
         conversations, heldout = load_datasets(
             load_sft_dataset, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )

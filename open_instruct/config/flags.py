@@ -11,6 +11,7 @@ import math
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from open_instruct.errors import InputError
@@ -133,6 +134,11 @@ def sections_of(config_class: type) -> dict[str, type]:
 
 def flags_of(config_class: type) -> dict[str, Flag]:
     """Every flag of a config class by name, in the order of its sections."""
+    return dict(_read_flags(config_class))
+
+
+@cache
+def _read_flags(config_class: type) -> dict[str, Flag]:
     flags: dict[str, Flag] = {}
     for section, section_class in sections_of(config_class).items():
         hints = get_type_hints(section_class)

@@ -149,6 +149,7 @@ def commands_with_flags() -> tuple[CommandFlags, ...]:
 
 def markdown(commands: Sequence[CommandFlags]) -> str:
     """The page `docs/flags.md`: for every command a table a section, and upstream's flags that are refused."""
+    from open_instruct.config.plan import DPOPlanConfig, PlanSection
     from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
 
     pairs = ", ".join(f"`open-instruct {command.name}` and `{command.script}`" for command in commands)
@@ -156,13 +157,17 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
     for command in commands:
         parts.append(f"## {command.name}\n\n{inspect.getdoc(command.config_class)}\n")
         parts += _section_tables(command.config_class)
+    parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
+    parts += _section_tables(DPOPlanConfig, only=PlanSection)
     rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
     parts.append(MARKDOWN_UPSTREAM + rows + "\n")
     return "\n".join(parts)
 
 
-def _section_tables(config_class: type) -> Iterator[str]:
+def _section_tables(config_class: type, *, only: type | None = None) -> Iterator[str]:
     for section, section_class in sections_of(config_class).items():
+        if only not in (None, section_class):
+            continue
         rows = "\n".join(
             f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
             f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.help)} |"

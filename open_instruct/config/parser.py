@@ -23,13 +23,13 @@ YAML_SUFFIXES = (".yaml", ".yml")
 YAML_NULL = "tag:yaml.org,2002:null"
 
 
-def parse(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
+def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[str, Any] | None = None) -> ConfigT:
     """The config that `argv` (without the program's name) describes.
 
     The first word may name a YAML file, a flat mapping of flag names; flags on the command line
     replace its values. Dashes in a flag's name count as underscores. Booleans are spelled `--flag`,
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
-    a flag that may be unset.
+    a flag that may be unset. `assumed` has values for flags that must be given and may be left out here.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
@@ -43,6 +43,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
         values.update(_read_yaml(words.pop(0), flags, problems))
     values.update(_read_command_line(words, flags, problems))
 
+    for name in flags.keys() & (assumed or {}).keys() - values.keys():
+        values[name] = (assumed or {})[name]
     missing = [f"--{flag.name}" for flag in flags.values() if flag.required and flag.name not in values]
     if missing:
         problems.append(f"missing: {', '.join(missing)} (as flags, or in a YAML file)")

@@ -110,6 +110,7 @@ FREE_FLAGS = frozenset(
         "activation_checkpointing_modules",
         "activation_memory_budget",
         "compile_model",
+        "plan_check",
         "output_dir",
         "checkpointing_steps",
         "keep_last_n_checkpoints",

@@ -140,6 +140,9 @@ class MemorySection:
         "below 1.0: the share of activations to keep, chosen by the compiler (needs --compile_model)", 1.0
     )
     compile_model: bool = flag("torch.compile each block (CUDA only)", False)
+    plan_check: bool = flag(
+        "refuse to start where weights, gradients and optimizer states alone are more than a device's memory", True
+    )
 
 
 @dataclass(kw_only=True)

@@ -16,10 +16,9 @@ from rich.console import Console
 
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.parallel.layout import resolve_layout, training_state_gib, unsharded_memory_warning
+from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
 from open_instruct.parallel.picture import print_layout
 from open_instruct.records import ShardLayout
-
-MAX_GPUS = 10_000
 
 DESCRIPTION = """\
 Show how a model would be sharded: which GPUs share one copy of it (a shard group), which hold
@@ -174,12 +173,10 @@ def _count(text: str) -> int:
 
 
 def _node_sizes(text: str) -> list[int]:
-    """ "8" is one node of 8 GPUs, "4x8" four of them."""
-    num_nodes, times, num_gpus = text.rpartition("x")
-    repeat, size = _count(num_nodes) if times else 1, _count(num_gpus)
-    if repeat * size > MAX_GPUS:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than the {MAX_GPUS} GPUs that can be shown")
-    return [size] * repeat
+    try:
+        return read_node_sizes(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _num_params(text: str) -> int:

@@ -1,4 +1,4 @@
-"""How many processes each node has, as the launcher says in the environment."""
+"""How many processes each node has, as the launcher says in the environment or a person on the command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
+
+MAX_GPUS = 10_000
 
 
 class UnequalNodesError(InputError):
@@ -69,6 +71,25 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
             + f"; with the same --nproc_per_node on every node WORLD_SIZE would be {num_nodes * local_world_size}"
         )
     return (local_world_size,) * num_nodes
+
+
+def read_node_sizes(word: str) -> list[int]:
+    """ "8" is one node of 8 GPUs, "4x8" four of them.
+
+    Raises:
+        InputError: it is neither, or more than `MAX_GPUS`.
+    """
+    num_nodes, times, num_gpus = word.rpartition("x")
+    repeat, size = _count(num_nodes) if times else 1, _count(num_gpus)
+    if repeat * size > MAX_GPUS:
+        raise InputError(f"{word!r} is more than the {MAX_GPUS} GPUs that can be shown")
+    return [size] * repeat
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and len(text) <= 9 and int(text) >= 1):
+        raise InputError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _read_count(environ: Mapping[str, str], name: str) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template
@@ -13,6 +15,7 @@ from open_instruct.records import ShardLayout
 from open_instruct.rollout.placement import learner_layout
 from open_instruct.training.console import Console
 from open_instruct.training.metrics_log import Tracker
+from open_instruct.training.plan_check import say_plan
 from open_instruct.training.pretrained import Pretrained, open_pretrained
 from open_instruct.training.run import make_ready
 from open_instruct.training.run_directory import RunDirectory, log_to
@@ -56,6 +59,7 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
         export_folder=directory.hf_model,
         length_flag="--max_prompt_token_length and --response_length together:",
     )
+    _say_plan(config, pretrained.folder, console)
     data = config.data
     chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
 
@@ -98,3 +102,16 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
         held_out=held_out,
         trackers=tuple(trackers),
     )
+
+
+def _say_plan(config: GRPOConfig, folder: Path, console: Console) -> None:
+    """The learners' plan, where this host is like theirs: it has GPUs, or no other will join.
+
+    Raises:
+        InputError: a learner surely cannot fit.
+    """
+    learners = config.parallel.num_learners_per_node
+    on_cuda = torch.cuda.is_available()
+    if on_cuda or config.fleet.ray_address is None:
+        device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+        say_plan(config, learners, folder, device=device, num_sharing=sum(learners), console=console)

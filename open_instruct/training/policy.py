@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from math import gcd
 from typing import Any, TypeVar
 
 import torch
-from olmo_core.nn.transformer import Transformer
 from transformers import PretrainedConfig
 
 from open_instruct.errors import InputError
@@ -18,14 +16,14 @@ from open_instruct.parallel.data_parallel import (
     build_data_parallel_config,
     build_tensor_parallel_config,
 )
-from open_instruct.parallel.layout import divisors, unsharded_memory_warning
+from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.wording import one_of
 from open_instruct.records import ShardLayout
 from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.run import Run
-from open_instruct.training.train_module import GIB, SegmentTrainModule
+from open_instruct.training.train_module import SegmentTrainModule
 
 TrainModuleT = TypeVar("TrainModuleT", bound=SegmentTrainModule)
 
@@ -48,7 +46,6 @@ def build_policy(
     max_seq_length = config.data.max_seq_length
     check_heads(pretrained.hf_config, run.layout)
     transformer = pretrained.build(init_device=model.init_device)
-    _warn_if_too_large(transformer, run)
     if run.layout.single_device:
         # Nothing gathers parameters here, so the model itself takes the dtype that is computed in.
         transformer = transformer.to(getattr(torch, model.param_dtype))
@@ -92,18 +89,3 @@ def check_heads(hf_config: PretrainedConfig, layout: ShardLayout) -> None:
             f"{hf_config.num_attention_heads} heads and {hf_config.num_key_value_heads} key-value heads; their "
             f"product can be {one_of(divisors(num_heads))}"
         )
-
-
-def _warn_if_too_large(model: Transformer, run: Run) -> None:
-    """A layout that does not shard what does not fit is told before hours are spent on it."""
-    device = run.process.device
-    if device.type == "cuda":
-        memory_bytes = torch.cuda.get_device_properties(device).total_memory
-    else:
-        node = run.layout.node_of(run.process.rank)
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // run.layout.gpus_per_node[node]
-    warning = unsharded_memory_warning(
-        run.layout, num_params=model.num_params, device_memory_gib=round(memory_bytes / GIB, 1)
-    )
-    if warning is not None:
-        run.console.warn(warning)

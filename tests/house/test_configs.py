@@ -16,6 +16,9 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.parallel.layout import resolve_layout, unsharded_memory_warning
+from open_instruct.planning.plan import plan_of
+from open_instruct.planning.public_models import find_public_model
+from open_instruct.planning.request import parse_request
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.placement import FleetShape, learner_layout
 
@@ -72,6 +75,10 @@ def layout_of(path: Path) -> ShardLayout:
         tensor_parallel_degree=parallel.tensor_parallel_degree,
         single_device=parallel.single_gpu_mode,
     )
+
+
+def model_of(path: Path) -> str:
+    return str(read(path).model.model_name_or_path)
 
 
 def launch_words(path: Path) -> tuple[list[str], list[str]]:
@@ -153,6 +160,13 @@ class TestGRPOFile:
         else:  # the script adds --ray_address
             assert launcher == ["sbatch", "--nodes", str(len(nodes(path))), CLUSTER_SCRIPT]
             assert (REPOSITORY / CLUSTER_SCRIPT).is_file()
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if find_public_model(model_of(path))], ids=name_of)
+def test_the_plan_fits_with_room(path: Path) -> None:
+    words = [path.parent.name, str(path), "--gpus_per_node", *map(str, nodes(path)), "--gpu", "h100"]
+    assert header(path)["device_memory_gib"] == "80"
+    assert plan_of(parse_request(words).setting).has_room
 
 
 def test_only_the_file_that_says_so_straddles_nodes() -> None:

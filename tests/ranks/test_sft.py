@@ -161,6 +161,7 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nplan: needs " in done.stdout
     losses = [loss for loss, _ in case.trajectory("cli")]
     assert losses[-1] < 0.6 * losses[0]
     before, after = read(case.folder / "cli" / "eval.jsonl")

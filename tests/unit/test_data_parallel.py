@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from olmo_core.config import DType
-from olmo_core.distributed import parallel
 from olmo_core.distributed.parallel import DataParallelType, build_world_mesh, get_dp_mesh, get_dp_model_mesh
 from olmo_core.nn.attention import AttentionBackendName
 from olmo_core.nn.transformer import TransformerConfig
@@ -19,12 +15,12 @@ from olmo_core.train.train_module.transformer import (
 from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from open_instruct.errors import InputError
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.records import ShardLayout
+from tests.unit.conftest import JoinAs
 
 LAYOUTS = {
     "two nodes": resolve_layout([4, 4]),
@@ -37,26 +33,6 @@ LAYOUTS = {
     "context": resolve_layout([4, 4], context_parallel_degree=2),
     "context and tensor": resolve_layout([8, 8], context_parallel_degree=2, tensor_parallel_degree=2),
 }
-
-JoinAs = Callable[[int, int], None]
-
-
-@pytest.fixture
-def join_as() -> Iterator[JoinAs]:
-    """Become a rank of a world that has no other processes. OLMo-core keeps its mesh in a global: reset it."""
-
-    def leave() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        parallel._WORLD_MESH = None
-
-    def join(rank: int, world_size: int) -> None:
-        leave()
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-
-    assert not dist.is_initialized()
-    yield join
-    leave()
 
 
 def build_mesh(layout: ShardLayout) -> DeviceMesh:

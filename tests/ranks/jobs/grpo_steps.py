@@ -70,12 +70,18 @@ class Learner(GRPOLearner):
             config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
         )
         super().__init__(pretrained, run=run, config=config)
-        self.vocab_size = pretrained.hf_config.vocab_size
+        self.hf_config = pretrained.hf_config
+        self.vocab_size = self.hf_config.vocab_size
 
     def take_step(self, num_completions: int, *, one_at_a_time: bool = False) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
+        samples = make_samples(num_completions, seed=self.trainer.step, vocab_size=self.vocab_size)
+        return self.learn_from(samples, one_at_a_time=one_at_a_time)
+
+    def learn_from(self, samples: list[RolloutSample], *, one_at_a_time: bool = False) -> dict[str, float]:
+        """`take_step` with completions of one's own."""
         work = plan_steps_of_ranks(
-            make_samples(num_completions, seed=self.trainer.step, vocab_size=self.vocab_size),
+            samples,
             num_ranks=self.run.layout.data_parallel_world_size,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
             num_mini_batches=self.config.loss.num_mini_batches,

@@ -1,0 +1,102 @@
+"""What `open-instruct plan` is asked for: the flags of a run, and the machines it would run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.flags import Flag, flags_of
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.help import BLANK, Line, flag_lines, wrapped
+from open_instruct.config.sections import flag
+from open_instruct.config.sft import SFTConfig
+
+DESCRIPTION = """
+Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what travels
+within a node and across, a lower bound of a step's time, and which flags would make it fit or make it faster. Takes
+the run's own flags or YAML file; those of its data and its folder need not be given. Nothing is started or downloaded.
+"""
+EXAMPLES = (
+    "open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8",
+    "open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html",
+    "open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json",
+)
+
+
+@dataclass(kw_only=True)
+class PlanSection:
+    """The machines, and the form of the plan"""
+
+    num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None)
+    gpus_per_node: list[str] = flag(
+        "GPUs that train on each node: one number with --num_nodes, else one for each node; 4x8 is four nodes of 8; "
+        "for GRPO default: --num_learners_per_node",
+        [],
+    )
+    gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other", "h100")
+    mfu: float = flag("share of the GPU's peak that the arithmetic is taken to reach", 0.4)
+    in_node_gb_s: float | None = flag("GB/s that a GPU sends within its node; default: the GPU's", None)
+    cross_node_gb_s: float | None = flag("GB/s that a GPU sends to other nodes; default: the GPU's", None)
+    json: bool = flag("print the whole plan as JSON", False)
+    html: str | None = flag("also write the plan as a page to this file", None)
+
+
+@dataclass(kw_only=True)
+class DPOPlanConfig(DPOConfig):
+    """A DPO run and its machines."""
+
+    plan: PlanSection
+
+
+@dataclass(kw_only=True)
+class SFTPlanConfig(SFTConfig):
+    """A supervised run and its machines."""
+
+    plan: PlanSection
+
+
+@dataclass(kw_only=True)
+class GRPOPlanConfig(GRPOConfig):
+    """A GRPO run and its machines."""
+
+    plan: PlanSection
+
+
+PlanConfig = DPOPlanConfig | SFTPlanConfig | GRPOPlanConfig
+PLAN_CONFIGS: dict[str, type[PlanConfig]] = {"dpo": DPOPlanConfig, "sft": SFTPlanConfig, "grpo": GRPOPlanConfig}
+
+# Flags that a run cannot do without and a plan does not read.
+ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jsonl", "1.0"], "output_dir": "planned"}
+
+
+def plan_flags() -> list[Flag]:
+    """The flags that only a plan has."""
+    return [flag for flag in flags_of(DPOPlanConfig).values() if flag.section == "plan"]
+
+
+def help_lines(width: int) -> Iterator[Line]:
+    commands = "|".join(PLAN_CONFIGS)
+    yield from wrapped(
+        f"usage: open-instruct plan {commands} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ... "
+        "[--flag value ...]",
+        width,
+        later_indent=7,
+    )
+    yield BLANK
+    yield from wrapped(DESCRIPTION, width)
+    yield from flag_lines(PlanSection.__doc__ or "", plan_flags(), width)
+    yield BLANK
+    yield (("Of the run", "bold"),)
+    yield from wrapped(
+        "--model_name_or_path is a folder, a config.json alone, or the name of a public OLMo 2, OLMo 3, Qwen 3 or "
+        "Llama 3 model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, "
+        "grpo).",
+        width,
+        indent=2,
+        later_indent=2,
+    )
+    yield BLANK
+    yield (("Examples", "bold"),)
+    for example in EXAMPLES:
+        yield ((f"  {example}", "green"),)

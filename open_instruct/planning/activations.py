@@ -1,0 +1,346 @@
+"""What one block and the head keep and need in passing, operation by operation.
+
+Sources, in OLMo-core 3.0 and PyTorch 2.13: `TransformerBlock` and `ReorderedNormTransformerBlock`, `Attention`,
+`RotaryEmbedding`, `RMSNorm`, `QwenRMSNorm` and `FeedForward` for the operations; `derivatives.yaml` of PyTorch for
+what each saves; `models/attention.py` and `models/logprob_head.py` here for attention over documents and for the head.
+
+Norms, and RoPE for OLMo, are computed in float32 whatever the rest is computed in, and keep float32 copies of what they
+are given: in bfloat16 these are most of what a block keeps.
+
+Documents are taken to be of different lengths. A window changes the time that attention takes, not what it keeps:
+true of the kernels on CUDA, while on a CPU a document longer than the window is copied in pieces, which is not counted.
+Tensor parallelism splits heads, features and vocabulary, and the positions of a row between matrices. Compiled blocks
+fuse what stands between matrices; they are counted as uncompiled ones, which is an upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import lru_cache
+
+from open_instruct.planning.model_shape import ModelShape
+from open_instruct.planning.tape import Gradient, Profile, Tape, Tensor
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+
+FLOAT32 = 4
+MAX_LOGITS_BYTES = 1 << 30
+"""`models.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal."""
+
+# Chunks of the head are alike, and the second is the first that finds a gradient of the matrix in place.
+CHUNKS_RECORDED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The sizes of one microbatch on one rank, and what of it is recomputed."""
+
+    num_tokens: int
+    longest_document: int
+    num_labels: int
+    compute_bytes: int
+    on_cuda: bool
+    tensor_degree: int
+    recomputed_modules: tuple[str, ...]
+    temperature: float = 1.0
+    records_entropy: bool = False
+
+
+def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
+    """The sizes of one microbatch of `workload`; a context degree splits its tokens."""
+    num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
+    recomputed = {"none": (), "full": ("blocks.*",), "selected_modules": workload.checkpointing_modules}
+    # Under tensor parallelism the head runs at every position.
+    num_labels = -(-workload.label_tokens_per_microbatch // layout.context_parallel_degree)
+    return Pass(
+        num_tokens=num_tokens,
+        longest_document=min(num_tokens, workload.longest_sequence),
+        num_labels=num_labels
+        if layout.tensor_parallel_degree == 1
+        else -(-num_tokens // layout.tensor_parallel_degree),
+        compute_bytes=workload.compute_bytes,
+        on_cuda=workload.on_cuda,
+        tensor_degree=layout.tensor_parallel_degree,
+        recomputed_modules=recomputed[workload.checkpointing],
+        temperature=workload.temperature,
+        records_entropy=workload.records_entropy,
+    )
+
+
+@lru_cache(maxsize=256)
+def block_profile(shape: ModelShape, sizes: Pass) -> Profile:
+    """One block, from the residual stream to the residual stream."""
+    source = Tensor(_split(sizes.num_tokens, sizes) * shape.d_model * sizes.compute_bytes, kind="source")
+    block = _Block(shape, sizes, Tape(source))
+    return block.tape.profile(block.record())
+
+
+@lru_cache(maxsize=256)
+def head_profile(shape: ModelShape, sizes: Pass) -> Profile:
+    """The last norm and the head, from the residual stream to the log-probs of the labels."""
+    source = Tensor(_split(sizes.num_tokens, sizes) * shape.d_model * sizes.compute_bytes, kind="source")
+    head = _Head(shape, sizes, Tape(source))
+    return head.tape.profile(head.record())
+
+
+def _split(count: int, sizes: Pass) -> int:
+    """A tensor rank's part of `count`."""
+    return -(-count // sizes.tensor_degree)
+
+
+class _Piece:
+    def __init__(self, shape: ModelShape, sizes: Pass, tape: Tape) -> None:
+        self.shape, self.sizes, self.tape = shape, sizes, tape
+        self.c = sizes.compute_bytes
+        self.is_low = self.c < FLOAT32
+
+    def recomputed(self, module: str) -> bool:
+        """Whether a module of the block is wrapped for checkpointing; "" is the block itself."""
+        name = f"blocks.0.{module}".rstrip(".")
+        return any(fnmatch(name, pattern) for pattern in self.sizes.recomputed_modules)
+
+    def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
+        if tensor.num_bytes == num_elements * to_bytes:
+            return tensor
+        return self.tape.run(num_elements * to_bytes, tensor)
+
+    def linear(
+        self, x: Tensor, num_rows: int, num_inputs: int, num_outputs: int, weight: Tensor | None = None
+    ) -> Tensor:
+        """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
+        weight = weight or Tensor(num_inputs * num_outputs * self.c, kind="weight")
+        return self.tape.run(
+            num_rows * num_outputs * self.c,
+            x,
+            weight,
+            saved=[x],
+            gradients=[_whole(weight), Gradient(of=x, num_bytes=num_rows * num_inputs * self.c)],
+        )
+
+    def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
+        """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
+        run, elements = self.tape.run, num_rows * width
+        float_bytes, row_bytes = FLOAT32 * elements, FLOAT32 * num_rows
+        weight = Tensor(width * self.c, kind="weight")
+        x_float = self.cast(x, elements, FLOAT32)
+        # The backward of a square makes x, then 2x, before it multiplies by the gradient.
+        square = run(
+            float_bytes,
+            x_float,
+            saved=[x_float],
+            gradients=[Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)],
+        )
+        mean = run(row_bytes, square)
+        inverse = run(row_bytes, mean, saves_output=True)
+        scaled = run(
+            float_bytes,
+            x_float,
+            inverse,
+            saved=[x_float, inverse],
+            gradients=[
+                Gradient(of=x_float, num_bytes=float_bytes),
+                Gradient(of=inverse, num_bytes=row_bytes, scratch_bytes=float_bytes),
+            ],
+        )
+        # OLMo multiplies by the weight in float32 and rounds then, the others round first.
+        if not self.is_olmo:
+            scaled = self.cast(scaled, elements, self.c)
+        weighted = run(
+            scaled.num_bytes,
+            weight,
+            scaled,
+            saved=[scaled],
+            gradients=[
+                Gradient(of=scaled, num_bytes=scaled.num_bytes, scratch_bytes=scaled.num_bytes),
+                _whole(weight),
+            ],
+        )
+        normed = self.cast(weighted, elements, self.c)
+        self.tape.hold(x)  # the caller's
+        return normed
+
+    @property
+    def is_olmo(self) -> bool:
+        return self.shape.family in ("olmo2", "olmo3")
+
+    def sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The residual stream: both get the gradient of the sum as it is."""
+        return self.tape.run(
+            residual.num_bytes,
+            residual,
+            x,
+            gradients=[Gradient(of=residual, num_bytes=None), Gradient(of=x, num_bytes=None)],
+        )
+
+
+class _Block(_Piece):
+    def record(self) -> Tensor:
+        x = self.tape.source
+        with self.tape.recomputed(self.recomputed("")):
+            if self.is_olmo:
+                attended = self._normed("attention_norm", self._attention(x))
+            else:
+                attended = self._attention(self._normed("attention_norm", x))
+            h = self.sum(x, attended)
+            if self.is_olmo:
+                added = self._normed("feed_forward_norm", self._feed_forward(h))
+            else:
+                added = self._feed_forward(self._normed("feed_forward_norm", h))
+            output = self.sum(h, added)
+            self.tape.hold(h)
+        return output
+
+    def _normed(self, module: str, x: Tensor) -> Tensor:
+        with self.tape.recomputed(self.recomputed(module)):
+            return self.norm(x, _split(self.sizes.num_tokens, self.sizes), self.shape.d_model)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """All positions of the row, where tensor ranks hold a part each between matrices."""
+        if self.sizes.tensor_degree == 1:
+            return x
+        return self.tape.run(self.sizes.num_tokens * self.shape.d_model * self.c, x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        num_tokens, d_model, width = self.sizes.num_tokens, self.shape.d_model, _split(self.shape.d_ff, self.sizes)
+        run = self.tape.run
+        with self.tape.recomputed(self.recomputed("feed_forward")):
+            x = self._gathered(x)
+            gate = self.linear(x, num_tokens, d_model, width)
+            active = run(gate.num_bytes, gate, saved=[gate])
+            up = self.linear(x, num_tokens, d_model, width)
+            product = run(gate.num_bytes, active, up, saved=[active, up])
+            down = self.linear(product, num_tokens, width, d_model)
+            return self._scattered(down)
+
+    def _scattered(self, x: Tensor) -> Tensor:
+        """This rank's positions of a sum over tensor ranks."""
+        if self.sizes.tensor_degree == 1:
+            return x
+        return self.tape.run(_split(self.sizes.num_tokens, self.sizes) * self.shape.d_model * self.c, x)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        num_tokens, d_model = self.sizes.num_tokens, self.shape.d_model
+        q_width, kv_width = _split(self.shape.q_width, self.sizes), _split(self.shape.kv_width, self.sizes)
+        with self.tape.recomputed(self.recomputed("attention")):
+            x = self._gathered(x)
+            query = self.linear(x, num_tokens, d_model, q_width)
+            key = self.linear(x, num_tokens, d_model, kv_width)
+            value = self.linear(x, num_tokens, d_model, kv_width)
+            if self.shape.qk_norm != "none":
+                query = self._qk_norm("attention.q_norm", query, q_width)
+                key = self._qk_norm("attention.k_norm", key, kv_width)
+            query, key = self._rotated(query, key, q_width, kv_width)
+            attended = self._attend(query, key, value, q_width)
+            self.tape.hold(x, query, key, value)
+            return self._scattered(self.linear(attended, num_tokens, q_width, d_model))
+
+    def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
+        """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
+        with self.tape.recomputed(self.recomputed(module)):
+            if self.shape.qk_norm == "full":
+                return self.norm(x, self.sizes.num_tokens, width)
+            num_heads = width // self.shape.head_dim
+            return self.norm(x, self.sizes.num_tokens * num_heads, self.shape.head_dim)
+
+    def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:
+        """RoPE; cosine and sine of every token are kept, once for both."""
+        num_tokens = self.sizes.num_tokens
+        b = FLOAT32 if self.is_olmo else self.c
+        before = (query, key)
+        q, k = self.cast(query, num_tokens * q_width, b), self.cast(key, num_tokens * kv_width, b)
+        angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
+        rotated = []
+        for tensor in (q, k):
+            near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])
+            halves = self.tape.run(
+                tensor.num_bytes,
+                tensor,
+                scratch_bytes=tensor.num_bytes // 2,
+                gradients=[Gradient(of=tensor, num_bytes=tensor.num_bytes, scratch_bytes=tensor.num_bytes // 2)],
+            )
+            far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
+            rotated.append(self.sum(near, far))
+        self.tape.hold(*before)
+        query = self.cast(rotated[0], num_tokens * q_width, self.c)
+        key = self.cast(rotated[1], num_tokens * kv_width, self.c)
+        self.tape.hold(*rotated)
+        return query, key
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, q_width: int) -> Tensor:
+        """One kernel over all documents on CUDA in 16 bits; else a call for each, whose results are laid end to end.
+
+        Either keeps queries, keys, values, its output, and one float32 a head and token.
+        """
+        num_tokens, run = self.sizes.num_tokens, self.tape.run
+        logsumexp_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
+        in_one_kernel = self.sizes.on_cuda and self.is_low
+        if in_one_kernel:
+            attended = run(query.num_bytes, query, key, value, saved=[query, key, value], saves_output=True)
+            lse = run(logsumexp_bytes, query, saves_output=True, gradients=())
+            del lse
+            return attended
+        parts = [run(0, tensor, gradients=[_whole(tensor)]) for tensor in (query, key, value)]
+        of_longest = query.num_bytes * self.sizes.longest_document // num_tokens
+        by_document = run(
+            query.num_bytes + logsumexp_bytes,
+            *parts,
+            saved=[query, key, value],
+            saves_output=True,
+            gradients=[
+                Gradient(of=part, num_bytes=tensor.num_bytes, scratch_bytes=of_longest)
+                for part, tensor in zip(parts, (query, key, value), strict=True)
+            ],
+        )
+        return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
+
+
+class _Head(_Piece):
+    def record(self) -> Tensor:
+        """Chunks of at most `MAX_LOGITS_BYTES` of logits, recomputed where there is more than one."""
+        shape, sizes, run = self.shape, self.sizes, self.tape.run
+        d_model = shape.d_model
+        normed = self.norm(self.tape.source, _split(sizes.num_tokens, sizes), d_model)
+        hidden = normed
+        if sizes.tensor_degree == 1:
+            index = run(sizes.num_labels * 8, gradients=())
+            hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=[index], gradients=[_whole(normed)])
+        per_chunk = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
+        weight = Tensor(_split(shape.vocab_size, sizes) * d_model * self.c, kind="weight")
+        whole_chunks, rest = divmod(sizes.num_labels, per_chunk)
+        chunks = [per_chunk] * min(whole_chunks, CHUNKS_RECORDED) + ([rest] if rest else [])
+        is_one = sizes.num_labels <= per_chunk
+        # A chunk is a view; the gradients of the chunks are laid end to end.
+        views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
+        losses = []
+        for num_labels, view in zip(chunks, views, strict=True):
+            with self.tape.recomputed(not is_one):
+                losses.append(self._losses(view, hidden, num_labels, weight))
+        return run(sizes.num_labels * FLOAT32, *losses)
+
+    def _losses(self, view: Tensor, hidden: Tensor, num_labels: int, weight: Tensor) -> Tensor:
+        shape, sizes, run = self.shape, self.sizes, self.tape.run
+        num_logits = num_labels * shape.vocab_size
+        hidden_bytes = num_labels * shape.d_model * self.c
+        product = run(
+            num_logits * self.c,
+            view,
+            hidden,
+            weight,
+            saved=[hidden],
+            gradients=[_whole(weight), Gradient(of=view, num_bytes=hidden_bytes)],
+        )
+        logits = self.cast(product, num_logits, FLOAT32)
+        if sizes.temperature != 1.0:
+            logits = run(logits.num_bytes, logits)
+        if sizes.records_entropy:
+            # Log-probs, probabilities, and their product, gone again before the loss is computed.
+            run(num_labels * FLOAT32, logits, scratch_bytes=3 * logits.num_bytes, gradients=())
+        logprobs = run(logits.num_bytes, logits, saves_output=True)
+        losses = run(num_labels * FLOAT32, logprobs, saved=[logprobs])
+        self.tape.hold(logits)
+        return losses
+
+
+def _whole(tensor: Tensor) -> Gradient:
+    return Gradient(of=tensor, num_bytes=tensor.num_bytes)

@@ -1,0 +1,257 @@
+"""What to change: the smallest change that makes a run fit, or the layout that makes it faster.
+
+Nothing is advised that was not planned again with the change in it, and nothing that would leave no room at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import Any
+
+from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.errors import InputError
+from open_instruct.parallel.layout import divisors
+from open_instruct.parallel.node_sizes import MAX_GPUS
+from open_instruct.parallel.wording import nodes_text
+from open_instruct.planning.plan import Plan, Setting, plan_of, tensor_degrees
+from open_instruct.planning.ranking import ranked_layouts
+from open_instruct.planning.wording import gib, seconds
+
+# A faster layout is named only where it is faster by more than the plan can be trusted to tell.
+WORTH_A_CHANGE = 1.02
+MAX_TIMES_THE_NODES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Flags that differ from those of the run, and the plan with them.
+
+    Example: `Change(values={"activation_checkpointing": "full"}, plan=…)` reads "--activation_checkpointing full".
+    """
+
+    values: dict[str, Any]
+    plan: Plan
+
+    @property
+    def flags(self) -> str:
+        """As they are written on the command line of the run."""
+        return " ".join(f"--{name} {spelled(value)}" for name, value in self.values.items() if name != "num_nodes")
+
+    @property
+    def text(self) -> str:
+        """The flags, and the nodes where they change: of GRPO they are a flag too."""
+        if "num_nodes" not in self.values:
+            return self.flags
+        nodes = self.plan.setting.gpus_per_node
+        if isinstance(self.plan.setting.config, GRPOConfig):
+            return f"--num_learners_per_node {spelled(list(nodes))} {self.flags}".rstrip()
+        return f"on {nodes_text(nodes)}" + (f" with {self.flags}" if self.flags else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One way to change one thing. Kinds are tried in their order, and options of a kind from the mildest on."""
+
+    kind: int
+    strength: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What could be different. `ranked` holds every layout of these GPUs, the fastest that fits first."""
+
+    to_fit: Change | None
+    faster: Change | None
+    ranked: tuple[Plan, ...]
+
+    def lines(self, plan: Plan) -> Iterator[str]:
+        """In sentences."""
+        if not plan.fits:
+            if self.to_fit is None:
+                yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
+            else:
+                yield f"The smallest change that fits: {self.to_fit.text}"
+                yield f"It {_outcome(self.to_fit.plan)}."
+        elif self.to_fit is not None:
+            yield f"It fits, but leaves little room. The smallest change that leaves more: {self.to_fit.text}"
+            yield f"It {_outcome(self.to_fit.plan)}."
+        elif self.faster is not None:
+            yield f"Faster and fits: {self.faster.text}"
+            yield (
+                f"It {_outcome(self.faster.plan)}: "
+                f"{self.faster.plan.tokens_per_second / plan.tokens_per_second:.2f} times the tokens per second."
+            )
+        elif len(self.ranked) > 1:
+            yield "It fits, and no other layout of these GPUs is faster."
+        else:
+            yield "It fits."
+
+
+def advise(plan: Plan) -> Advice:
+    """Everything that there is to say about a plan."""
+    ranked = ranked_layouts(plan.setting)
+    return Advice(to_fit=change_to_fit(plan), faster=faster_layout(plan, ranked) if plan.fits else None, ranked=ranked)
+
+
+def change_to_fit(plan: Plan) -> Change | None:
+    """The smallest change with which the run fits with room; None where it does already or nothing found helps.
+
+    One change comes before two. Among as many, in this order: a larger shard degree within the node, full
+    checkpointing, smaller microbatches, a shard degree across nodes, a tensor degree; more GPUs come last of all.
+    """
+    if plan.has_room:
+        return None
+    for nodes in _useful_nodes(plan.setting):
+        base = _changed(plan.setting, nodes)
+        if base is None:
+            continue
+        for values in _combinations(base):
+            found = _planned(base, values)
+            if found is not None and found.has_room:
+                return Change(values=nodes | values, plan=found)
+    return None
+
+
+def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
+    """The fastest layout that fits, where that is worth a change."""
+    best = next((other for other in ranked if other.has_room), None)
+    if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
+        return None
+    values = {"fsdp_shard_degree": best.layout.shard_degree, "fsdp_num_replicas": best.layout.num_replicas}
+    if best.layout.tensor_parallel_degree != plan.layout.tensor_parallel_degree:
+        values["tensor_parallel_degree"] = best.layout.tensor_parallel_degree
+    return Change(values=values, plan=best)
+
+
+def _outcome(plan: Plan) -> str:
+    return (
+        f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU, and at least "
+        f"{seconds(plan.time.step_s)} a step"
+    )
+
+
+def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Flags to try, the smallest change first."""
+    slots = (_layouts_that_can_fit(setting), [None, *_checkpointing(setting)], [None, *_microbatches(setting)])
+    chosen = [[option for option in choice if option is not None] for choice in product(*slots)]
+    chosen.sort(
+        key=lambda choice: (
+            len(choice),
+            sorted(option.kind for option in choice),
+            sum(option.strength for option in choice),
+        )
+    )
+    for choice in chosen:
+        values: dict[str, Any] = {}
+        for option in choice:
+            values |= option.values
+        yield values
+
+
+def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
+    """The layout as it is (None) and others, but for those that do not fit with everything else at its smallest."""
+    least: dict[str, Any] = {}
+    for options in (_checkpointing(setting), _microbatches(setting)):
+        least |= options[-1].values if options else {}
+    found: list[_Option | None] = []
+    for option in (None, *_layouts(setting)):
+        plan = _planned(setting, least | (option.values if option is not None else {}))
+        if plan is not None and plan.has_room:
+            found.append(option)
+    return found
+
+
+def _layouts(setting: Setting) -> list[_Option]:
+    """Larger shard degrees within a node (kind 0) and across (kind 3), then tensor degrees within a node (kind 4)."""
+    now = setting.layout
+    if now.single_device:
+        return []
+    options = []
+    for shard in divisors(now.data_parallel_world_size):
+        if shard > now.shard_degree:
+            values = {"fsdp_shard_degree": shard, "fsdp_num_replicas": now.data_parallel_world_size // shard}
+            straddles = setting.with_flags(values).layout.straddles_nodes
+            options.append(_Option(kind=3 if straddles else 0, strength=shard, values=values))
+    for tensor in tensor_degrees(setting.shape):
+        if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % tensor == 0:
+            world = now.world_size // tensor
+            for shard in divisors(world):
+                if shard * tensor >= now.shard_degree * now.tensor_parallel_degree:
+                    values = {
+                        "fsdp_shard_degree": shard,
+                        "fsdp_num_replicas": world // shard,
+                        "tensor_parallel_degree": tensor,
+                    }
+                    options.append(_Option(kind=4, strength=shard * tensor, values=values))
+    return options
+
+
+def _checkpointing(setting: Setting) -> list[_Option]:
+    """Recompute whole blocks."""
+    memory, flags = setting.config.memory, flags_of(type(setting.config))
+    if memory.activation_checkpointing == "full":
+        return []
+    values: dict[str, Any] = {"activation_checkpointing": "full"}
+    # What would be refused beside it goes back to its default.
+    for name in ("activation_checkpointing_modules", "activation_memory_budget"):
+        if getattr(memory, name) != flags[name].default:
+            values[name] = flags[name].default
+    return [_Option(kind=1, strength=1, values=values)]
+
+
+def _microbatches(setting: Setting) -> list[_Option]:
+    """Fewer rows at once and more of them after each other, so that the global batch stays; shorter packs for GRPO."""
+    config = setting.config
+    options: list[_Option] = []
+    if isinstance(config, GRPOConfig):
+        tokens = config.max_tokens_per_microbatch
+        while tokens > config.data.max_seq_length:
+            tokens = max(tokens // 2, config.data.max_seq_length)
+            options.append(_Option(kind=2, strength=len(options) + 1, values={"pack_length": tokens}))
+        return options
+    rows = config.optim.per_device_train_batch_size
+    for fewer in reversed(divisors(rows)[:-1]):
+        values = {
+            "per_device_train_batch_size": fewer,
+            "gradient_accumulation_steps": config.optim.gradient_accumulation_steps * (rows // fewer),
+        }
+        options.append(_Option(kind=2, strength=len(options) + 1, values=values))
+    return options
+
+
+def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
+    """The nodes as they are, then twice as many, and so on; no more of them where none would do."""
+    yield {}
+    parallel = setting.config.parallel
+    if len(set(setting.gpus_per_node)) != 1 or parallel.single_gpu_mode:
+        return
+    # Both degrees together say how many GPUs there are.
+    both = parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None
+    freed = {"fsdp_num_replicas": None} if both else {}
+    steps = []
+    times = 2
+    while times <= MAX_TIMES_THE_NODES and sum(setting.gpus_per_node) * times <= MAX_GPUS:
+        steps.append({"num_nodes": len(setting.gpus_per_node) * times} | freed)
+        times *= 2
+    most = _changed(setting, steps[-1]) if steps else None
+    if most is not None and _layouts_that_can_fit(most):
+        yield from steps
+
+
+def _changed(setting: Setting, values: dict[str, Any]) -> Setting | None:
+    try:
+        return setting.with_flags(values)
+    except InputError:
+        return None
+
+
+def _planned(setting: Setting, values: dict[str, Any]) -> Plan | None:
+    try:
+        return plan_of(setting.with_flags(values))
+    except InputError:
+        return None

@@ -1,0 +1,93 @@
+"""The line of its plan that a run prints when it starts, and the refusal where it surely cannot fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from open_instruct.errors import InputError
+from open_instruct.planning.advice import change_to_fit
+from open_instruct.planning.devices import device_named
+from open_instruct.planning.model_shape import model_shape
+from open_instruct.planning.plan import GIB, Plan, RunConfig, Setting, plan_of
+from open_instruct.planning.state import state_bytes
+from open_instruct.planning.wording import gib
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a run says of its plan. `refusal` is None unless the run surely cannot fit."""
+
+    line: str
+    refusal: str | None = None
+
+
+def check_plan(
+    config: RunConfig,
+    gpus_per_node: Sequence[int],
+    *,
+    model_folder: str,
+    memory_bytes: int,
+    on_cuda: bool,
+) -> Verdict:
+    """Plan a run that is about to start.
+
+    Args:
+        config: of the run.
+        gpus_per_node: processes that train on each node.
+        model_folder: where the checkpoint's config.json lies.
+        memory_bytes: of one device.
+        on_cuda: whether that is a GPU; else a rank's share of a host's memory.
+
+    Raises:
+        InputError: weights, gradients and optimizer states alone are more than the device's memory, and the run has
+            --plan_check; the message ends with what would fit.
+    """
+    try:
+        verdict = _verdict(
+            Setting(
+                config=config,
+                shape=model_shape(model_folder),
+                gpus_per_node=tuple(gpus_per_node),
+                device=device_named(f"memory_gib={memory_bytes / GIB}"),
+                on_cuda=on_cuda,
+            )
+        )
+    except Exception as error:  # a plan is a help; the run itself judges what it can read
+        log.info("the run has no plan", exc_info=True)
+        return Verdict(line=f"plan: none ({type(error).__name__}: {error})")
+    if verdict.refusal is not None and config.memory.plan_check:
+        raise InputError(f"{verdict.refusal} --no_plan_check starts it all the same")
+    return verdict
+
+
+def _verdict(setting: Setting) -> Verdict:
+    plan = plan_of(setting)
+    line = (
+        f"plan: needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB {_each(setting)} "
+        f"(most in: {plan.peak.name})"
+    )
+    state = sum(state_bytes(setting.shape, plan.layout, plan.workload))
+    if state <= plan.memory_bytes:
+        return Verdict(line=line)
+    return Verdict(
+        line=line,
+        refusal=(
+            f"the run cannot fit: weights, gradients and optimizer states alone need {gib(state)} GiB, and there are "
+            f"{gib(plan.memory_bytes)} GiB {_each(setting)}. {_remedy(plan)}"
+        ),
+    )
+
+
+def _each(setting: Setting) -> str:
+    return "on each GPU" if setting.on_cuda else "for each process of a node"
+
+
+def _remedy(plan: Plan) -> str:
+    change = change_to_fit(plan)
+    if change is None:
+        return "No flag makes it fit: take a smaller model, or devices with more memory."
+    return f"It would fit {'' if change.text.startswith('on ') else 'with '}{change.text}."

@@ -1,0 +1,51 @@
+"""`open-instruct plan`: what a run would need, before any GPU is taken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from open_instruct.config.help import print_lines
+from open_instruct.config.plan import help_lines
+from open_instruct.errors import InputError
+from open_instruct.planning.advice import advise
+from open_instruct.planning.html_page import html_page
+from open_instruct.planning.page import print_plan
+from open_instruct.planning.plan import plan_of
+from open_instruct.planning.record import as_record
+from open_instruct.planning.request import parse_request
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan what the words after the command describe and print it.
+
+    Returns:
+        The exit code, 0 also where the run does not fit: the plan is made.
+
+    Raises:
+        InputError: a flag, the model or the GPU will not do, or the page cannot be written.
+    """
+    if any(word in ("--help", "-h") for word in argv):
+        print_lines(help_lines)
+        return 0
+    request = parse_request(argv)
+    plan = plan_of(request.setting)
+    advice = advise(plan)
+    for warning in request.warnings:
+        print(f"open-instruct plan: warning: {warning}", file=sys.stderr)
+    if request.html_file is not None:
+        try:
+            request.html_file.write_text(html_page(plan, advice), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"--html {request.html_file} cannot be written ({error.strerror or error}); name a file in a folder "
+                "that can"
+            ) from None
+    if request.as_json:
+        print(json.dumps(as_record(plan, advice), indent=2))
+    else:
+        print_plan(plan, advice, Console(file=sys.stdout))
+    return 0

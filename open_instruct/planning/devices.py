@@ -1,0 +1,71 @@
+"""Published numbers of the GPUs that plans are made for."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, replace
+
+from open_instruct.errors import InputError
+
+MEMORY = "memory_gib="
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU and its links. Rates are of one GPU in one direction, in 10^9 bytes a second.
+
+    Example: `device_named("h100")` has 79.1 GiB, 989 TFLOP/s, 450 GB/s to its node and 50 GB/s to others.
+    """
+
+    name: str
+    memory_gib: float
+    peak_tflops_bf16: float
+    in_node_gb_s: float
+    cross_node_gb_s: float
+
+
+# Memory is what CUDA gives to programs, as PyTorch's out-of-memory errors tell it ("total capacity of 79.1 GiB"): a
+# little less than the 80, 80, 141 and 180 GB of the data sheets. Arithmetic is dense bfloat16; data sheets of Hopper
+# and Blackwell print twice that, for sparse matrices. NVLink is printed for both directions together. The network is
+# that of NVIDIA's own DGX of the kind: one port for each GPU.
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, NVLink 600 GB/s. DGX A100 data sheet: 8 x 200 Gb/s.
+        Device(name="a100", memory_gib=79.1, peak_tflops_bf16=312, in_node_gb_s=300, cross_node_gb_s=25),
+        # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H100 data sheet: 8 x 400 Gb/s.
+        Device(name="h100", memory_gib=79.1, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50),
+        # NVIDIA H200 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H200 data sheet: 8 x 400 Gb/s.
+        Device(name="h200", memory_gib=139.8, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50),
+        # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse of 8, NVLink 1.8 TB/s. DGX B200 data sheet: 8 x 400 Gb/s.
+        Device(name="b200", memory_gib=178.3, peak_tflops_bf16=2250, in_node_gb_s=900, cross_node_gb_s=50),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """The GPU of a name, or `memory_gib=40` for any other; of that, all speeds are taken to be an H100's.
+
+    Raises:
+        InputError: there is no such name, or the memory is no positive number.
+    """
+    if name.startswith(MEMORY):
+        return replace(DEVICES["h100"], name=name, memory_gib=_positive(name))
+    device = DEVICES.get(name.lower())
+    if device is None:
+        near = difflib.get_close_matches(name.lower(), DEVICES, n=1)
+        meant = f"did you mean {near[0]}? Known are" if near else "known are"
+        raise InputError(f"--gpu {name}: {meant} {', '.join(DEVICES)}; of any other, give its memory: {MEMORY}40")
+    return device
+
+
+def _positive(given: str) -> float:
+    text = given.removeprefix(MEMORY)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (0 < number < math.inf):
+        raise InputError(f"--gpu {given}: {text!r} is no positive number of GiB; give one, such as {MEMORY}40")
+    return number

@@ -1,0 +1,169 @@
+"""Memory of a GPU by phase of a run: what is held, and what is alive besides at the worst moment.
+
+Between steps a GPU holds its state (`state.py`); a forward and a backward pass add what `passes.py` says. Sources of
+the rest:
+
+- `models/load.py` reads a chunk of one tensor at a time; `models/export.py` and `rollout/weight_manifest.py` are those
+  of the export and of the weight sync.
+- `torch.optim.AdamW` on a CPU works on one parameter after the other, with two temporaries of its size; fused, on CUDA,
+  with none. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of the size of all shards.
+  Clipping scales gradients in place. Gradients are freed at the start of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from open_instruct.planning.activations import FLOAT32
+from open_instruct.planning.model_shape import ModelShape
+from open_instruct.planning.passes import GRADIENTS, TEMPORARIES, Moment, Passes
+from open_instruct.planning.state import MASTER_BYTES, local_size, state_bytes, uses_muon
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+
+CUDA_BYTES = 3 * 2**29
+"""An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
+
+What the caching allocator cannot use because of fragmentation is not in it: leave some percent of a GPU free.
+"""
+READ_CHUNK_BYTES = 8 * 2**20
+"""`models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal."""
+NUM_SYNC_SLOTS = 2
+"""`rollout.weight_wire.NUM_SLOTS`; the same."""
+
+PARAMETERS, OPTIMIZER = "parameters", "optimizer states"
+REFERENCE, ENGINE, BUFFERS, CUDA = "reference policy", "vLLM engine", "buffers", "CUDA and libraries"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """The worst moment of one phase: labels with their bytes, of what is not zero.
+
+    Example::
+
+        Phase(name="optimizer step", parts=(("parameters", 2**30), ("gradients", 2**30), ("optimizer states", 2**31)))
+    """
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.parts)
+
+
+def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Phase, ...]:
+    """The phases of a run in their order, each at its worst moment on rank 0, which never needs less than another.
+
+    A phase that the run does not have is left out. A step after the first is meant: optimizer states are there.
+    """
+    plan = _Plan(shape, layout, workload)
+    moments: dict[str, Iterable[Moment]] = {"load": [plan.load()]}
+    if workload.reference_pass_tokens:
+        moments["reference pass"] = plan.reference_pass()
+    during_step = plan.held(gradients=plan.passes.accumulates)
+    moments |= {
+        "forward": plan.passes.forward(during_step),
+        "backward": plan.passes.backward(during_step),
+        "optimizer step": [plan.optimizer_step()],
+    }
+    if workload.num_engines:
+        moments["weight sync"] = [plan.weight_sync()]
+    moments["export"] = [plan.export()]
+    return tuple(_phase(name, of_phase) for name, of_phase in moments.items())
+
+
+def peak_phase(phases: Sequence[Phase]) -> Phase:
+    """The phase that needs most."""
+    return max(phases, key=lambda phase: phase.total_bytes)
+
+
+def _phase(name: str, moments: Iterable[Moment]) -> Phase:
+    worst = max(moments, key=lambda moment: sum(moment.values()))
+    return Phase(name=name, parts=tuple((label, num_bytes) for label, num_bytes in worst.items() if num_bytes))
+
+
+class _Plan:
+    def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
+        self.shape, self.layout, self.workload = shape, layout, workload
+        self.passes = Passes(shape, layout, workload)
+        self.parameters, self.gradients, self.optimizer = state_bytes(shape, layout, workload)
+
+    def held(self, *, gradients: bool, optimizer: bool = True, reference: bool = True) -> dict[str, int]:
+        """What is there throughout a phase."""
+        has_resident_reference = self.workload.has_reference and self.workload.algorithm == "grpo" and reference
+        engine = 0
+        if self.workload.num_engines and self.layout.single_device:
+            engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
+        return {
+            PARAMETERS: self.parameters,
+            GRADIENTS: self.gradients if gradients else 0,
+            OPTIMIZER: self.optimizer if optimizer else 0,
+            REFERENCE: self.parameters if has_resident_reference else 0,
+            ENGINE: engine,
+            # Sine and cosine of every position, made once for all layers.
+            BUFFERS: 2 * FLOAT32 * self.passes.sizes.num_tokens * self.shape.head_dim,
+            CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
+        }
+
+    def load(self) -> Moment:
+        """`stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet."""
+        held = self.held(gradients=False, optimizer=False, reference=False)
+        return held | {BUFFERS: READ_CHUNK_BYTES}
+
+    def reference_pass(self) -> Iterator[Moment]:
+        """DPO's, over the start weights before the optimizer has states, or GRPO's, before the first update."""
+        is_grpo = self.workload.algorithm == "grpo"
+        held = self.held(gradients=is_grpo, optimizer=is_grpo)
+        yield from self.passes.scoring(held)
+
+    def optimizer_step(self) -> Moment:
+        return self.held(gradients=True) | {TEMPORARIES: self._step_temporaries()}
+
+    def _step_temporaries(self) -> int:
+        own = [local_size(parameter, self.layout).own for parameter in self.shape.parameters]
+        number_bytes = self.workload.compute_bytes if self.layout.single_device else MASTER_BYTES
+        if self.workload.optimizer == "skip_step_adamw":
+            return 3 * sum(own) * number_bytes
+        if self.workload.optimizer == "muon":
+            # A matrix is gathered for its orthogonalisation, in bfloat16: itself, two products and the next iterate.
+            whole = [p.num_params for p in self.shape.parameters if uses_muon(p, self.workload)]
+            return 4 * 2 * max(whole, default=0)
+        return 0 if self.workload.on_cuda else 2 * max(own) * number_bytes
+
+    def weight_sync(self) -> Moment:
+        """Buckets of whole tensors, twice: one is filled while another travels; of each a rank has its own part.
+
+        Source: `WeightManifest` and `PartBroadcaster`. Over shared memory of the host nothing more is on a GPU; where
+        learner and engine share one (ipc), the slots hold whole buckets.
+        """
+        held = self.held(gradients=True)
+        if self.workload.sync_backend == "shm":
+            return held
+        largest = max(num_bytes for num_bytes in self._bucket_parts())
+        return held | {BUFFERS: held[BUFFERS] + NUM_SYNC_SLOTS * largest}
+
+    def _bucket_parts(self) -> Iterator[int]:
+        """Bytes that rank 0 brings of each bucket."""
+        bucket_bytes = own_bytes = 0
+        for parameter in self.shape.parameters:
+            num_bytes = parameter.num_params * self.workload.sync_bytes_per_param
+            if bucket_bytes and bucket_bytes + num_bytes > self.workload.sync_bucket_bytes:
+                yield own_bytes
+                bucket_bytes = own_bytes = 0
+            bucket_bytes += num_bytes
+            own_bytes += local_size(parameter, self.layout).own * self.workload.sync_bytes_per_param
+        yield own_bytes
+
+    def export(self) -> Moment:
+        """`deliver` brings one tensor together at a time, cast already, on the CPU of its owner.
+
+        On the GPU are the parts that arrive, and those sent to other owners: together less than the tensor twice. A
+        run on CPUs has a tensor that is written besides.
+        """
+        largest = (
+            max(parameter.num_params for parameter in self.shape.parameters) * self.workload.export_bytes_per_param
+        )
+        held = self.held(gradients=True)
+        return held | {BUFFERS: held[BUFFERS] + (2 if self.workload.on_cuda else 3) * largest}

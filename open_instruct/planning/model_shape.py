@@ -1,0 +1,279 @@
+"""The shapes of a model's parameters from its config.json alone, without torch and without weights."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from open_instruct.errors import InputError
+from open_instruct.models.hf_config import MODEL_TYPES, supported_families
+
+QKNorm = Literal["none", "head", "full"]
+
+QK_NORM_OF_FAMILY: dict[str, QKNorm] = {"olmo2": "full", "olmo3": "full", "qwen3": "head", "llama": "none"}
+BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+SLIDING = "sliding_attention"
+# What transformers takes where a config.json does not say; of OLMo 3, three layers with a window and one without.
+HEAD_DIM_OF_QWEN3 = 128
+LAYERS_OF_A_PATTERN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShape:
+    """One parameter by OLMo-core's name.
+
+    `layer` is None outside the blocks. `tensor_axis` is the axis that tensor parallelism splits; None: each
+    tensor rank holds the whole of it.
+
+    Example: the gate of a feed-forward, `w1` of layer 3, whose rows are split::
+
+        ParameterShape(name="blocks.3.feed_forward.w1.weight", shape=(11008, 4096), layer=3, tensor_axis=0)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None = None
+    tensor_axis: int | None = None
+
+    @property
+    def num_params(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The parameters that FSDP gathers and frees together."""
+
+    name: str
+    parameters: tuple[ParameterShape, ...]
+
+    @property
+    def num_params(self) -> int:
+        return sum(parameter.num_params for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What decides how large a model is and what it computes.
+
+    `windows` has one entry a layer: the tokens that a query sees, itself among them; None: all before it.
+    """
+
+    name: str
+    family: str
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+    qk_norm: QKNorm
+    windows: tuple[int | None, ...]
+    checkpoint_bytes_per_param: int = 2
+
+    @property
+    def parameters(self) -> tuple[ParameterShape, ...]:
+        """All parameters, in the order of the real model. With tied embeddings there is no matrix of the head."""
+        return _parameters(self)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """FSDP's units, in the order in which a forward pass gathers them.
+
+        Source: `Transformer.apply_fsdp` of OLMo-core with the wrapping strategy "blocks". The root unit is what is
+        left: the last norm and the head's matrix, and the embeddings where they are tied to it; else they are a unit.
+        """
+        return _units(self)
+
+    @property
+    def num_params(self) -> int:
+        return sum(parameter.num_params for parameter in self.parameters)
+
+    @property
+    def params_of_block(self) -> int:
+        """Parameters of one block; all blocks are alike."""
+        return sum(parameter.num_params for parameter in self.parameters if parameter.layer == 0)
+
+    @property
+    def params_of_root(self) -> int:
+        """Parameters outside the blocks: embeddings, last norm, head."""
+        return sum(parameter.num_params for parameter in self.parameters if parameter.layer is None)
+
+    @property
+    def q_width(self) -> int:
+        """Features of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key heads together; as many for the values."""
+        return self.num_kv_heads * self.head_dim
+
+
+def model_shape(name_or_path: str) -> ModelShape:
+    """The shape of a model.
+
+    Args:
+        name_or_path: a folder with config.json, a config.json, or the name of a public model, with or without its
+            organisation; a name on the hub that is not among them is not fetched.
+
+    Raises:
+        InputError: there is no such model; a field is missing, or the family is not supported.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return read_config(path / "config.json")
+    if path.is_file():
+        return read_config(path)
+    # Not at the top: the table is made of this module's records.
+    from open_instruct.planning.public_models import find_public_model, public_names
+
+    found = find_public_model(name_or_path)
+    if found is not None:
+        return found
+    known = {name.rpartition("/")[2].lower(): name for name in public_names()}
+    near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
+    names = f"like {', '.join(known[name] for name in near)}" if near else f"such as {next(iter(public_names()))}"
+    raise InputError(
+        f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; give a folder, a "
+        f"config.json, or a name {names}"
+    )
+
+
+def read_config(file: Path) -> ModelShape:
+    """The shape that a Hugging Face config.json describes.
+
+    Raises:
+        InputError: the file cannot be read, a field is missing or impossible, or the family is not supported.
+    """
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}; give a folder with config.json, or a config.json") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise InputError(f"{file}: not JSON ({error}); give a folder with config.json, or a config.json") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{file} holds a JSON {type(fields).__name__}; a model config is an object")
+    return shape_of_fields(fields, name=str(file.parent if file.name == "config.json" else file), where=str(file))
+
+
+def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
+    """`read_config` for the fields of a config.json; `where` stands in errors."""
+    family = fields.get("model_type")
+    if family not in MODEL_TYPES:
+        raise InputError(f"{where}: model_type {family!r} is not supported; supported are {supported_families()}")
+
+    def count(field: str, default: int | None = None) -> int:
+        value = fields.get(field)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{where}: {field} = {value!r}; a shape needs a whole number of at least 1")
+        return value
+
+    num_layers, num_heads, d_model = count("num_hidden_layers"), count("num_attention_heads"), count("hidden_size")
+    num_kv_heads = count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise InputError(
+            f"{where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
+        )
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    return ModelShape(
+        name=name,
+        family=family,
+        d_model=d_model,
+        d_ff=count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=count("head_dim", HEAD_DIM_OF_QWEN3 if family == "qwen3" else d_model // num_heads),
+        vocab_size=count("vocab_size"),
+        is_tied=bool(fields.get("tie_word_embeddings", False)),
+        qk_norm=QK_NORM_OF_FAMILY[family],
+        windows=_windows(fields, family, num_layers, where),
+        checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
+    )
+
+
+def windows_of_olmo3(num_layers: int, window: int) -> tuple[int | None, ...]:
+    """Three layers with a window, then one without."""
+    return tuple(None if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else window for layer in range(num_layers))
+
+
+def _windows(fields: dict[str, Any], family: str, num_layers: int, where: str) -> tuple[int | None, ...]:
+    if family != "olmo3":
+        return (None,) * num_layers
+    window = fields.get("sliding_window")
+    if window is None:
+        return (None,) * num_layers
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise InputError(f"{where}: sliding_window = {window!r}; a window is a whole number of at least 1")
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        return windows_of_olmo3(num_layers, window)
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
+    return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
+
+
+@lru_cache(maxsize=64)
+def _parameters(shape: ModelShape) -> tuple[ParameterShape, ...]:
+    """Source: the modules of OLMo-core's `Transformer` in the order they register parameters, and its `apply_tp`.
+
+    Matrices that put out heads or features of the feed-forward are split by rows, those that take them by columns,
+    embeddings and head by vocabulary. Norms are whole on every tensor rank.
+    """
+    d_model, d_ff, q_width, kv_width = shape.d_model, shape.d_ff, shape.q_width, shape.kv_width
+    norms = {"none": None, "head": (shape.head_dim, shape.head_dim), "full": (q_width, kv_width)}[shape.qk_norm]
+    block: list[tuple[str, tuple[int, ...], int | None]] = [
+        ("attention.w_q", (q_width, d_model), 0),
+        ("attention.w_k", (kv_width, d_model), 0),
+        ("attention.w_v", (kv_width, d_model), 0),
+        ("attention.w_out", (d_model, q_width), 1),
+    ]
+    if norms is not None:
+        block += [("attention.q_norm", (norms[0],), None), ("attention.k_norm", (norms[1],), None)]
+    block += [
+        ("attention_norm", (d_model,), None),
+        ("feed_forward.w1", (d_ff, d_model), 0),
+        ("feed_forward.w2", (d_model, d_ff), 1),
+        ("feed_forward.w3", (d_ff, d_model), 0),
+        ("feed_forward_norm", (d_model,), None),
+    ]
+    vocabulary = (shape.vocab_size, d_model)
+    parameters = [ParameterShape(name="embeddings.weight", shape=vocabulary, tensor_axis=0)]
+    parameters += [
+        ParameterShape(name=f"blocks.{layer}.{name}.weight", shape=size, layer=layer, tensor_axis=axis)
+        for layer in range(shape.num_layers)
+        for name, size, axis in block
+    ]
+    parameters.append(ParameterShape(name="lm_head.norm.weight", shape=(d_model,)))
+    if not shape.is_tied:
+        parameters.append(ParameterShape(name="lm_head.w_out.weight", shape=vocabulary, tensor_axis=0))
+    return tuple(parameters)
+
+
+@lru_cache(maxsize=64)
+def _units(shape: ModelShape) -> tuple[Unit, ...]:
+    embeddings, *rest = _parameters(shape)
+    root = tuple(parameter for parameter in rest if parameter.layer is None)
+    blocks: list[list[ParameterShape]] = [[] for _ in range(shape.num_layers)]
+    for parameter in rest:
+        if parameter.layer is not None:
+            blocks[parameter.layer].append(parameter)
+    first = (
+        [Unit(name="root", parameters=(embeddings, *root))]
+        if shape.is_tied
+        else [
+            Unit(name="root", parameters=root),
+            Unit(name="embeddings", parameters=(embeddings,)),
+        ]
+    )
+    return (*first, *(Unit(name=f"blocks.{layer}", parameters=tuple(block)) for layer, block in enumerate(blocks)))

@@ -1,0 +1,183 @@
+"""A plan on the terminal: the layout drawn, a bar of a GPU's memory for every phase, traffic, time, advice."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from open_instruct.parallel.picture import print_layout
+from open_instruct.planning.advice import Advice
+from open_instruct.planning.memory import Phase
+from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of, unit_of
+from open_instruct.planning.plan import Plan
+from open_instruct.planning.sentences import (
+    headline,
+    notes_on,
+    time_lines,
+    traffic_rows,
+    verdict,
+    work_lines,
+)
+from open_instruct.planning.wording import (
+    amount,
+    gib,
+    seconds,
+)
+
+WIDTH = 80
+BAR_WIDTH = 48
+MAX_LAYOUTS_SHOWN = 8
+WHAT_WIDTH = 36
+
+# Of the parts of the memory, in the order of LETTERS.
+PART_STYLES = (
+    *("black on bright_cyan", "black on bright_magenta", "black on bright_blue", "black on bright_green"),
+    *("black on bright_yellow", "white on blue", "white on magenta", "black on cyan", "white on red"),
+    *("black on magenta", "black on white", "white on bright_black"),
+)
+_ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
+
+
+def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
+    """Print everything, with colours where the console has them and in plain lines elsewhere."""
+    try:
+        "▕·×◀▶".encode(console.encoding)
+        ascii_only = False
+    except UnicodeEncodeError:
+        ascii_only = True
+
+    def show(lines: Iterable[Text]) -> None:
+        for line in lines:
+            line.rstrip()
+            if ascii_only:
+                line.plain = line.plain.translate(_ASCII)
+            console.print(line, soft_wrap=True, highlight=False)
+
+    show(_head(plan))
+    print_layout(plan.layout, console)
+    show(_memory(plan))
+    show(_traffic(plan))
+    show(_time(plan))
+    show(_ranking(plan, advice))
+    show(_advice(plan, advice))
+
+
+def _head(plan: Plan) -> Iterator[Text]:
+    yield from _wrapped(headline(plan), style="bold")
+    yield from _wrapped(verdict(plan), style="bold green" if plan.fits else "bold red")
+    for line in work_lines(plan):
+        yield from _wrapped(line, style="dim")
+    yield Text()
+
+
+def _memory(plan: Plan) -> Iterator[Text]:
+    """A bar for each phase, its numbers below, and what the letters mean."""
+    yield from _title("Memory of one GPU, phase by phase")
+    unit_name, unit = unit_of(plan)
+    yield from _wrapped(
+        f"Each row is one phase of the run on the GPU that needs most; its length is what the GPU holds then, in "
+        f"{unit_name}, and ▕ is where its {plan.setting.device.memory_gib:g} GiB end.",
+        style="dim",
+    )
+    yield Text()
+    shown = parts_in_any(plan)
+    styles = dict(zip(LETTERS, PART_STYLES, strict=True))
+    name_width = max(len(phase.name) for phase in plan.phases)
+    for phase in plan.phases:
+        line = Text(f"{phase.name:<{name_width}}  ", style="bold" if phase is plan.peak else "")
+        line.append(_bar(phase, plan, styles))
+        line.append(f" {gib(phase.total_bytes, unit):>6}")
+        if phase is plan.peak:
+            line.append(" ◀ most", style="bold" if plan.fits else "bold red")
+        yield line
+        sums = " + ".join(f"{LETTERS[label]} {gib(num_bytes, unit)}" for label, num_bytes in parts_of(phase, plan))
+        yield Text(" " * (name_width + 2) + sums, style="dim")
+    yield Text()
+    for label in shown:
+        first, *rest = textwrap.wrap(f"{label}: {meaning_of(label, plan)}", WIDTH - 6)
+        letter = Text.assemble("  ", (f" {LETTERS[label]} ", styles[label]), " ")
+        yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
+        yield from (Text(f"{'':6}{text}") for text in rest)
+
+
+def _bar(phase: Phase, plan: Plan, styles: dict[str, str]) -> Text:
+    """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
+    bar = Text()
+    done, scale = 0, max(plan.memory_bytes, plan.peak.total_bytes)
+    for label, num_bytes in parts_of(phase, plan):
+        done += num_bytes
+        # By the running sum, so that rounding never makes the row longer or shorter than the whole.
+        upto = round(done / scale * BAR_WIDTH)
+        bar.append(LETTERS[label] * (upto - len(bar)), style=styles[label])
+    end = round(plan.memory_bytes / scale * BAR_WIDTH)
+    if len(bar) <= end:
+        bar.append("·" * (end - len(bar)) + "▕", style="dim")
+    else:
+        bar = Text.assemble(bar[:end], ("▕", "bold red"), bar[end:])
+    return bar.append(" " * (BAR_WIDTH + 1 - len(bar)))
+
+
+def _traffic(plan: Plan) -> Iterator[Text]:
+    yield from _title("What one GPU exchanges in a step")
+    rows = traffic_rows(plan)
+    if not rows:
+        yield Text("nothing")
+        return
+    yield Text(f"{'':<{WHAT_WIDTH}}{'calls':>7}{'bytes':>11}{'sends':>11}  GPUs", style="dim")
+    for row in rows:
+        style = "green" if not row.crosses_nodes else "yellow" if row.is_meant_to_cross else "bold red"
+        yield Text.assemble(
+            f"{row.what:<{WHAT_WIDTH}}{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.wire_bytes):>11}  ",
+            (row.reach, style),
+        )
+
+
+def _time(plan: Plan) -> Iterator[Text]:
+    yield from _title("Time of a step, at least")
+    for line in time_lines(plan):
+        yield from _wrapped(line)
+
+
+def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
+    if len(advice.ranked) < 2:
+        return
+    yield from _title(f"The layouts of {plan.layout.world_size} GPUs, the fastest that fits first")
+    yield Text(f"{'shard':>7} ×{'replicas':>9} ×{'tensor':>7}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
+    for index, other in enumerate(advice.ranked):
+        is_this = other.layout == plan.layout
+        if index >= MAX_LAYOUTS_SHOWN and not is_this:
+            continue
+        layout = other.layout
+        line = Text(
+            f"{layout.shard_degree:>7} ×{layout.num_replicas:>9} ×{layout.tensor_parallel_degree:>7}"
+            f"{gib(other.peak.total_bytes):>10}{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
+        )
+        if not other.fits:
+            line.stylize("dim")
+        line.append(f"  {', '.join(notes_on(other))}")
+        if is_this:
+            line.append(" ◀ this", style="bold")
+        yield line
+    num_more = len(advice.ranked) - MAX_LAYOUTS_SHOWN
+    if num_more > 0:
+        yield Text(f"{num_more} more with --json or --html", style="dim")
+
+
+def _advice(plan: Plan, advice: Advice) -> Iterator[Text]:
+    yield from _title("Advice")
+    for line in advice.lines(plan):
+        yield from _wrapped(line)
+
+
+def _title(text: str) -> Iterator[Text]:
+    yield Text()
+    yield Text(text, style="bold underline")
+
+
+def _wrapped(text: str, *, style: str = "") -> Iterator[Text]:
+    lines: Sequence[str] = textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False)
+    for line in lines:
+        yield Text(line, style=style)

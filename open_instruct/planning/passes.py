@@ -1,0 +1,235 @@
+"""A forward and a backward pass over sharded units: what is alive at the moments at which most is.
+
+Units are gathered and freed as FSDP2 does it; one block's and the head's own needs are `activations.py`'s. Sources, in
+PyTorch 2.13:
+
+- `FSDPParamGroup.unshard` and `wait_for_unshard`: shards are cast into one flat buffer, gathered into another, and
+  copied out into the parameters. In the forward pass the gather buffer lives until the next unit is copied out (so that
+  the copy overlaps the next gather); in the backward pass it is freed at once, and the unit before is gathered ahead of
+  its turn. A shard group of one casts or copies without gathering.
+- The root unit is gathered before all others and freed after its forward; it is gathered again for the head's backward
+  and stays to the end. Embeddings of their own are not gathered for the backward pass.
+- `FSDPParamGroup.post_backward` and `foreach_reduce`: a unit's gradients, in the dtype that is computed in, are copied
+  into the float32 input of a reduce-scatter, which lives until the next unit has its own; its output is the gradient.
+  Root and embeddings are reduced last. Under HSDP all microbatches but the last keep that output and add to it; their
+  last reduce-scatter's input is not freed before the next microbatch has its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from open_instruct.planning.activations import FLOAT32, Pass, block_profile, head_profile, pass_of
+from open_instruct.planning.model_shape import ModelShape, Unit
+from open_instruct.planning.state import MASTER_BYTES, gathered_params, local_size
+from open_instruct.planning.tape import Profile
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+
+GRADIENTS = "gradients"
+GATHERED, REDUCED = "gathered weights", "gradients on their way"
+ACTIVATIONS, HEAD, TEMPORARIES = "activations", "head and logits", "temporaries"
+
+Moment = Mapping[str, int]
+"""Bytes by label."""
+
+
+class Passes:
+    """The moments of both passes, on top of what is held throughout. Without FSDP nothing is gathered or reduced."""
+
+    def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
+        self.shape, self.layout, self.workload = shape, layout, workload
+        self.sizes: Pass = pass_of(layout, workload)
+        self.block: Profile = _with_budget(shape, self.sizes, workload)
+        self.head: Profile = head_profile(shape, self.sizes)
+        self.c = workload.compute_bytes
+        self.is_sharded = not layout.single_device
+        num_rows = -(-self.sizes.num_tokens // self.sizes.tensor_degree)
+        self.stream_bytes = num_rows * shape.d_model * self.c
+        self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
+        self.root = shape.units[0]
+        self.embeddings = None if shape.is_tied else shape.units[1]
+        self.last_block = shape.units[-1]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of an earlier microbatch are there when the worst one runs."""
+        return self.workload.num_microbatches > 1
+
+    def scoring(self, held: Moment) -> Iterator[Moment]:
+        """A forward pass without a backward."""
+        yield from self._forward(held, keeps=False, left_over=0)
+
+    def forward(self, held: Moment) -> Iterator[Moment]:
+        yield from self._forward(held, keeps=True, left_over=self._left_over())
+
+    def _forward(self, held: Moment, *, keeps: bool, left_over: int) -> Iterator[Moment]:
+        root, stream = self._gathered(self.root), self.stream_bytes
+        block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
+        head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
+        kept_by_block = self.kept_by_block if keeps else 0
+        held = {**held, REDUCED: left_over}
+        before = self.root
+        if self.embeddings is not None:
+            yield {**held, GATHERED: root + self._gathering(self.embeddings, before)}
+            gathered = root + self._buffer(self.embeddings) + self._gathered(self.embeddings)
+            yield {**held, GATHERED: gathered, TEMPORARIES: stream}
+            before = self.embeddings
+        # Blocks need the same each, on top of what those before kept: the first, the second and the last suffice.
+        for layer in sorted({0, min(1, self.shape.num_layers - 1), self.shape.num_layers - 1}):
+            kept = layer * kept_by_block
+            gathering = self._gathering(self.last_block, before if layer == 0 else self.last_block)
+            yield {**held, GATHERED: root + gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
+            yield {
+                **held,
+                GATHERED: root + self._buffer(self.last_block) + self._gathered(self.last_block),
+                ACTIVATIONS: kept + block_peak.activations,
+                TEMPORARIES: block_peak.temporaries + stream,
+            }
+        yield {
+            **held,
+            GATHERED: root + self._buffer(self.last_block),
+            ACTIVATIONS: self.shape.num_layers * kept_by_block,
+            HEAD: head_peak.total,
+            TEMPORARIES: stream,
+        }
+
+    def backward(self, held: Moment) -> Iterator[Moment]:
+        root, block, num_layers = self._gathered(self.root), self.last_block, self.shape.num_layers
+        prefetched = self._buffer(block) + self._cast(block)
+        left_over = self._left_over()
+
+        # The head.
+        kept = num_layers * self.kept_by_block
+        head_stream = self.stream_bytes if self.head.keeps_source else 0
+        yield {
+            **held,
+            GATHERED: root + self._buffer(self.root) + self._cast(self.root),
+            REDUCED: left_over,
+            ACTIVATIONS: kept,
+            HEAD: self.head.kept_bytes + head_stream,
+        }
+        yield {
+            **held,
+            GATHERED: root + prefetched,
+            REDUCED: left_over,
+            ACTIVATIONS: kept,
+            HEAD: self.head.backward_peak.total + head_stream,
+        }
+
+        # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
+        waiting = self._unreduced(self.head.weight_gradient_bytes)
+        for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
+            reduced_bytes = left_over if layer == num_layers - 1 else self._reduced(block)
+            ahead = root + (prefetched if layer else 0)
+            peak, below = self.block.backward_peak, layer * self.kept_by_block
+            yield {
+                **self._with_gradients(held, num_layers - 1 - layer),
+                GATHERED: ahead + self._gathered(block),
+                REDUCED: waiting + reduced_bytes + self._unreduced(peak.weight_gradients),
+                ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
+                TEMPORARIES: peak.temporaries + (0 if self.is_sharded else peak.weight_gradients),
+            }
+            yield {
+                **self._with_gradients(held, num_layers - layer),
+                GATHERED: ahead,
+                REDUCED: waiting + self._unreduced(self._whole(block)) + self._reduced(block),
+                ACTIVATIONS: below,
+                TEMPORARIES: self.stream_bytes,
+            }
+
+        # The embeddings; then the root is reduced, and they last where they are a unit.
+        looked_up = self._whole(self.embeddings or self.root)
+        after_blocks = self._with_gradients(held, num_layers)
+        yield {
+            **after_blocks,
+            GATHERED: root,
+            REDUCED: waiting + self._reduced(block) + self._unreduced(looked_up),
+            TEMPORARIES: self.stream_bytes + (0 if self.is_sharded else looked_up),
+        }
+        if not self.is_sharded:
+            return
+        of_embeddings, gradients = self._whole(self.embeddings), 0 if self.accumulates else self._shard(self.root)
+        yield {
+            **after_blocks,
+            GRADIENTS: after_blocks[GRADIENTS] + gradients,
+            REDUCED: of_embeddings + self._whole(self.root) + self._reduced(self.root),
+        }
+        gradients += 0 if self.accumulates else self._shard(self.embeddings)
+        yield {
+            **after_blocks,
+            GRADIENTS: after_blocks[GRADIENTS] + gradients,
+            REDUCED: of_embeddings + self._reduced(self.embeddings),
+        }
+
+    def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
+        """With the reduced gradients of the blocks whose backward has run. An earlier microbatch's are there already.
+
+        Without FSDP there are no others, so the head's is among them.
+        """
+        if self.accumulates:
+            return held
+        of_head = 0 if self.is_sharded else self.head.weight_gradient_bytes
+        return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.last_block)}
+
+    # Sizes of a unit; None has none.
+
+    def _gathered(self, unit: Unit | None) -> int:
+        """Its gathered parameters, as large as the buffer that they are gathered in."""
+        if unit is None or not self.is_sharded:
+            return 0
+        return gathered_params(unit.parameters, self.layout) * self.c
+
+    def _buffer(self, unit: Unit | None) -> int:
+        return self._gathered(unit) if self.layout.shard_group_size > 1 else 0
+
+    def _cast(self, unit: Unit | None) -> int:
+        """The flat buffer of this rank's shards in the dtype that is gathered."""
+        return 0 if self.c == MASTER_BYTES else self._gathered(unit) // self.layout.shard_group_size
+
+    def _gathering(self, unit: Unit, previous: Unit) -> int:
+        """While `unit` is gathered the buffer of the one before is still there; when it is copied out, that is gone."""
+        while_gathered = self._buffer(previous) + self._cast(unit) + self._buffer(unit)
+        return max(while_gathered, self._buffer(unit) + self._gathered(unit))
+
+    def _reduced(self, unit: Unit | None) -> int:
+        """The float32 input of its reduce-scatter."""
+        if unit is None or not self.is_sharded:
+            return 0
+        return gathered_params(unit.parameters, self.layout) * FLOAT32
+
+    def _left_over(self) -> int:
+        """The last reduce-scatter's input of the microbatch before."""
+        return self._reduced(self.embeddings or self.root) if self.accumulates else 0
+
+    def _whole(self, unit: Unit | None) -> int:
+        """Its gradients as the backward pass makes them: a tensor rank's part of each, without padding."""
+        if unit is None:
+            return 0
+        degree = self.layout.tensor_parallel_degree
+        whole = ShardLayout(gpus_per_node=(degree,), shard_degree=1, num_replicas=1, tensor_parallel_degree=degree)
+        return sum(local_size(parameter, whole).own for parameter in unit.parameters) * self.c
+
+    def _unreduced(self, num_bytes: int) -> int:
+        """Gradients that wait to be reduced. Without FSDP they are at once where the optimizer reads them."""
+        return num_bytes if self.is_sharded else 0
+
+    def _shard(self, unit: Unit | None) -> int:
+        """Its gradients as the optimizer reads them."""
+        if unit is None:
+            return 0
+        number_bytes = MASTER_BYTES if self.is_sharded else self.c
+        return sum(local_size(parameter, self.layout).padded for parameter in unit.parameters) * number_bytes
+
+
+def _with_budget(shape: ModelShape, sizes: Pass, workload: Workload) -> Profile:
+    """One block's profile. A memory budget keeps that share of what a block would keep beyond its input.
+
+    Source: `torch._functorch.config.activation_memory_budget`: 0 is recomputing everything, 1 keeping everything.
+    """
+    profile = block_profile(shape, sizes)
+    if workload.activation_memory_budget >= 1.0:
+        return profile
+    kept_bytes = round(profile.kept_bytes * workload.activation_memory_budget)
+    return replace(profile, kept_bytes=kept_bytes, keeps_source=True)

@@ -1,0 +1,180 @@
+"""A whole plan: the layout, memory, traffic and time of a run on given machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.flags import flags_of
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.errors import InputError
+from open_instruct.parallel.layout import divisors, layout_of
+from open_instruct.parallel.wording import one_of
+from open_instruct.planning.devices import Device
+from open_instruct.planning.memory import Phase, memory_by_phase, peak_phase
+from open_instruct.planning.model_shape import ModelShape
+from open_instruct.planning.step_time import StepTime, step_time
+from open_instruct.planning.traffic import Exchange, traffic_per_step
+from open_instruct.planning.workload import Workload, workload_of
+from open_instruct.records import ShardLayout
+
+RunConfig = DPOConfig | SFTConfig | GRPOConfig
+GIB = 2**30
+# Share of a GPU that advice leaves free.
+ROOM = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A run and the machines under it: all that a plan is computed from.
+
+    Example: DPO of a 7B model on two nodes of 8 H100::
+
+        Setting(config=DPOConfig(…), shape=model_shape("allenai/OLMo-2-1124-7B"), gpus_per_node=(8, 8),
+                device=device_named("h100"))
+    """
+
+    config: RunConfig
+    shape: ModelShape
+    gpus_per_node: tuple[int, ...]  # that train; those of engines come on top
+    device: Device
+    mfu: float = 0.4
+    on_cuda: bool = True
+
+    @property
+    def layout(self) -> ShardLayout:
+        """The layout that the run itself would take.
+
+        Raises:
+            InputError: the sharding flags cannot work on these nodes.
+        """
+        return layout_of(self.config.parallel, self.gpus_per_node)
+
+    def workload(self, layout: ShardLayout) -> Workload:
+        """What one rank does in a step."""
+        memory_bytes = round(self.device.memory_gib * GIB)
+        workload = workload_of(self.config, self.shape, layout, device_memory_bytes=memory_bytes)
+        return workload if self.on_cuda else replace(workload, on_cuda=False, compiles=False)
+
+    def with_flags(self, values: dict[str, Any]) -> Setting:
+        """The same run with other values of some flags; `num_nodes` gives more nodes like the first.
+
+        Raises:
+            InputError: the flags do not go together.
+        """
+        nodes = self.gpus_per_node
+        if "num_nodes" in values:
+            nodes = (nodes[0],) * values["num_nodes"]
+        config, flags = self.config, flags_of(type(self.config))
+        for section in {flags[name].section for name in values if name != "num_nodes"}:
+            of_section = {
+                name: value for name, value in values.items() if name in flags and flags[name].section == section
+            }
+            config = replace(config, **{section: replace(getattr(config, section), **of_section)})
+        if isinstance(config, GRPOConfig):
+            config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
+        validate(config)
+        return replace(self, config=config, gpus_per_node=nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run needs in one setting. The memory is that of the rank that needs most."""
+
+    setting: Setting
+    layout: ShardLayout
+    workload: Workload
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return peak_phase(self.phases)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one GPU."""
+        return round(self.setting.device.memory_gib * GIB)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the peak leaves of a GPU; below 0 where the run does not fit."""
+        return self.memory_bytes - self.peak.total_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom_bytes >= 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits with something to spare, for what no plan knows: fragmentation, other libraries."""
+        return self.headroom_bytes >= ROOM * self.memory_bytes
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Everything that one rank exchanges in a step."""
+        return traffic_per_step(self.setting.shape, self.layout, self.workload)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """A lower bound of one step."""
+        setting = self.setting
+        return step_time(setting.shape, self.layout, self.workload, setting.device, mfu=setting.mfu)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks learn from in a step, where rows have their full length."""
+        config = self.setting.config
+        if isinstance(config, GRPOConfig):
+            return config.num_completions_per_step * config.data.max_seq_length
+        workload = self.workload
+        return workload.tokens_per_microbatch * workload.num_microbatches * self.layout.data_parallel_world_size
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together, at most."""
+        return self.tokens_per_step / self.time.step_s
+
+
+def plan_of(setting: Setting) -> Plan:
+    """The plan of a setting.
+
+    Raises:
+        InputError: the layout cannot be, or the model cannot be split so.
+    """
+    layout = setting.layout
+    _check_tensor_degree(setting.shape, layout.tensor_parallel_degree)
+    workload = setting.workload(layout)
+    return Plan(
+        setting=setting,
+        layout=layout,
+        workload=workload,
+        phases=memory_by_phase(setting.shape, layout, workload),
+    )
+
+
+def validate(config: RunConfig) -> list[str]:
+    """What the run itself checks of its flags; returns warnings.
+
+    Raises:
+        InputError: listing every problem.
+    """
+    if isinstance(config, GRPOConfig):
+        return validate_grpo(config)
+    return validate_dpo(config) if isinstance(config, DPOConfig) else validate_sft(config)
+
+
+def tensor_degrees(shape: ModelShape) -> tuple[int, ...]:
+    """The tensor degrees that leave every rank whole heads."""
+    return tuple(degree for degree in divisors(shape.num_kv_heads) if shape.num_heads % degree == 0)
+
+
+def _check_tensor_degree(shape: ModelShape, degree: int) -> None:
+    if degree not in tensor_degrees(shape):
+        raise InputError(
+            f"--tensor_parallel_degree {degree} does not divide the {shape.num_heads} query heads and "
+            f"{shape.num_kv_heads} key-value heads of {shape.name}; use {one_of(tensor_degrees(shape))}"
+        )

@@ -1,0 +1,61 @@
+"""A plan as JSON, for scripts: bytes, seconds, and every layout of the ranking."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from open_instruct.planning.advice import Advice, Change
+from open_instruct.planning.plan import Plan
+
+
+def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
+    """The keys that scripts read; nothing in it is rounded."""
+    setting = plan.setting
+    return {
+        "model": {"name": setting.shape.name, "family": setting.shape.family, "num_params": setting.shape.num_params},
+        "device": asdict(setting.device),
+        "mfu": setting.mfu,
+        "layout": plan.layout.as_json(),
+        "workload": asdict(plan.workload),
+        "fits": plan.fits,
+        "memory_bytes": plan.memory_bytes,
+        "headroom_bytes": plan.headroom_bytes,
+        "peak_phase": plan.peak.name,
+        "phases": [
+            {"name": phase.name, "total_bytes": phase.total_bytes, "parts": dict(phase.parts)} for phase in plan.phases
+        ],
+        "exchanges": [asdict(exchange) for exchange in plan.exchanges],
+        "time": asdict(plan.time) | {"step_s": plan.time.step_s, "bound_by": plan.time.bound_by},
+        "tokens_per_step": plan.tokens_per_step,
+        "tokens_per_second": plan.tokens_per_second,
+        "advice": {
+            "text": list(advice.lines(plan)),
+            "to_fit": _change(advice.to_fit),
+            "faster": _change(advice.faster),
+        },
+        "layouts": [_layout(other) for other in advice.ranked],
+    }
+
+
+def _change(change: Change | None) -> dict[str, Any] | None:
+    if change is None:
+        return None
+    gpus_per_node = list(change.plan.setting.gpus_per_node)
+    return {"flags": change.flags, "values": change.values, "gpus_per_node": gpus_per_node} | _layout(change.plan)
+
+
+def _layout(plan: Plan) -> dict[str, Any]:
+    layout = plan.layout
+    return {
+        "shard_degree": layout.shard_degree,
+        "num_replicas": layout.num_replicas,
+        "tensor_parallel_degree": layout.tensor_parallel_degree,
+        "straddles_nodes": layout.straddles_nodes,
+        "fits": plan.fits,
+        "peak_bytes": plan.peak.total_bytes,
+        "peak_phase": plan.peak.name,
+        "step_s": plan.time.step_s,
+        "tokens_per_step": plan.tokens_per_step,
+        "tokens_per_second": plan.tokens_per_second,
+    }

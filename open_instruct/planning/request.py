@@ -1,0 +1,144 @@
+"""From the words after `open-instruct plan` to the setting that is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from open_instruct.config.flags import spelled
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import nearest, parse
+from open_instruct.config.plan import ASSUMED, PLAN_CONFIGS, GRPOPlanConfig, PlanConfig, PlanSection
+from open_instruct.errors import InputError
+from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
+from open_instruct.planning.devices import Device, device_named
+from open_instruct.planning.model_shape import model_shape
+from open_instruct.planning.plan import Setting, validate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What is planned, and the form that is asked for."""
+
+    algorithm: str
+    setting: Setting
+    warnings: tuple[str, ...]
+    as_json: bool
+    html_file: Path | None
+
+
+def parse_request(words: Sequence[str]) -> PlanRequest:
+    """The request that the words after the command spell.
+
+    Raises:
+        InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU.
+    """
+    algorithm = words[0] if words else ""
+    if algorithm not in PLAN_CONFIGS:
+        given = f"'{algorithm}' is not a run{nearest(algorithm, PLAN_CONFIGS)}; " if algorithm else ""
+        raise InputError(f"{given}the first word is dpo, sft or grpo: open-instruct plan dpo --gpus_per_node 8 ...")
+    config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED)
+    asked = config.plan
+    nodes = _nodes(config)
+    if isinstance(config, GRPOPlanConfig) and not config.parallel.single_gpu_mode:
+        config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
+    warnings = validate(config)
+    if not 0 < asked.mfu <= 1:
+        raise InputError(
+            f"--mfu {spelled(asked.mfu)}: must be above 0 and at most 1; large dense models reach 0.3 to 0.5"
+        )
+    setting = Setting(
+        config=config,
+        shape=model_shape(config.model.model_name_or_path),
+        gpus_per_node=nodes,
+        device=_device(asked),
+        mfu=asked.mfu,
+    )
+    return PlanRequest(
+        algorithm=algorithm,
+        setting=setting,
+        warnings=tuple(warnings),
+        as_json=asked.json,
+        html_file=_writable(asked.html),
+    )
+
+
+def _nodes(config: PlanConfig) -> tuple[int, ...]:
+    """The GPUs that train, node by node."""
+    sizes = [size for word in config.plan.gpus_per_node for size in _sizes(word)]
+    learners = list(config.parallel.num_learners_per_node) if isinstance(config, GRPOConfig) else []
+    num_nodes = config.plan.num_nodes
+    if num_nodes is not None:
+        if num_nodes < 1:
+            raise InputError(f"--num_nodes {num_nodes}: must be at least 1")
+        if not sizes:
+            raise InputError(f"--num_nodes {num_nodes}: add the GPUs of a node, such as --gpus_per_node 8")
+        if len(sizes) == 1:
+            if num_nodes * sizes[0] > MAX_GPUS:
+                raise InputError(f"--num_nodes {num_nodes}: at most {MAX_GPUS} GPUs can be planned")
+            sizes *= num_nodes
+        elif len(sizes) != num_nodes:
+            raise InputError(
+                f"--num_nodes {num_nodes}, but --gpus_per_node {spelled(config.plan.gpus_per_node)} is {len(sizes)} "
+                "nodes; give one number for all nodes, or leave --num_nodes out"
+            )
+    if sum(sizes) > MAX_GPUS:
+        raise InputError(f"--gpus_per_node names {sum(sizes)} GPUs in all; at most {MAX_GPUS} can be planned")
+    if isinstance(config, GRPOConfig) and (not sizes or learners != [1]):
+        if sizes:
+            _check_room(config, learners, sizes)
+        return tuple(learners)
+    if not sizes:
+        raise InputError("missing: --gpus_per_node, such as '--num_nodes 2 --gpus_per_node 8' or '--gpus_per_node 2 4'")
+    return tuple(sizes)
+
+
+def _sizes(word: str) -> list[int]:
+    try:
+        return read_node_sizes(word)
+    except InputError as error:
+        raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
+
+
+def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> None:
+    """Learners that were given must find their nodes, and engines what these leave."""
+    given = f"--num_learners_per_node {spelled(learners)}"
+    if len(learners) > len(sizes) or any(
+        learner > size
+        for learner, size in zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
+    ):
+        raise InputError(f"{given} needs a node of its own for each number; the nodes have {spelled(sizes)} GPUs")
+    num_for_engines = config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size
+    num_free = sum(sizes) - sum(learners)
+    if not config.parallel.single_gpu_mode and num_for_engines > num_free:
+        raise InputError(
+            f"{given} leaves {num_free} of {sum(sizes)} GPUs for engines, and --vllm_num_engines "
+            f"{config.fleet.vllm_num_engines} x --vllm_tensor_parallel_size {config.fleet.vllm_tensor_parallel_size} = "
+            f"{num_for_engines}; ask for fewer, or give more GPUs"
+        )
+
+
+def _device(asked: PlanSection) -> Device:
+    device = device_named(asked.gpu)
+    for name, speed in (("in_node_gb_s", asked.in_node_gb_s), ("cross_node_gb_s", asked.cross_node_gb_s)):
+        if speed is not None and not speed > 0:
+            raise InputError(f"--{name} {spelled(speed)}: must be above 0")
+    return replace(
+        device,
+        in_node_gb_s=asked.in_node_gb_s or device.in_node_gb_s,
+        cross_node_gb_s=asked.cross_node_gb_s or device.cross_node_gb_s,
+    )
+
+
+def _writable(file: str | None) -> Path | None:
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    try:
+        is_possible = path.absolute().parent.is_dir() and not path.is_dir()
+    except OSError:  # such as a name that is too long
+        is_possible = False
+    if not is_possible:
+        raise InputError(f"--html {file}: is a folder, or lies in none; name a file in a folder that exists")
+    return path

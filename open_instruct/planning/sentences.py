@@ -1,0 +1,158 @@
+"""What a plan says in words, the same on the terminal, in HTML and in the log of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from open_instruct.parallel.wording import counted, nodes_text
+from open_instruct.planning.devices import MEMORY, Device
+from open_instruct.planning.plan import Plan
+from open_instruct.planning.traffic import Exchange
+from open_instruct.planning.wording import billions, gib, seconds
+
+# By the axis of the layout and the collective.
+PURPOSES = {
+    ("shard", "all_gather"): "weights of a block, before it runs",
+    ("shard", "reduce_scatter"): "gradients of a block, after it",
+    ("shard", "all_reduce"): "norm of the gradient",
+    ("replica", "all_reduce"): "gradients of a shard, over replicas",
+    ("tensor", "all_gather"): "activations, whole for a matrix",
+    ("tensor", "reduce_scatter"): "activations, summed and split again",
+    ("tensor", "all_reduce"): "gradients of norms, summed",
+    ("tensor", "all_to_all"): "features and logits, split otherwise",
+    ("context", "all_to_all"): "tokens and heads in attention",
+    ("metrics", "all_reduce"): "metrics",
+    ("sync", "broadcast"): "weights to the engines",
+}
+
+ALGORITHMS = {"dpo": "DPO", "sft": "SFT", "grpo": "GRPO"}
+
+
+def headline(plan: Plan) -> str:
+    """What is planned, on what."""
+    setting, workload = plan.setting, plan.workload
+    what = f"{ALGORITHMS[workload.algorithm]} of {setting.shape.name} ({billions(setting.shape.num_params)} parameters)"
+    machines = f"{nodes_text(plan.layout.gpus_per_node)} ({device_text(setting.device)})"
+    if workload.num_engines and not plan.layout.single_device:
+        engines = counted(workload.num_engines, "engine")
+        machines += f", and {engines} of {counted(workload.engine_tensor_degree, 'GPU')}"
+    return f"{what} on {machines}"
+
+
+def device_text(device: Device) -> str:
+    """ "H100, 79.1 GiB each", or "40 GiB each" of a GPU without a name."""
+    name = "" if device.name.startswith(MEMORY) else f"{device.name.upper()}, "
+    return f"{name}{device.memory_gib:g} GiB each"
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in one line."""
+    needs = (
+        f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU (most in: {plan.peak.name})"
+    )
+    if plan.fits:
+        how = "fits" if plan.has_room else "fits, but barely"
+        return f"{how}: {needs}, {gib(plan.headroom_bytes)} GiB are left"
+    return f"does not fit: {needs}, {gib(-plan.headroom_bytes)} GiB too much"
+
+
+def work_lines(plan: Plan) -> Iterator[str]:
+    """What each GPU does in a step."""
+    workload = plan.workload
+    updates = f"{counted(workload.num_updates, 'update')} of " if workload.num_updates > 1 else ""
+    yield (
+        f"each step: {updates}{counted(workload.num_microbatches, 'microbatch')}".replace("microbatchs", "microbatches")
+        + f" of {workload.tokens_per_microbatch:,} tokens on each data-parallel rank, "
+        f"{plan.tokens_per_step:,} tokens in all, sequences up to {workload.longest_sequence:,}"
+    )
+    checkpointing = {
+        "none": "every activation is kept",
+        "full": "whole blocks are recomputed",
+        "selected_modules": f"recomputed: {', '.join(workload.checkpointing_modules)}",
+    }[workload.checkpointing]
+    if workload.activation_memory_budget < 1:
+        checkpointing = f"the compiler keeps {workload.activation_memory_budget:g} of the activations"
+    yield f"computed in {workload.param_dtype}, optimizer {workload.optimizer}, {checkpointing}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficRow:
+    """All exchanges of one kind in one kind of group."""
+
+    what: str
+    collective: str
+    num_calls: int
+    num_bytes: int
+    wire_bytes: int
+    group_size: int
+    crosses_nodes: bool
+    is_meant_to_cross: bool
+
+    @property
+    def reach(self) -> str:
+        """Among how many GPUs, and whether they leave the node."""
+        return f"{self.group_size} {'across nodes' if self.crosses_nodes else 'in a node'}"
+
+
+def traffic_rows(plan: Plan) -> list[TrafficRow]:
+    """The exchanges of a step by their purpose, the largest first; those of a group of one send nothing."""
+    together: dict[tuple[str, str, str], list[Exchange]] = {}
+    for exchange in plan.exchanges:
+        if exchange.group_size > 1:
+            kind = (exchange.axis, exchange.collective, _purpose(exchange))
+            together.setdefault(kind, []).append(exchange)
+    rows = [
+        TrafficRow(
+            what=what,
+            collective=collective.replace("_", "-"),
+            num_calls=sum(exchange.num_calls for exchange in exchanges),
+            num_bytes=sum(exchange.num_bytes for exchange in exchanges),
+            wire_bytes=sum(exchange.wire_bytes for exchange in exchanges),
+            group_size=exchanges[0].group_size,
+            crosses_nodes=exchanges[0].crosses_nodes,
+            is_meant_to_cross=axis in ("replica", "sync", "metrics"),
+        )
+        for (axis, collective, what), exchanges in together.items()
+    ]
+    return sorted(rows, key=lambda row: -row.wire_bytes)
+
+
+def _purpose(exchange: Exchange) -> str:
+    if exchange.what.startswith("Muon"):
+        return "momenta of Muon, orthogonalised"
+    return PURPOSES.get((exchange.axis, exchange.collective), exchange.what)
+
+
+def time_lines(plan: Plan) -> Iterator[str]:
+    """The bound and what it is made of."""
+    time, device = plan.time, plan.setting.device
+    yield (
+        f"{seconds(time.step_s)}, bound by {time.bound_by}: {plan.tokens_per_second:,.0f} tokens/s on all GPUs "
+        "where rows have their full length."
+    )
+    yield (
+        f"Arithmetic takes {seconds(time.compute_s)} (at {plan.setting.mfu:.0%} of {device.peak_tflops_bf16:g} "
+        f"TFLOP/s), exchanges {seconds(time.in_node_s)} within nodes (at {device.in_node_gb_s:g} GB/s) and "
+        f"{seconds(time.cross_node_s)} across nodes (at {device.cross_node_gb_s:g} GB/s for each GPU)."
+    )
+    if time.waiting_s > 0:
+        yield (
+            f"Arithmetic waits for {seconds(time.waiting_s)} of them (tensor groups, weights to the engines). The "
+            "others are taken to overlap with it in full, so a real step takes longer."
+        )
+    else:
+        yield "They are taken to overlap in full, so a real step takes longer."
+    if plan.workload.algorithm == "grpo":
+        yield "That is the learners' part of a step; the engines generate beside it."
+
+
+def notes_on(plan: Plan) -> list[str]:
+    """What speaks against a layout of the ranking, in few words."""
+    layout = plan.layout
+    notes = [] if plan.fits else ["does not fit"]
+    if layout.straddling(layout.tensor_groups):
+        notes.append("tensor groups across nodes")
+    elif layout.straddles_nodes:
+        notes.append("across nodes")
+    return notes

@@ -1,0 +1,104 @@
+"""What a rank holds from step to step: its shards of the parameters, their gradients and the optimizer's states.
+
+Sources, in PyTorch 2.13 and OLMo-core 3.0:
+
+- Master weights are float32; so are gradients, which are reduced in float32, and AdamW's two moments. In
+  single-GPU mode nothing is sharded, and the model itself, its gradients and moments are in `--param_dtype`.
+- Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
+  axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.
+- Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into
+  the padded output of their unit's reduce-scatter (`foreach_reduce`). Moments have the size of the shard itself.
+- AdamW counts steps in one float32 a parameter. Muon keeps one moment, for the matrices of the blocks; everything else
+  is AdamW's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, prod
+
+from open_instruct.planning.model_shape import ModelShape, ParameterShape
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+
+MASTER_BYTES = 4
+STEP_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSize:
+    """Elements of one parameter that a rank has to do with.
+
+    `own` is its shard, `padded` the largest rank's shard, `gathered` what its unit holds once gathered: the padded
+    shards of all ranks of the shard group.
+    """
+
+    own: int
+    padded: int
+    gathered: int
+
+
+def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer states on `rank`, after a first step. Rank 0 never has least."""
+    number_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
+    parameters = gradients = optimizer = 0
+    for parameter, count in _distinct(shape):
+        local = local_size(parameter, layout, rank=rank)
+        parameters += count * local.padded * number_bytes
+        gradients += count * local.padded * number_bytes
+        num_moments, num_steps = (1, 0) if uses_muon(parameter, workload) else (2, 1)
+        optimizer += count * (num_moments * local.own * number_bytes + num_steps * STEP_BYTES)
+    return parameters, gradients, optimizer
+
+
+def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
+    """Whether Muon takes a step with it; source: `MuonWithAdamWConfig.build_groups`."""
+    return workload.optimizer == "muon" and len(parameter.shape) == 2 and parameter.layer is not None
+
+
+def tensor_local_shape(parameter: ParameterShape, tensor_degree: int, tensor_rank: int) -> tuple[int, ...]:
+    """What tensor parallelism leaves of a parameter on one tensor rank."""
+    axis = parameter.tensor_axis
+    if axis is None:
+        return parameter.shape
+    rows = chunk_rows(parameter.shape[axis], tensor_degree, tensor_rank)
+    return (*parameter.shape[:axis], rows, *parameter.shape[axis + 1 :])
+
+
+def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0) -> LocalSize:
+    """The sizes of `parameter` on `rank`, by its places in its tensor group and in its shard group."""
+    tensor_rank = rank % layout.tensor_parallel_degree
+    shard_rank = rank // layout.tensor_parallel_degree % layout.shard_group_size
+    return _local_size(parameter, layout.tensor_parallel_degree, tensor_rank, layout.shard_group_size, shard_rank)
+
+
+def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:
+    """Rows of chunk `index`, as `torch.chunk` cuts them: all of ceil(rows / chunks) but the last ones."""
+    size = ceil(num_rows / num_chunks)
+    return max(0, min(size, num_rows - index * size))
+
+
+def gathered_params(parameters: tuple[ParameterShape, ...], layout: ShardLayout) -> int:
+    """Elements of a unit that was gathered on rank 0, padding included."""
+    return sum(local_size(parameter, layout).gathered for parameter in parameters)
+
+
+@lru_cache(maxsize=4096)
+def _local_size(
+    parameter: ParameterShape, tensor_degree: int, tensor_rank: int, num_shards: int, shard_rank: int
+) -> LocalSize:
+    rows, *others = tensor_local_shape(parameter, tensor_degree, tensor_rank)
+    width = prod(others)
+    padded = ceil(rows / num_shards) * width
+    return LocalSize(own=chunk_rows(rows, num_shards, shard_rank) * width, padded=padded, gathered=padded * num_shards)
+
+
+@lru_cache(maxsize=64)
+def _distinct(shape: ModelShape) -> tuple[tuple[ParameterShape, int], ...]:
+    """Every parameter outside the blocks once, and those of the first block as often as there are blocks."""
+    return tuple(
+        (parameter, 1 if parameter.layer is None else shape.num_layers)
+        for parameter in shape.parameters
+        if parameter.layer in (None, 0)
+    )

@@ -1,0 +1,140 @@
+"""The least time that a step can take: arithmetic at a share of the peak, and traffic at the speed of the links.
+
+L layers, T tokens of a microbatch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from open_instruct.planning.devices import Device
+from open_instruct.planning.exchange import Exchange
+from open_instruct.planning.model_shape import ModelShape
+from open_instruct.planning.tensor_traffic import is_recomputed, logit_chunks, num_head_positions
+from open_instruct.planning.traffic import traffic_per_step
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+
+GIGA, TERA = 10**9, 10**12
+
+ON_THE_PATH = ("tensor", "context", "sync")
+"""Axes whose exchanges arithmetic waits for; those of FSDP run beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one GPU's arithmetic and of its traffic, within nodes and across them.
+
+    `waiting_s` is the part of the traffic that nothing can hide: tensor and context exchanges, whose results the next
+    product needs, and the weights' way to the engines, for which learners hold still. For GRPO all of this is the
+    learners' part of a step; engines generate meanwhile.
+    """
+
+    compute_s: float
+    in_node_s: float
+    cross_node_s: float
+    waiting_s: float
+
+    @property
+    def step_s(self) -> float:
+        """A lower bound: whatever can overlap does so in full."""
+        return max(self.compute_s + self.waiting_s, self.in_node_s, self.cross_node_s)
+
+    @property
+    def bound_by(self) -> str:
+        """What takes longest."""
+        parts = {
+            "arithmetic": self.compute_s,
+            "traffic within nodes": self.in_node_s,
+            "traffic across nodes": self.cross_node_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_time(shape: ModelShape, layout: ShardLayout, workload: Workload, device: Device, *, mfu: float) -> StepTime:
+    """The bound of one step.
+
+    Args:
+        mfu: share of the peak that arithmetic reaches, above 0 and at most 1. Recomputed work counts as work.
+    """
+    exchanges = traffic_per_step(shape, layout, workload)
+    return StepTime(
+        compute_s=flops_per_step(shape, layout, workload) / (device.peak_tflops_bf16 * TERA * mfu),
+        in_node_s=_seconds((exchange for exchange in exchanges if not exchange.crosses_nodes), device),
+        cross_node_s=_seconds((exchange for exchange in exchanges if exchange.crosses_nodes), device),
+        waiting_s=_seconds((exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device),
+    )
+
+
+def gb_per_second(exchange: Exchange, device: Device) -> float:
+    """How fast its slowest link is.
+
+    A group that crosses nodes has a ring through each of its GPUs of a node, and what goes from node to node
+    takes as many ports; no GPU sends faster than its own link within the node.
+    """
+    if not exchange.crosses_nodes:
+        return device.in_node_gb_s
+    return min(device.in_node_gb_s, exchange.ranks_on_a_node * device.cross_node_gb_s)
+
+
+def _seconds(exchanges: Iterable[Exchange], device: Device) -> float:
+    return sum(exchange.wire_bytes / (gb_per_second(exchange, device) * GIGA) for exchange in exchanges)
+
+
+def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
+    """Floating-point operations of one GPU in one step: a multiplication and an addition are two.
+
+    Forward: 2 for each number of a matrix and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and attention
+    over the pairs that causality, documents and windows leave. Backward: twice that. Recomputation: once more.
+    Embeddings are looked up; the head runs where there are labels (under tensor parallelism everywhere).
+    """
+    block, head = _block_flops(shape, workload), _head_flops(shape, layout, workload)
+    forward = sum(sum(parts.values()) for parts in block) + head
+    again = sum(
+        flops
+        for layer, parts in enumerate(block)
+        for module, flops in parts.items()
+        if is_recomputed(workload, layer, module)
+    )
+    if len(logit_chunks(shape, num_head_positions(layout, workload))) > 1:
+        again += head
+    num_training_passes = workload.num_updates * workload.num_microbatches
+    total = num_training_passes * (3 * forward + again) + workload.num_fixed_passes * forward
+    return total // layout.model_parallel_degree
+
+
+def attended_pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees, in one causal document; a window counts the query itself."""
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def _block_flops(shape: ModelShape, workload: Workload) -> list[dict[str, int]]:
+    """Forward of each layer over a whole microbatch, by module."""
+    matrices = {
+        module: sum(
+            parameter.num_params
+            for parameter in shape.parameters
+            if parameter.layer == 0 and len(parameter.shape) == 2 and f".{module}." in parameter.name
+        )
+        for module in ("attention", "feed_forward")
+    }
+    num_tokens, longest = workload.tokens_per_microbatch, workload.longest_sequence
+    num_whole, rest = divmod(num_tokens, longest)
+    layers = []
+    for window in shape.windows:
+        pairs = num_whole * attended_pairs(longest, window) + attended_pairs(rest, window)
+        flops = {module: 2 * size * num_tokens for module, size in matrices.items()}
+        # A product of queries with keys, and one of what comes of it with values.
+        flops["attention"] += 2 * 2 * shape.q_width * pairs
+        layers.append(flops)
+    return layers
+
+
+def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
+    """Forward of the head over a whole microbatch."""
+    is_everywhere = layout.tensor_parallel_degree > 1
+    positions = workload.tokens_per_microbatch if is_everywhere else workload.label_tokens_per_microbatch
+    return 2 * shape.d_model * shape.vocab_size * positions

@@ -1,0 +1,241 @@
+"""A small autograd on sizes alone: which bytes are alive while a piece of a model runs forward and backward.
+
+Operations are recorded in the order in which they run. A tensor lives while a later operation needs it, while a
+variable of the function that made it holds it, or while it is saved for the backward pass; gradients are added up in
+place where a tensor is used more than once. The backward pass takes the operations in reverse order, as PyTorch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(eq=False, slots=True)
+class Tensor:
+    """One storage; views of it are the same `Tensor`. Only those that are "made" by the piece itself are counted."""
+
+    num_bytes: int
+    kind: Literal["made", "source", "weight"] = "made"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """What a backward does for one input. None as `num_bytes`: it hands on the gradient of its output as it is.
+
+    `scratch_bytes` are alive beside it while it is made.
+    """
+
+    of: Tensor
+    num_bytes: int | None
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """`region`: which of the recomputed regions it belongs to, if any."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    saved: tuple[Tensor, ...]
+    gradients: tuple[Gradient, ...]
+    scratch_bytes: int
+    region: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Bytes at one moment: what a forward saved or passed on, temporaries (most are gradients), weights' gradients."""
+
+    activations: int = 0
+    temporaries: int = 0
+    weight_gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.temporaries + self.weight_gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a piece needs beside its source.
+
+    `forward_peak` is that of a forward pass which keeps `kept_bytes` for its backward, `scoring_peak` that of one
+    without a backward; the output counts in both. `keeps_source` says whether the source must live until the backward
+    pass. `backward_peak` counts what was kept, and the gradient of the output from the start.
+    """
+
+    forward_peak: Usage
+    scoring_peak: Usage
+    kept_bytes: int
+    keeps_source: bool
+    backward_peak: Usage
+    weight_gradient_bytes: int
+
+
+@dataclass(slots=True)
+class Tape:
+    """Records a piece of a model that begins with `source`."""
+
+    source: Tensor
+    operations: list[Operation] = field(default_factory=list)
+    held_until: dict[Tensor, int] = field(default_factory=dict)
+    _region: int | None = None
+    _num_regions: int = 0
+
+    def run(
+        self,
+        num_bytes: int,
+        *inputs: Tensor,
+        saved: Sequence[Tensor] = (),
+        saves_output: bool = False,
+        gradients: Sequence[Gradient] | None = None,
+        scratch_bytes: int = 0,
+    ) -> Tensor:
+        """Record an operation that puts out a new tensor of `num_bytes`, and return that.
+
+        Args:
+            inputs: what it reads, weights too.
+            saved: what it keeps for its backward.
+            saves_output: whether it keeps its output too.
+            gradients: in the order they are made; default: of each input, as large as the input.
+            scratch_bytes: alive beside inputs and output in the forward pass.
+        """
+        output = Tensor(num_bytes)
+        if gradients is None:
+            gradients = [Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs]
+        operation = Operation(
+            inputs=inputs,
+            output=output,
+            saved=(*saved, output) if saves_output else tuple(saved),
+            gradients=tuple(gradients),
+            scratch_bytes=scratch_bytes,
+            region=self._region,
+        )
+        self.operations.append(operation)
+        return output
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Variables of a function that ends here: they were alive until now."""
+        for tensor in tensors:
+            self.held_until[tensor] = len(self.operations)
+
+    @contextmanager
+    def recomputed(self, is_recomputed: bool = True) -> Iterator[None]:
+        """Operations within run again in the backward pass, and keep only what they are given from outside."""
+        if not is_recomputed or self._region is not None:
+            yield
+            return
+        self._region, self._num_regions = self._num_regions, self._num_regions + 1
+        try:
+            yield
+        finally:
+            self._region = None
+
+    def profile(self, output: Tensor) -> Profile:
+        """Run forward and backward; `output` is what the piece passes on."""
+        return _Run(self, output).profile()
+
+
+class _Run:
+    def __init__(self, tape: Tape, output: Tensor) -> None:
+        self.source, self.output = tape.source, output
+        self.operations, self.held_until = tape.operations, tape.held_until
+        self.last_use = {tensor: index for index, op in enumerate(self.operations) for tensor in op.inputs}
+        self.last_use[output] = len(self.operations)
+        self.regions: dict[int, list[int]] = {}
+        for index, op in enumerate(self.operations):
+            if op.region is not None:
+                self.regions.setdefault(op.region, []).append(index)
+
+    def profile(self) -> Profile:
+        everything = range(len(self.operations))
+        scoring_peak, _ = self._forward(everything, keeps=None, alive=set())
+        forward_peak, kept = self._forward(everything, keeps=self._kept_at_first, alive=set())
+        backward_peak, weight_gradient_bytes = self._backward(kept)
+        return Profile(
+            forward_peak=forward_peak,
+            scoring_peak=scoring_peak,
+            kept_bytes=_made(kept),
+            keeps_source=self.source in kept,
+            backward_peak=backward_peak,
+            weight_gradient_bytes=weight_gradient_bytes,
+        )
+
+    def _kept_at_first(self, index: int) -> tuple[Tensor, ...]:
+        """What an operation keeps when it first runs. A region keeps what its operations are given from outside."""
+        op = self.operations[index]
+        if op.region is None:
+            return op.saved
+        made_within = {self.operations[i].output for i in self.regions[op.region]}
+        return tuple(tensor for tensor in op.inputs if tensor not in made_within)
+
+    def _kept_again(self, index: int) -> tuple[Tensor, ...]:
+        return self.operations[index].saved
+
+    def _forward(self, indices: Iterable[int], *, keeps: object, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
+        """The peak of running `indices` beside what is `alive` and stays so; and that with what they keep."""
+        peak, kept, alive = Usage(), set(alive), set(alive)
+        for index in indices:
+            op = self.operations[index]
+            alive |= {*op.inputs, op.output}
+            usage = Usage(activations=_made(alive), temporaries=op.scratch_bytes)
+            peak = max(peak, usage, key=lambda moment: moment.total)
+            if callable(keeps):
+                kept |= set(keeps(index))
+            alive = kept | {
+                tensor
+                for tensor in alive
+                if self.last_use.get(tensor, -1) > index or self.held_until.get(tensor, -1) > index
+            }
+        return peak, kept
+
+    def _backward(self, kept: set[Tensor]) -> tuple[Usage, int]:
+        """Peak, and bytes of the weights' gradients that are there in the end."""
+        # Buffers are tensors too: one that is handed on is the gradient of several.
+        gradient_of: dict[Tensor, Tensor] = {self.output: Tensor(self.output.num_bytes)}
+        ran_again: set[int] = set()
+        peak = Usage()
+
+        def look(scratch_bytes: int = 0, activations: int | None = None) -> None:
+            nonlocal peak
+            of_weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
+            usage = Usage(
+                activations=_made(kept) if activations is None else activations,
+                temporaries=_made(set(gradient_of.values()) - of_weights) + scratch_bytes,
+                weight_gradients=_made(of_weights),
+            )
+            peak = max(peak, usage, key=lambda moment: moment.total)
+
+        look()
+        for index in reversed(range(len(self.operations))):
+            op = self.operations[index]
+            if op.region is not None and op.region not in ran_again:
+                ran_again.add(op.region)
+                again, kept = self._forward(self.regions[op.region], keeps=self._kept_again, alive=kept)
+                look(again.temporaries, again.activations)
+            gradient_of_output = gradient_of.get(op.output)
+            if gradient_of_output is None:
+                continue
+            made: list[tuple[Tensor, Tensor]] = []
+            for gradient in op.gradients:
+                buffer = gradient_of_output if gradient.num_bytes is None else Tensor(gradient.num_bytes)
+                made.append((gradient.of, buffer))
+                look(_made({buffer for _, buffer in made} - {gradient_of_output}) + gradient.scratch_bytes)
+            del gradient_of[op.output]
+            for tensor, buffer in made:
+                gradient_of.setdefault(tensor, buffer)
+            kept = {
+                tensor for before in range(index) for tensor in self._still_needed(before, ran_again) if tensor in kept
+            }
+        weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
+        return peak, _made(weights)
+
+    def _still_needed(self, index: int, ran_again: set[int]) -> tuple[Tensor, ...]:
+        return self._kept_again(index) if self.operations[index].region in ran_again else self._kept_at_first(index)
+
+
+def _made(tensors: set[Tensor]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors if tensor.kind == "made")

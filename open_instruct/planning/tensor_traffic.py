@@ -1,0 +1,125 @@
+"""What ranks exchange of activations: tensor parallelism's gathers and scatters, context parallelism's.
+
+Source: `apply_tp` of OLMo-core's blocks, attention, feed-forward and head, which keep hidden states split along the
+tokens between the layers (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+
+T tokens of a microbatch on one context rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatch
+
+from open_instruct.planning.activations import MAX_LOGITS_BYTES
+from open_instruct.planning.exchange import Collective, Exchange, exchange_in
+from open_instruct.planning.model_shape import ModelShape
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+
+LOSS_BYTES = 4
+
+NORM_AFTER = ("olmo2", "olmo3")
+"""Families whose blocks normalise what a sublayer puts out."""
+
+
+def activation_exchanges(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, *, num_passes: int, trains: bool
+) -> Iterator[Exchange]:
+    """Exchanges of so many passes over a microbatch: forward alone, or forward and backward."""
+    if layout.tensor_parallel_degree > 1:
+        for what, collective, num_bytes, num_calls in _tensor(shape, layout, workload, trains=trains):
+            if num_calls:
+                yield exchange_in(layout, "tensor", what, collective, num_bytes, num_passes * num_calls)
+    if layout.context_parallel_degree > 1:
+        yield from _context(shape, layout, workload, num_passes=num_passes, trains=trains)
+
+
+def is_recomputed(workload: Workload, layer: int, module: str) -> bool:
+    """Whether "attention" or "feed_forward" of a layer (or "": the whole block) is computed again backwards."""
+    if workload.checkpointing == "selected_modules":
+        names = (f"blocks.{layer}", f"blocks.{layer}.{module}".rstrip("."))
+        return any(fnmatch(name, pattern) for name in names for pattern in workload.checkpointing_modules)
+    return workload.checkpointing == "full"
+
+
+def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
+    """Positions of a microbatch at which this rank computes logits: its labels; a part of all under a tensor degree."""
+    if layout.tensor_parallel_degree > 1:
+        return workload.tokens_per_microbatch // layout.model_parallel_degree
+    return workload.label_tokens_per_microbatch // layout.context_parallel_degree
+
+
+def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
+    """How many positions the head takes at a time; more than one chunk is computed again in the backward pass."""
+    most = max(1, MAX_LOGITS_BYTES // (4 * shape.vocab_size))
+    whole, rest = divmod(num_positions, most)
+    return (most,) * whole + ((rest,) if rest else ())
+
+
+def _tensor(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, *, trains: bool
+) -> Iterator[tuple[str, Collective, int, int]]:
+    """(what, collective, bytes of a call, calls in one pass over a microbatch)."""
+    degree, layers, number = layout.tensor_parallel_degree, shape.num_layers, workload.compute_bytes
+    num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
+    hidden = num_tokens * shape.d_model * number
+    backward = 1 if trains else 0
+    attention_again, feed_forward_again, blocks_again = (
+        backward * sum(is_recomputed(workload, layer, module) for layer in range(layers))
+        for module in ("attention", "feed_forward", "")
+    )
+
+    # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
+    # Recomputation stops at the last tensor that is needed: that is before a sublayer's scatter, unless a norm of
+    # the block comes after it.
+    scatters_again = blocks_again * (2 if shape.family in NORM_AFTER else 1)
+    yield "embeddings", "reduce_scatter", hidden, 1
+    yield "embeddings, backward", "all_gather", hidden, backward
+    yield "inputs of sublayers", "all_gather", hidden, 2 * layers + attention_again + feed_forward_again
+    yield "outputs of sublayers", "reduce_scatter", hidden, 2 * layers + scatters_again
+    yield "inputs of sublayers, backward", "reduce_scatter", hidden, 2 * layers * backward
+    yield "outputs of sublayers, backward", "all_gather", hidden, 2 * layers * backward
+
+    if shape.qk_norm != "none":
+        # Queries and keys, split by heads, are split by tokens for their norms, then by heads again.
+        num_swaps = 2 * (layers * (1 + backward) + attention_again)
+        for what, width in (("queries", shape.q_width), ("keys", shape.kv_width)):
+            yield f"{what} to their norm and back", *_swap(num_tokens * width * number, degree, workload), num_swaps
+
+    # Norms see a part of the tokens each; their gradients are added up.
+    norms = [(shape.d_model, 2 * layers + 1)]
+    if shape.qk_norm != "none":
+        is_head = shape.qk_norm == "head"
+        norms += [(shape.head_dim if is_head else width, layers) for width in (shape.q_width, shape.kv_width)]
+    for width, count in norms:
+        yield "gradients of norms", "all_reduce", width * number, count * backward
+
+    chunks = logit_chunks(shape, num_head_positions(layout, workload))
+    again = backward if len(chunks) > 1 else 0
+    vocabulary = -(-shape.vocab_size // degree) * degree
+    for positions in chunks:
+        of_all_ranks = positions * degree * number
+        yield "head", "all_gather", of_all_ranks * shape.d_model, 1 + again
+        yield "head, backward", "reduce_scatter", of_all_ranks * shape.d_model, backward
+        yield "logits", *_swap(of_all_ranks * vocabulary, degree, workload), 1 + again + backward
+    yield "log-probs", "all_gather", num_tokens * LOSS_BYTES, 2 if trains and workload.records_entropy else 1
+
+
+def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective, int]:
+    """A tensor that is split along one dim and then along another: DTensor gathers all of it where there is no CUDA."""
+    return ("all_to_all", whole_bytes // degree) if workload.on_cuda else ("all_gather", whole_bytes)
+
+
+def _context(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, *, num_passes: int, trains: bool
+) -> Iterator[Exchange]:
+    """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.2)."""
+    num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
+    again = sum(is_recomputed(workload, layer, "attention") for layer in range(shape.num_layers)) if trains else 0
+    num_calls = num_passes * (shape.num_layers * (2 if trains else 1) + again)
+    widths = {"queries": shape.q_width, "keys": shape.kv_width, "values": shape.kv_width, "attention": shape.q_width}
+    for what, width in widths.items():
+        # Heads are split between tensor ranks already.
+        num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
+        yield exchange_in(layout, "context", f"{what}, tokens for heads", "all_to_all", num_bytes, num_calls)

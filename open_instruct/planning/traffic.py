@@ -1,0 +1,172 @@
+"""Every collective of a training step, from the shapes of the model, the layout and the flags alone.
+
+What is counted here is what the train module issues: tests/ranks/test_traffic.py runs it and compares call for call.
+Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints. Only estimated are Muon's
+exchanges where there are replicas or tensor ranks, and those of context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from open_instruct.models.names import TensorNames
+from open_instruct.planning.exchange import Axis, Exchange, exchange_in
+from open_instruct.planning.model_shape import ModelShape, Unit
+from open_instruct.planning.muon_traffic import muon_exchanges
+from open_instruct.planning.state import gathered_params, local_size
+from open_instruct.planning.tensor_traffic import activation_exchanges
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+
+__all__ = ["Exchange", "traffic_of_reference_pass", "traffic_of_weight_sync", "traffic_per_step"]
+
+# `build_data_parallel_config`: gradients are reduced in float32 whatever they are computed in.
+REDUCE_BYTES = 4
+NORM_BYTES = 4
+METRIC_BYTES = 8
+
+# Metrics of a microbatch (olmo_core_train_modules.py). A mean travels as two numbers, a maximum as one for each rank.
+NUM_MEANS = {"sft": 1, "dpo": 7, "grpo": 11}
+NUM_SUMS = {"sft": 0, "dpo": 0, "grpo": 2}
+NUM_MAXIMA = {"sft": 0, "dpo": 0, "grpo": 2}
+
+SENT_BY = ("nccl", "gloo")
+"""Ways of the weights to the engines that use the network."""
+
+
+def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
+    """What one rank exchanges in one step.
+
+    That is forward and backward of all microbatches and the update; for GRPO also the log-probs that are fixed before
+    it, and the weights' way to the engines.
+    """
+    exchanges: list[Exchange] = []
+    if not layout.single_device:
+        exchanges += _forward_passes(shape, layout, workload, num_passes=workload.num_fixed_passes)
+        exchanges += _updates(shape, layout, workload)
+    if workload.algorithm == "grpo":
+        exchanges += traffic_of_weight_sync(shape, layout, workload)
+    return tuple(exchanges)
+
+
+def traffic_of_reference_pass(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
+    """What one rank exchanges for one microbatch of DPO's pass over the data before training."""
+    return () if layout.single_device else tuple(_forward_passes(shape, layout, workload, num_passes=1))
+
+
+def _forward_passes(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, *, num_passes: int
+) -> Iterator[Exchange]:
+    """Passes over a microbatch without gradients: every unit is gathered once."""
+    if num_passes == 0:
+        return
+    for what, unit, count in _kinds_of_units(shape):
+        yield from _gathers(layout, workload, f"{what}, reference pass", unit, num_passes * count)
+    yield from activation_exchanges(shape, layout, workload, num_passes=num_passes, trains=False)
+
+
+def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
+    num_updates, num_passes = workload.num_updates, workload.num_updates * workload.num_microbatches
+    for what, unit, count in _kinds_of_units(shape):
+        # Every unit is freed after its forward pass (`reshard_after_forward`, also of the root), and gathered again
+        # in the backward pass; checkpointing does not add to that, since recomputation happens within. Embeddings
+        # of their own are not needed backwards.
+        num_gathers = 1 if unit.name == "embeddings" else 2
+        yield from _gathers(layout, workload, what, unit, num_passes * count * num_gathers)
+    for what, unit, count in _kinds_of_units(shape):
+        gradient_bytes = gathered_params(unit.parameters, layout) * REDUCE_BYTES
+        if layout.shard_group_size > 1:
+            # FSDP reduces after every microbatch: nothing holds a whole gradient.
+            yield exchange_in(
+                layout, "shard", f"gradients of {what}", "reduce_scatter", gradient_bytes, num_passes * count
+            )
+        # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
+        shard_bytes = gradient_bytes // layout.shard_group_size
+        yield exchange_in(layout, "replica", f"gradients of {what}", "all_reduce", shard_bytes, num_updates * count)
+    yield from activation_exchanges(shape, layout, workload, num_passes=num_passes, trains=True)
+    # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some of them.
+    norms: tuple[tuple[Axis, int], ...] = (
+        ("shard", layout.shard_group_size),
+        ("tensor", layout.tensor_parallel_degree),
+    )
+    for axis, degree in norms:
+        if degree > 1:
+            num_bytes = NORM_BYTES * len(shape.parameters)
+            yield exchange_in(layout, axis, "gradient norm", "all_reduce", num_bytes, num_updates)
+    yield from muon_exchanges(shape, layout, workload)
+    if layout.data_parallel_world_size > 1:
+        yield exchange_in(layout, "metrics", "metrics", "all_reduce", _metric_bytes(layout, workload), num_updates)
+
+
+def _gathers(layout: ShardLayout, workload: Workload, what: str, unit: Unit, num_calls: int) -> Iterator[Exchange]:
+    if layout.shard_group_size > 1:
+        num_bytes = gathered_params(unit.parameters, layout) * workload.compute_bytes
+        yield exchange_in(layout, "shard", f"parameters of {what}", "all_gather", num_bytes, num_calls)
+
+
+def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
+    """What it is called, one of its kind, and how many there are: all blocks are alike."""
+    blocks = [unit for unit in shape.units if unit.name.startswith("blocks.")]
+    for unit in shape.units:
+        if unit not in blocks:
+            yield unit.name, unit, 1
+    yield "blocks", blocks[0], len(blocks)
+
+
+def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
+    kind = workload.algorithm
+    num_means = NUM_MEANS[kind] + 1  # with the share of padding
+    if kind == "grpo":
+        num_means += int(workload.has_reference) + int(workload.records_entropy)
+    num_maxima = NUM_MAXIMA[kind] + 1  # with the peak of memory
+    return METRIC_BYTES * (2 * num_means + NUM_SUMS[kind] + num_maxima * layout.data_parallel_world_size)
+
+
+def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
+    """What one rank exchanges to bring its weights to the engines once.
+
+    Every rank of one copy of the model broadcasts its parts of each bucket, a run of whole tensors
+    (rollout/weight_manifest.py), in one message to all processes of the engines. A receiver takes the whole bucket.
+    Through memory that they share nothing is sent.
+    """
+    if workload.sync_backend not in SENT_BY:
+        return ()
+    num_receivers = workload.num_engines * workload.engine_tensor_degree
+    return tuple(
+        Exchange(
+            what="weights to the engines",
+            collective="broadcast",
+            axis="sync",
+            num_calls=num_calls,
+            bytes_per_call=own_bytes,
+            group_size=num_receivers + 1,
+            wire_bytes=num_calls * whole_bytes,
+            # Engines have GPUs of their own; that they share a node with the learners is the exception.
+            crosses_nodes=True,
+        )
+        for (own_bytes, whole_bytes), num_calls in Counter(_buckets(shape, layout, workload)).items()
+    )
+
+
+def _buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
+    """Of each bucket, the bytes that the first rank brings and those of all ranks."""
+    by_name = {parameter.name: parameter for parameter in shape.parameters}
+    own, whole = 0, 0
+    for name in _names_in_order(shape):
+        parameter = by_name[name]
+        more = parameter.num_params * workload.sync_bytes_per_param
+        if whole and whole + more > workload.sync_bucket_bytes:
+            yield own, whole
+            own, whole = 0, 0
+        own += local_size(parameter, layout).own * workload.sync_bytes_per_param
+        whole += more
+    yield own, whole
+
+
+def _names_in_order(shape: ModelShape) -> tuple[str, ...]:
+    config = SimpleNamespace(
+        model_type=shape.family, tie_word_embeddings=shape.is_tied, num_hidden_layers=shape.num_layers
+    )
+    return TensorNames(config).olmo_core_names

@@ -1,0 +1,171 @@
+"""Optimizer steps of DPO and GRPO on rows of one given length, with every collective counted."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import placement_types
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.parser import parse
+from open_instruct.models.logprob_head import LogprobHead
+from open_instruct.models.names import TensorNames
+from open_instruct.olmo_core_train_modules import DPOTrainModule
+from open_instruct.packing.preference_pairs import preference_batch
+from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.process import Process, stop_process
+from open_instruct.records import Document, PreferenceBatch, PreferenceExample, RolloutSample, Span
+from open_instruct.rollout.weight_sync import WeightSender
+from open_instruct.training.console import Console
+from open_instruct.training.forward import sequence_logprobs
+from open_instruct.training.policy import build_policy
+from open_instruct.training.preference_steps import PreferenceStep
+from open_instruct.training.pretrained import open_pretrained
+from open_instruct.training.run import Run, join_run
+from open_instruct.training.run_directory import RunDirectory
+from open_instruct.training.stepwise import StepwiseTrainer
+from tests.ranks.collectives import RecordCollectives, calls_by_group
+from tests.ranks.jobs.grpo_steps import Learner
+
+Rows = list[tuple[str, int, list[int], int]]
+"""(collective, bytes, global ranks, calls), sorted."""
+
+
+def count_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Rows]]:
+    """What this rank issues in a step (and in a microbatch of the reference pass, for DPO) of every case."""
+    results = []
+    for case, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        job = dict(case)
+        results.append({"dpo": _dpo, "grpo": _grpo}[job.pop("algorithm")](**job))
+        stop_process()
+    return results
+
+
+def _dpo(flags: list[str], **job: Any) -> dict[str, Rows]:
+    config = parse(DPOConfig, flags)
+    validate_dpo(config)
+    return _dpo_steps(config, join_run(config), **job)
+
+
+def _dpo_steps(
+    config: DPOConfig, run: Run, *, num_tokens: int, num_microbatches: int, logits_per_chunk: int | None = None
+) -> dict[str, Rows]:
+    pretrained = open_pretrained(
+        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
+    )
+    policy = build_policy(DPOTrainModule, pretrained, run=run, config=config, num_steps=2, loss=config.loss)
+    if logits_per_chunk is not None:
+        assert isinstance(policy.model.lm_head, LogprobHead)
+        policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
+    policy._check = lambda loss: None  # the reference log-probs are made up
+    trainer = StepwiseTrainer(policy, folder=run.directory.path, num_steps=2, max_tokens_per_step=10**6)
+    microbatch = _pair(num_tokens)
+    step = PreferenceStep(
+        microbatches=(microbatch,) * num_microbatches,
+        num_pairs_global=num_microbatches * run.layout.data_parallel_world_size,
+        num_tokens_global=num_tokens * num_microbatches * run.layout.data_parallel_world_size,
+    )
+    counted = {}
+    with torch.no_grad():
+        counted["reference"] = _counted(
+            lambda: sequence_logprobs(policy.model, microbatch.packed, device=policy.device)
+        )
+    # The second step, as all that follow: the first one makes what lasts.
+    trainer.take_step([step], num_tokens=step.num_tokens_global)
+    counted["step"] = _counted(lambda: trainer.take_step([step], num_tokens=step.num_tokens_global))
+    return counted
+
+
+def _grpo(flags: list[str], *, num_tokens: int, num_completions: int, sync_bucket_bytes: int) -> dict[str, Any]:
+    learner = Learner(flags, num_steps=2)
+    samples = [
+        RolloutSample(
+            document=_document(num_tokens), engine_logprobs=(-6.0,) * (num_tokens // 2), advantage=(-1.0) ** index
+        )
+        for index in range(num_completions)
+    ]
+    learner.learn_from(samples)
+    counted = _counted(lambda: learner.learn_from(samples))
+    return {"step": counted, "sync": _messages(learner, sync_bucket_bytes)}
+
+
+def _messages(learner: Learner, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """(bytes that this rank broadcasts of a bucket of a weight sync, bytes of the whole bucket, buckets), sorted."""
+    sender = WeightSender(
+        learner.policy.model,
+        TensorNames(learner.hf_config),
+        backend="gloo",
+        dtype=torch.bfloat16,
+        bucket_bytes=bucket_bytes,
+        timeout_s=1.0,
+    )
+    spans = [(bucket.span(dist.get_rank()), bucket.num_bytes) for bucket in sender.manifest.buckets]
+    kinds = Counter((stop - start, num_bytes) for (start, stop), num_bytes in spans)
+    return sorted((own_bytes, num_bytes, num_calls) for (own_bytes, num_bytes), num_calls in kinds.items())
+
+
+def _counted(work: Any) -> Rows:
+    has_counts = dist.get_backend() == "gloo"
+    before = calls_by_group() if has_counts else Counter()
+    with RecordCollectives() as recorder:
+        work()
+    by_group: Counter[tuple[int, ...]] = Counter()
+    for kind, num_calls in recorder.issued.items():
+        by_group[kind.ranks] += num_calls
+    if has_counts:
+        assert by_group == calls_by_group() - before, "the groups have seen other calls than were recorded"
+    return [(*kind, num_calls) for kind, num_calls in sorted(recorder.issued.items())]
+
+
+def _pair(num_tokens: int) -> PreferenceBatch:
+    """One pair in one row of so many tokens."""
+    half = _document(num_tokens // 2)
+    batch = preference_batch(
+        [PreferenceExample(row_id=0, key="", chosen=half, rejected=half)], packing=True, pad_token_id=0
+    )
+    logps_P = torch.tensor([-6.0 * (num_tokens // 4)])
+    return replace(batch, reference_chosen_logps_P=logps_P, reference_rejected_logps_P=logps_P)
+
+
+def _document(num_tokens: int) -> Document:
+    """Its second half is learned from."""
+    return Document(
+        token_ids=tuple(3 + token % 250 for token in range(num_tokens)),
+        responses=(Span(start=num_tokens - num_tokens // 2, stop=num_tokens),),
+    )
+
+
+def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
+    """What rank 0 of a large world issues in a step of DPO: a group that sends nothing stands for the others.
+
+    Tensors are split anew as on CUDA, by an all-to-all, which DTensor does without where there is no CUDA.
+    """
+    placement_types.shard_dim_alltoall = _swap_as_on_cuda
+    results = []
+    for case in cases:
+        job = dict(case)
+        world_size = job.pop("world_size")
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        config = parse(DPOConfig, job.pop("flags"))
+        layout = layout_of(config.parallel, [8] * (world_size // 8))
+        process = Process(
+            rank=0, world_size=world_size, local_rank=0, device=torch.device("cpu"), gpus_per_node=layout.gpus_per_node
+        )
+        directory = RunDirectory(path=Path(config.run.output_dir))
+        run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
+        results.append(_dpo_steps(config, run, **job))
+        stop_process()
+    return results
+
+
+def _swap_as_on_cuda(local: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> torch.Tensor:
+    group = mesh.get_group(mesh_dim).group_name
+    return torch.ops._dtensor.shard_dim_alltoall(local, gather_dim, shard_dim, group)

@@ -1,0 +1,214 @@
+"""The collectives that the planner predicts for a step are those that the train modules issue: each call, each byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.models.tiny import write_tiny_model
+from open_instruct.parallel.layout import layout_of
+from open_instruct.planning import tensor_traffic
+from open_instruct.planning.exchange import Exchange, groups_of
+from open_instruct.planning.model_shape import model_shape
+from open_instruct.planning.traffic import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.workload import workload_of
+from open_instruct.records import ShardLayout
+from tests.ranks.launch import run_ranks
+from tests.ranks.train_case import free_ports
+
+JOBS = "tests.ranks.jobs.traffic"
+NUM_TOKENS = 64
+SYNC_BUCKET_BYTES = 200_000
+
+# The first vocabulary divides by neither 2 nor 4: there the first rank holds more than the others.
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {"family": "olmo2", "vocab_size": 515, "tie": False},
+    "tied": {"family": "qwen3", "vocab_size": 512, "tie": True},
+    "plain": {"family": "llama", "vocab_size": 514, "tie": False},
+}
+
+HSDP = {"fsdp_shard_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
+FULL = {"activation_checkpointing": "full"}
+ATTENTION = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.attention"}
+MLP = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.feed_forward"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step of `num_microbatches` microbatches (for GRPO: of each update) on every data-parallel rank.
+
+    In a pretended world, one process issues what rank 0 would, to a group that sends nothing, and as it would on CUDA.
+    """
+
+    model: str
+    num_ranks: int
+    flags: dict[str, Any]
+    algorithm: str = "dpo"
+    num_microbatches: int = 2
+    logits_per_chunk: int | None = None
+    is_pretended: bool = False
+
+
+CASES: dict[str, Case] = {
+    f"{name} {model}": Case(model=model, num_ranks=num_ranks, flags=flags)
+    for model in ("untied", "tied")
+    for name, num_ranks, flags in (
+        ("hsdp 2x2", 4, HSDP),
+        ("fsdp 4", 4, {"fsdp_shard_degree": 4}),
+        ("replicas 4", 4, {"fsdp_shard_degree": 1}),
+        ("tensor 2", 2, TENSOR),
+        ("fsdp 2 x tensor 2", 4, TENSOR),
+        ("fsdp 2 x tensor 2, checkpointing", 4, TENSOR | FULL),
+    )
+} | {
+    "checkpointing": Case(model="tied", num_ranks=4, flags=HSDP | FULL),
+    "muon": Case(model="untied", num_ranks=4, flags={"fsdp_shard_degree": 4, "optimizer": "muon"}),
+    "tensor 2 without query-key norms": Case(model="plain", num_ranks=2, flags=TENSOR),
+    "attention again, logits in chunks": Case(model="tied", num_ranks=2, flags=TENSOR | ATTENTION, logits_per_chunk=10),
+    "feed-forward again": Case(model="untied", num_ranks=2, flags=TENSOR | MLP),
+    "replicas 2 x tensor 2, float32": Case(
+        model="plain",
+        num_ranks=4,
+        flags=TENSOR | FULL | {"fsdp_shard_degree": 1, "param_dtype": "float32", "optimizer": "skip_step_adamw"},
+    ),
+    "grpo hsdp 2x2": Case(model="untied", num_ranks=4, algorithm="grpo", flags=HSDP | {"beta": 0.05}),
+    "grpo fsdp 4, six updates": Case(
+        model="tied",
+        num_ranks=4,
+        algorithm="grpo",
+        flags={"fsdp_shard_degree": 4, "num_mini_batches": 2, "num_epochs": 3},
+    ),
+    "grpo fsdp 2 x tensor 2": Case(
+        model="tied", num_ranks=4, algorithm="grpo", flags=TENSOR | {"beta": 0.05, "record_entropy": True}
+    ),
+    # Nodes of 8: here 8 replicas of 4 shards and 2 tensor ranks, and 8 replicas of 128 shards.
+    "16 ranks, muon": Case(
+        model="plain", num_ranks=16, is_pretended=True, flags={"fsdp_shard_degree": 16, "optimizer": "muon"}
+    ),
+    "64 ranks": Case(model="untied", num_ranks=64, is_pretended=True, flags=TENSOR),
+    "1,024 ranks": Case(model="tied", num_ranks=1024, is_pretended=True, flags={"fsdp_shard_degree": 128}),
+}
+
+
+class Counted:
+    """Runs all cases of as many ranks in the same ranks, when the first of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models = {name: write_tiny_model(folder / name, size="tiny", **given) for name, given in MODELS.items()}
+        self.of_ranks = cache(self._run)
+
+    def __getitem__(self, name: str) -> list[dict[str, Any]]:
+        """What every rank counted."""
+        return [of_rank[name] for of_rank in self.of_ranks(CASES[name].num_ranks)]
+
+    def words(self, name: str) -> list[str]:
+        case = CASES[name]
+        flags: dict[str, Any] = {"model_name_or_path": self.models[case.model], "output_dir": self.folder / name}
+        if case.algorithm == "dpo":
+            flags |= {"mixer_list": "rows.jsonl 1.0", "max_seq_length": NUM_TOKENS}
+        else:
+            half = NUM_TOKENS // 2
+            flags |= {"dataset_mixer_list": "prompts.jsonl 1.0", "num_learners_per_node": case.num_ranks}
+            flags |= {"max_prompt_token_length": half, "response_length": half, "pack_length": NUM_TOKENS}
+        flags |= {"learning_rate": 1e-4} | case.flags
+        pairs = ((f"--{flag}", value) for flag, value in flags.items())
+        return [word for flag, value in pairs for word in (flag, *words_of(value))]
+
+    def planned(self, name: str) -> tuple[ShardLayout, dict[str, tuple[Exchange, ...]]]:
+        """The layout, and what the planner says of each part that is counted."""
+        case = CASES[name]
+        config = parse(DPOConfig if case.algorithm == "dpo" else GRPOConfig, self.words(name))
+        shape, layout = model_shape(str(self.models[case.model])), layout_of(config.parallel, nodes_of(case))
+        workload = replace(
+            workload_of(config, shape, layout),
+            tokens_per_microbatch=NUM_TOKENS,
+            num_microbatches=case.num_microbatches,
+            on_cuda=case.is_pretended,
+            sync_backend="shm",
+        )
+        planned = {"step": traffic_per_step(shape, layout, workload)}
+        if case.algorithm == "dpo":
+            planned["reference"] = traffic_of_reference_pass(shape, layout, workload)
+        else:
+            sent = replace(workload, sync_backend="gloo", sync_bytes_per_param=2, sync_bucket_bytes=SYNC_BUCKET_BYTES)
+            planned["sync"] = traffic_of_weight_sync(shape, layout, sent)
+        return layout, planned
+
+    def _run(self, num_ranks: int) -> list[dict[str, dict[str, Any]]]:
+        cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks}
+        jobs = []
+        for name, case in cases.items():
+            (self.folder / name).mkdir()
+            job = {"flags": self.words(name), "num_tokens": NUM_TOKENS}
+            if case.algorithm == "dpo":
+                job |= {"num_microbatches": case.num_microbatches, "logits_per_chunk": case.logits_per_chunk}
+            else:
+                num_data_ranks = num_ranks // case.flags.get("tensor_parallel_degree", 1)
+                num_mini_batches = case.flags.get("num_mini_batches", 1)
+                job["num_completions"] = case.num_microbatches * num_data_ranks * num_mini_batches
+                job["sync_bucket_bytes"] = SYNC_BUCKET_BYTES
+            job |= {"world_size": num_ranks} if case.is_pretended else {"algorithm": case.algorithm}
+            jobs.append(job)
+        if any(case.is_pretended for case in cases.values()):
+            results = run_ranks(1, f"{JOBS}:count_pretended", timeout_s=300, cases=jobs)
+        else:
+            results = run_ranks(num_ranks, f"{JOBS}:count_each", timeout_s=300, cases=jobs, ports=free_ports(len(jobs)))
+        return [dict(zip(cases, of_rank, strict=True)) for of_rank in results]
+
+
+def nodes_of(case: Case) -> list[int]:
+    return [8] * (case.num_ranks // 8) if case.is_pretended else [case.num_ranks]
+
+
+def words_of(value: Any) -> list[str]:
+    return value.split() if isinstance(value, str) else [str(value)]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
+    return Counted(tmp_path_factory.mktemp("traffic"))
+
+
+def as_issued(
+    exchanges: Iterable[Exchange], layout: ShardLayout, rank: int
+) -> Counter[tuple[str, int, tuple[int, ...]]]:
+    """Calls by (collective, bytes, global ranks of the group)."""
+    calls: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+    for exchange in exchanges:
+        (group,) = (group for group in groups_of(layout, exchange.axis) if rank in group)
+        assert exchange.group_size == len(group)
+        calls[exchange.collective, exchange.bytes_per_call, group] += exchange.num_calls
+    return calls
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_call_and_every_byte(counted: Counted, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    if case.logits_per_chunk is not None:
+        vocab_size = MODELS[case.model]["vocab_size"]
+        monkeypatch.setattr(tensor_traffic, "MAX_LOGITS_BYTES", case.logits_per_chunk * 4 * vocab_size)
+    layout, planned = counted.planned(name)
+    of_ranks = counted[name]
+    messages = [
+        [exchange.bytes_per_call, exchange.wire_bytes // exchange.num_calls, exchange.num_calls]
+        for exchange in planned.pop("sync", ())
+    ]
+    assert sorted(messages) == of_ranks[0].get("sync", [])
+    # Of a vocabulary that does not divide, the planner says what the rank with the most has.
+    is_even = MODELS[case.model]["vocab_size"] % case.flags.get("tensor_parallel_degree", 1) == 0
+    for rank in range(len(of_ranks) if is_even else 1):
+        for part, exchanges in planned.items():
+            issued = Counter({(row[0], row[1], tuple(row[2])): row[3] for row in of_ranks[rank][part]})
+            assert as_issued(exchanges, layout, rank) == issued, f"{part}, rank {rank}"
+            assert issued or layout.shard_group_size == layout.tensor_parallel_degree == 1

@@ -1,0 +1,563 @@
+"""`open-instruct plan`: what it is asked, prints, draws and advises, and the check when a run starts."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from open_instruct.cli import main
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.planning.advice import Advice, advise, change_to_fit, faster_layout
+from open_instruct.planning.check import check_plan
+from open_instruct.planning.html_page import html_page
+from open_instruct.planning.memory import memory_by_phase
+from open_instruct.planning.page import print_plan
+from open_instruct.planning.parts import LETTERS, meaning_of
+from open_instruct.planning.plan import GIB, Plan, plan_of
+from open_instruct.planning.ranking import ranked_layouts
+from open_instruct.planning.request import PlanRequest, parse_request
+from open_instruct.planning.sentences import PURPOSES, traffic_rows
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS_PAGE = REPOSITORY / "docs" / "planning.md"
+
+OLMO_7B = ["--model_name_or_path", "allenai/OLMo-2-1124-7B"]
+OLMO_32B = ["--model_name_or_path", "allenai/OLMo-2-0325-32B"]
+TWO_NODES = ["--num_nodes", "2", "--gpus_per_node", "8"]
+FULL = ["--activation_checkpointing", "full"]
+DPO_7B = ["dpo", *OLMO_7B, *TWO_NODES]
+DPO_32B = ["dpo", *OLMO_32B, *FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "8"]
+ESCAPE = "\x1b"
+
+
+def requested(*words: str) -> PlanRequest:
+    return parse_request(words)
+
+
+def planned(*words: str) -> Plan:
+    return plan_of(requested(*words).setting)
+
+
+def page(plan: Plan, *, console: Console | None = None, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_plan(plan, advise(plan), console or Console(file=file, width=80))
+    file.flush()
+    return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+
+
+class TestRequest:
+    def test_data_and_folder_need_not_be_given(self) -> None:
+        request = requested(*DPO_7B)
+        assert request.setting.gpus_per_node == (8, 8)
+        assert (request.setting.shape.num_layers, request.as_json, request.html_file) == (32, False, None)
+
+    @pytest.mark.parametrize(
+        ("words", "nodes"),
+        [
+            (["--gpus_per_node", "4x8"], (8, 8, 8, 8)),
+            (["--gpus_per_node", "2", "4"], (2, 4)),
+            (["--gpus_per_node", "2x2", "4"], (2, 2, 4)),
+            (["--num_nodes", "2", "--gpus_per_node", "2", "4"], (2, 4)),
+            (["--num_nodes", "3", "--gpus_per_node", "4"], (4, 4, 4)),
+        ],
+    )
+    def test_nodes(self, words: list[str], nodes: tuple[int, ...]) -> None:
+        assert requested("sft", *OLMO_7B, *words).setting.gpus_per_node == nodes
+
+    def test_the_file_of_a_run(self) -> None:
+        file = str(REPOSITORY / "configs" / "dpo" / "olmo2_32b_32gpu_tp.yaml")
+        plan = planned("dpo", file, "--gpus_per_node", "4x8", "--max_seq_length", "2048")
+        assert (plan.layout.shard_degree, plan.layout.tensor_parallel_degree) == (8, 2)
+        assert (plan.workload.longest_sequence, plan.workload.checkpointing) == (2048, "full")
+
+    def test_learners_are_what_is_planned_and_engines_come_on_top(self) -> None:
+        grpo = ["grpo", *OLMO_7B, "--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2"]
+        for nodes in (["--num_learners_per_node", "8", "8"], ["--gpus_per_node", "8", "8"]):
+            plan = planned(*grpo, *nodes)
+            assert (plan.layout.gpus_per_node, plan.workload.num_engines) == ((8, 8), 4)
+        whole = ["--num_learners_per_node", "8", "8", "--gpus_per_node", "3x8"]
+        assert requested(*grpo, *whole).setting.gpus_per_node == (8, 8)
+
+    def test_links_of_its_own(self) -> None:
+        device = requested(*DPO_7B, "--cross_node_gb_s", "12.5").setting.device
+        assert device.cross_node_gb_s == 12.5
+        assert device.in_node_gb_s == requested(*DPO_7B).setting.device.in_node_gb_s
+
+    def test_config_json_alone(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.json"
+        file.write_text(json.dumps(TINY))
+        assert planned("dpo", "--model_name_or_path", str(file), "--gpus_per_node", "2").fits
+
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "the first word is dpo, sft or grpo"),
+        (["dpi", *OLMO_7B], "'dpi' is not a run; did you mean dpo?"),
+        (["dpo", *OLMO_7B], "missing: --gpus_per_node"),
+        (["dpo", *TWO_NODES], "missing: --model_name_or_path"),
+        (["dpo", *OLMO_7B, "--num_nodes", "2"], "add the GPUs of a node"),
+        (["dpo", *OLMO_7B, "--num_nodes", "0", "--gpus_per_node", "8"], "--num_nodes 0: must be at least 1"),
+        (["dpo", *OLMO_7B, "--num_nodes", "3", "--gpus_per_node", "8", "8"], "is 2 nodes; give one number for all"),
+        (["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"], "at most 10000 GPUs"),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "6000", "6000"], "at most 10000 can be planned"),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "0"], "'0' is not a whole number of at least 1"),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], "'-8' is not a whole number of at least 1"),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "eight"], "8 is a node of 8 GPUs, 4x8 four of them"),
+        ([*DPO_7B, "--fsdp_shard_degree", "3"], "--fsdp_shard_degree 3 does not divide 16 learner GPUs"),
+        ([*DPO_7B, "--tensor_parallel_degree", "3"], "--tensor_parallel_degree 3 does not divide"),
+        (
+            ["dpo", *OLMO_32B, *TWO_NODES, "--tensor_parallel_degree", "16"],
+            "40 query heads and 8 key-value heads of allenai/OLMo-2-0325-32B; use 1, 2, 4 or 8",
+        ),
+        ([*DPO_7B, "--max_seq_length", "-5"], "--max_seq_length -5: must be at least 2"),
+        ([*DPO_7B, "--per_device_train_batch_size", "0"], "must be at least 1"),
+        (["dpo", "--model_name_or_path", "allenai/OLMo-2-9B", *TWO_NODES], "give a folder, a config.json, or a name"),
+        ([*DPO_7B, "--gpu", "h1000"], "--gpu h1000"),
+        ([*DPO_7B, "--gpu", "memory_gib=-1"], "memory_gib=-1"),
+        ([*DPO_7B, "--mfu", "0"], "--mfu 0.0: must be above 0"),
+        ([*DPO_7B, "--mfu", "1.5"], "--mfu 1.5: must be above 0 and at most 1"),
+        ([*DPO_7B, "--in_node_gb_s", "-450"], "--in_node_gb_s -450.0: must be above 0"),
+        ([*DPO_7B, "--htlm", "x.html"], "--htlm is not a flag; did you mean --html?"),
+        ([*DPO_7B, "--html", "gone/plan.html"], "--html gone/plan.html: is a folder, or lies in none"),
+        ([*DPO_7B, "--html", "."], "--html .: is a folder"),
+        ([*DPO_7B, "--html", "x" * 300], "is a folder, or lies in none"),
+        ([*DPO_7B, "--html", "/dev/full"], "--html /dev/full cannot be written (No space left on device)"),
+        (
+            ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "8", "--gpus_per_node", "8"],
+            "needs a node of its own for each number",
+        ),
+        (
+            ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "--gpus_per_node", "8"],
+            "leaves 0 of 8 GPUs for engines",
+        ),
+    ],
+)
+def test_bad_input(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == EXIT_INPUT
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert part in streams.err and len(streams.err.splitlines()) == 1, streams.err
+
+
+class TestPlan:
+    def test_it_is_made_of_the_runs_own_layout_and_workload(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        assert (plan.layout.shard_degree, plan.layout.num_replicas) == (8, 2)
+        assert plan.phases == memory_by_phase(plan.setting.shape, plan.layout, plan.workload)
+        assert plan.peak.total_bytes == max(phase.total_bytes for phase in plan.phases)
+        assert plan.headroom_bytes == plan.memory_bytes - plan.peak.total_bytes
+        assert plan.tokens_per_step == 16 * 8 * 2 * 2048
+
+    def test_completions_of_grpo_are_the_same_on_any_number_of_ranks(self) -> None:
+        words = ["grpo", *OLMO_7B, "--num_unique_prompts_rollout", "64", "--num_samples_per_prompt_rollout", "8"]
+        assert {planned(*words, "--gpus_per_node", nodes).tokens_per_step for nodes in ("8", "2x8", "4x8")} == {
+            64 * 8 * 512
+        }
+
+    def test_other_flags_are_the_same_as_on_the_command_line(self) -> None:
+        setting = requested(*DPO_7B).setting
+        changed = setting.with_flags({"fsdp_shard_degree": 4, "activation_checkpointing": "full", "num_nodes": 4})
+        words = ["--fsdp_shard_degree", "4", *FULL, "--num_nodes", "4", "--gpus_per_node", "8"]
+        asked = requested("dpo", *OLMO_7B, *words).setting
+        assert changed.gpus_per_node == asked.gpus_per_node
+        assert plan_of(changed).phases == plan_of(asked).phases
+        with pytest.raises(InputError, match="per_device_train_batch_size 0"):
+            setting.with_flags({"per_device_train_batch_size": 0})
+
+
+class TestAdvice:
+    """Every advice is given to the command again."""
+
+    @pytest.mark.parametrize(
+        ("words", "names"),
+        [
+            # Too few GPUs share a copy, and more of the same node could.
+            ([*DPO_7B, *FULL, "--fsdp_shard_degree", "1"], {"fsdp_shard_degree", "fsdp_num_replicas"}),
+            (DPO_7B, {"activation_checkpointing"}),
+            (
+                [*DPO_7B, *FULL, "--gpu", "memory_gib=28"],
+                {"per_device_train_batch_size", "gradient_accumulation_steps"},
+            ),
+            (
+                [*DPO_7B, *FULL, "--per_device_train_batch_size", "1", "--gpu", "memory_gib=18"],
+                {"fsdp_shard_degree", "fsdp_num_replicas"},
+            ),
+            (
+                ["grpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--pack_length", "65536", "--gpu", "memory_gib=40"],
+                {"pack_length"},
+            ),
+            (
+                [*DPO_32B, "--max_seq_length", "16384"],
+                {"fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree"},
+            ),
+            (
+                [*DPO_32B, "--gpu", "memory_gib=44"],
+                {"num_nodes", "fsdp_shard_degree", "fsdp_num_replicas"},
+            ),
+        ],
+    )
+    def test_what_it_says_fits(self, words: list[str], names: set[str]) -> None:
+        plan = planned(*words)
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None
+        assert set(change.values) == names
+        with_it = [*words, *change.flags.split()]
+        if "num_nodes" in change.values:
+            nodes = with_it.index("--gpus_per_node")
+            with_it[nodes : nodes + 2] = ["--gpus_per_node", *map(str, change.plan.setting.gpus_per_node)]
+        for name in change.values:  # the old value goes, the new one stands at the end
+            if with_it.count(f"--{name}") == 2:
+                first = with_it.index(f"--{name}")
+                del with_it[first : first + 2]
+        again = planned(*with_it)
+        assert again.has_room and again.phases == change.plan.phases
+        assert (
+            again.tokens_per_step == plan.tokens_per_step or "num_nodes" in names or "tensor_parallel_degree" in names
+        )
+
+    def test_the_smallest_shard_degree_comes_first(self) -> None:
+        change = change_to_fit(planned(*DPO_7B, *FULL, "--fsdp_shard_degree", "1"))
+        assert change is not None
+        smaller = change.values["fsdp_shard_degree"] // 2
+        assert not planned(*DPO_7B, *FULL, "--fsdp_shard_degree", str(smaller)).fits
+
+    def test_selected_modules_are_given_up_for_whole_blocks(self) -> None:
+        selected = [
+            "--activation_checkpointing",
+            "selected_modules",
+            "--activation_checkpointing_modules",
+            "blocks.*.x",
+        ]
+        change = change_to_fit(planned(*DPO_7B, *selected))
+        assert change is not None and change.values["activation_checkpointing"] == "full"
+
+    def test_more_nodes_are_named_as_the_run_takes_them(self) -> None:
+        few = ["--gpus_per_node", "2", "--gpu", "memory_gib=44"]
+        dpo = change_to_fit(planned("dpo", *OLMO_7B, *FULL, "--per_device_train_batch_size", "1", *few))
+        grpo = change_to_fit(planned("grpo", *OLMO_7B, *FULL, *few))
+        assert dpo is not None and re.match(r"on \d nodes of 2 GPUs with --fsdp_shard_degree \d", dpo.text)
+        assert grpo is not None and re.match(r"--num_learners_per_node 2( 2)+ --fsdp_shard_degree \d", grpo.text)
+
+    def test_nothing_helps(self) -> None:
+        plan = planned(*DPO_7B, "--gpu", "memory_gib=1")
+        advice = advise(plan)
+        assert advice.to_fit is None
+        assert list(advice.lines(plan)) == [
+            "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
+        ]
+
+    def test_what_barely_fits_is_given_room(self) -> None:
+        words = [*DPO_7B, *FULL, "--gpu"]
+        needed_gib = planned(*words, "h100").peak.total_bytes / GIB
+        plan = planned(*words, f"memory_gib={needed_gib * 1.01}")
+        advice = advise(plan)
+        assert plan.fits and not plan.has_room and "fits, but barely: needs" in page(plan)
+        assert advice.to_fit is not None and advice.to_fit.plan.has_room
+        assert "leaves little room" in next(iter(advice.lines(plan)))
+
+    def test_what_fits_needs_no_change(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        assert plan.fits and change_to_fit(plan) is None
+
+    def test_a_faster_layout_is_named(self) -> None:
+        words = [*DPO_7B, *FULL, "--fsdp_shard_degree", "1", "--tensor_parallel_degree", "8"]
+        plan = planned(*words)
+        ranked = ranked_layouts(plan.setting)
+        change = faster_layout(plan, ranked)
+        assert plan.fits and change is not None
+        fastest = next(other for other in ranked if other.has_room)
+        assert set(change.values) == {"fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree"}
+        assert planned(*DPO_7B, *FULL, *change.flags.split()).phases == fastest.phases == change.plan.phases
+        assert fastest.tokens_per_second > plan.tokens_per_second
+        assert change.flags in " ".join(Advice(to_fit=None, faster=change, ranked=ranked).lines(plan))
+
+    def test_the_fastest_is_left_alone(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        ranked = ranked_layouts(plan.setting)
+        assert faster_layout(ranked[0], ranked) is None
+
+
+class TestRanking:
+    def test_every_triple_is_there_once(self) -> None:
+        ranked = ranked_layouts(requested(*DPO_7B, *FULL).setting)
+        triples = [
+            (plan.layout.shard_degree, plan.layout.num_replicas, plan.layout.tensor_parallel_degree) for plan in ranked
+        ]
+        powers = [2**i for i in range(5)]
+        wanted = {(s, r, t) for s in powers for r in powers for t in powers if s * r * t == 16}
+        assert len(triples) == len(set(triples)) == 15 and set(triples) == wanted
+
+    def test_those_that_fit_come_first_by_speed(self) -> None:
+        ranked = ranked_layouts(requested(*DPO_7B, *FULL, "--gpu", "memory_gib=40").setting)
+        fits = [plan.fits for plan in ranked]
+        assert fits == sorted(fits, reverse=True) and 0 < sum(fits) < len(fits)
+        speeds = [plan.tokens_per_second for plan in ranked if plan.fits]
+        assert all(later <= sooner * 1.01 for sooner, later in pairwise(speeds))
+        needs = [plan.peak.total_bytes for plan in ranked if not plan.fits]
+        assert needs == sorted(needs)
+
+    def test_key_value_heads_bound_the_tensor_degree(self) -> None:
+        ranked = ranked_layouts(requested("dpo", *OLMO_32B, *TWO_NODES).setting)
+        assert max(plan.layout.tensor_parallel_degree for plan in ranked) == 8
+
+    def test_one_device_has_no_layouts(self) -> None:
+        single = ["--gpus_per_node", "1", "--single_gpu_mode"]
+        assert ranked_layouts(requested("dpo", *OLMO_7B, *single).setting) == ()
+
+
+class TestPage:
+    def test_every_phase_has_a_bar_and_numbers_that_add_up(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        lines = page(plan).splitlines()
+        for phase in plan.phases:
+            (index,) = (i for i, line in enumerate(lines) if re.match(rf"{phase.name}  +[A-Z]", line))
+            assert f"{phase.total_bytes / GIB:.1f}" in lines[index]
+            numbers = [float(number) for number in re.findall(r"[A-Z] ([\d.]+)", lines[index + 1])]
+            assert sum(numbers) == pytest.approx(phase.total_bytes / GIB, abs=0.06 * len(numbers))
+
+    def test_bars_are_to_scale(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        (bar,) = re.findall(r"^backward +([A-Z]+)·*▕", page(plan), re.MULTILINE)
+        assert len(bar) == pytest.approx(48 * plan.peak.total_bytes / plan.memory_bytes, abs=1)
+        (bar,) = re.findall(r"^backward +([A-Z▕]+)", page(planned(*DPO_7B)), re.MULTILINE)
+        assert len(bar) == 49 and "▕" in bar  # it goes on where the GPU ends
+
+    def test_every_letter_is_explained(self) -> None:
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "--beta", "0.1"]
+        single = ["grpo", "--model_name_or_path", "Qwen/Qwen3-0.6B", "--single_gpu_mode", "--num_epochs", "2"]
+        explained = set()
+        for words in (DPO_7B, [*DPO_7B, *FULL], grpo, single):
+            plan = planned(*words)
+            text = page(plan)
+            shown = {label for phase in plan.phases for label, _ in phase.parts}
+            for label in shown:
+                assert f"   {LETTERS[label]}  {label}: {meaning_of(label, plan)[:20]}" in text
+            explained |= shown
+        assert explained == set(LETTERS)
+        assert len(set(LETTERS.values())) == len(LETTERS)
+
+    def test_lines_are_short(self) -> None:
+        for words in (DPO_7B, [*DPO_7B, *FULL], ["dpo", *OLMO_32B, "--gpus_per_node", "128x8"]):
+            too_long = [line for line in page(planned(*words)).splitlines() if len(line) > 96]
+            assert too_long == []
+
+    def test_a_pipe_gets_plain_lines_and_a_terminal_colours(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        assert ESCAPE not in page(plan)
+        coloured = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+        print_plan(plan, advise(plan), coloured)
+        assert ESCAPE in coloured.file.getvalue()  # type: ignore[attr-defined]
+
+    def test_without_box_characters(self) -> None:
+        page(planned(*DPO_7B, *FULL), encoding="ascii").encode("ascii")
+
+    def test_every_exchange_has_a_purpose_and_none_is_lost(self) -> None:
+        for words in (
+            [*DPO_7B, "--tensor_parallel_degree", "2"],
+            [*DPO_7B, "--optimizer", "muon"],
+            ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "8", "--beta", "0.1"],
+        ):
+            plan = planned(*words)
+            rows = traffic_rows(plan)
+            assert sum(row.wire_bytes for row in rows) == sum(exchange.wire_bytes for exchange in plan.exchanges)
+            purposes = {*PURPOSES.values(), "momenta of Muon, orthogonalised"}
+            assert {row.what for row in rows} <= purposes
+            assert all(len(row.what) <= 36 for row in rows)
+
+    def test_what_is_said(self) -> None:
+        text = page(planned(*DPO_7B))
+        assert (
+            "does not fit: needs" in text and "The smallest change that fits: --activation_checkpointing full" in text
+        )
+        assert "replicas of the model, each split over 8 GPUs" in text
+        assert re.search(r"gradients of a shard, over replicas .* across nodes", text)
+        assert re.search(r"weights of a block, before it runs .* in a node", text)
+        assert "◀ this" in text
+
+
+class _Tags(HTMLParser):
+    VOID = ("meta", "line", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+class TestHtml:
+    def test_one_file_that_stands_alone(self) -> None:
+        plan = planned(*DPO_7B)
+        text = html_page(plan, advise(plan))
+        tags = _Tags()
+        tags.feed(text)
+        assert tags.open == []
+        names = {tag for tag, _ in tags.seen}
+        assert "svg" in names and not names & {"script", "link", "img", "iframe"}
+        assert not re.search(r"https?:|url\(|@import", text)
+        assert "prefers-color-scheme: dark" in text
+
+    def test_bars_have_the_bytes_of_the_plan(self) -> None:
+        plan = planned(*DPO_7B, *FULL)
+        text = html_page(plan, advise(plan))
+        for phase in plan.phases:
+            for label, num_bytes in phase.parts:
+                if num_bytes > GIB:
+                    assert f"<title>{label}: {num_bytes / GIB:,.1f} GiB</title>" in text
+        for other in ranked_layouts(plan.setting):
+            assert f"{other.tokens_per_second:,.0f}" in text
+
+    def test_names_are_escaped(self, tmp_path: Path) -> None:
+        folder = tmp_path / "<b>&me"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(TINY))
+        plan = planned("dpo", "--model_name_or_path", str(folder), "--gpus_per_node", "2")
+        text = html_page(plan, advise(plan))
+        assert "&lt;b&gt;&amp;me" in text and "<b>&me" not in text
+
+    def test_the_command_writes_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "plan.html"
+        assert main(["plan", *DPO_7B, "--html", str(file)]) == 0
+        assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+        assert "Memory of one GPU" in capsys.readouterr().out
+
+
+class TestJson:
+    def test_everything_is_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", *DPO_7B, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        plan = planned(*DPO_7B)
+        assert record["memory_bytes"] - record["headroom_bytes"] == plan.peak.total_bytes
+        for phase in record["phases"]:
+            assert sum(phase["parts"].values()) == phase["total_bytes"]
+        assert record["layout"]["shard_degree"] == 8 and len(record["layouts"]) == 15
+        assert record["advice"]["to_fit"]["values"] == {"activation_checkpointing": "full"}
+        assert record["advice"]["faster"] is None and not record["fits"]
+        assert {exchange["axis"] for exchange in record["exchanges"]} >= {"shard", "replica"}
+        assert record["time"]["step_s"] > 0
+
+
+class TestCheckAtStart:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """A 1B model, as far as config.json can tell."""
+        fields = TINY | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 100352}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return tmp_path
+
+    def check(self, folder: Path, *words: str, memory_gib: float, nodes: tuple[int, ...] = (8,)) -> Any:
+        needed = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+        return check_plan(
+            parse(DPOConfig, [*needed, *words]),
+            nodes,
+            model_folder=str(folder),
+            memory_bytes=round(memory_gib * GIB),
+            on_cuda=True,
+        )
+
+    def test_one_line_and_fast(self, folder: Path) -> None:
+        start = time.monotonic()
+        verdict = self.check(folder, *FULL, memory_gib=79.6)
+        assert time.monotonic() - start < 1
+        assert re.fullmatch(r"plan: needs [\d.]+ of 79.6 GiB on each GPU \(most in: \w+\)", verdict.line)
+        assert verdict.refusal is None
+
+    def test_what_only_seems_too_much_goes_on(self, folder: Path) -> None:
+        """Activations are a prediction; weights, gradients and optimizer states are not."""
+        verdict = self.check(folder, memory_gib=10)
+        assert float(re.findall(r"needs ([\d.]+)", verdict.line)[0]) > 10
+        assert verdict.refusal is None
+
+    def test_what_surely_cannot_fit_is_refused_with_a_way_out(self, folder: Path) -> None:
+        words = [*FULL, "--fsdp_shard_degree", "1", "--per_device_train_batch_size", "1"]
+        start = time.monotonic()
+        with pytest.raises(InputError) as caught:
+            self.check(folder, *words, memory_gib=16)
+        assert time.monotonic() - start < 5
+        message = str(caught.value)
+        assert "weights, gradients and optimizer states alone need" in message
+        assert "It would fit with --fsdp_shard_degree" in message and message.endswith(
+            "--no_plan_check starts it all the same"
+        )
+
+    def test_it_can_be_started_all_the_same(self, folder: Path) -> None:
+        verdict = self.check(folder, "--fsdp_shard_degree", "1", "--no_plan_check", memory_gib=2)
+        assert "the run cannot fit" in verdict.refusal
+
+    @pytest.mark.parametrize(
+        "text", ["{}", "no json", '{"model_type": "gpt2"}', json.dumps(TINY | {"vocab_size": "x"})]
+    )
+    def test_a_model_it_cannot_read_breaks_nothing(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_text(text)
+        verdict = self.check(tmp_path, memory_gib=0.001)
+        assert verdict.line.startswith("plan: none (InputError: ") and verdict.refusal is None
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("num_nodes", "gpus_per_node", "gpu", "mfu", "in_node_gb_s", "cross_node_gb_s", "json", "html"):
+        assert f"--{name} " in text
+
+
+def test_no_torch_is_loaded() -> None:
+    program = (
+        f"import sys; from open_instruct.cli import main; code = main(['plan', *{DPO_7B!r}]); "
+        "sys.exit(code or bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+
+
+def documented() -> list[tuple[str, str]]:
+    """(words, output) of every `$ open-instruct plan …` in docs/planning.md."""
+    return re.findall(r"```console\n\$ open-instruct plan (.*?)\n(.*?)```", DOCS_PAGE.read_text(), re.DOTALL)
+
+
+def test_the_page_has_its_examples() -> None:
+    assert any("7B" in words for words, _ in documented()) and any("32B" in words for words, _ in documented())
+
+
+@pytest.mark.parametrize(("words", "output"), documented())
+def test_the_page_shows_what_the_command_prints(
+    words: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    main(["plan", *shlex.split(words.replace("\\\n", " "))])
+    streams = capsys.readouterr()
+    assert streams.out + streams.err == output

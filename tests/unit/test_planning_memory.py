@@ -1,0 +1,257 @@
+"""Planned activations and phases against real blocks, and against PyTorch's tracker."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.plan_memory import Case, predicted, tracked
+from open_instruct.models.build import build_model
+from open_instruct.models.load import CHUNK_BYTES
+from open_instruct.models.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
+from open_instruct.models.tiny import Size, tiny_config
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning import activations
+from open_instruct.planning.activations import MAX_LOGITS_BYTES, Pass, block_profile
+from open_instruct.planning.memory import (
+    NUM_SYNC_SLOTS,
+    READ_CHUNK_BYTES,
+    memory_by_phase,
+    peak_phase,
+)
+from open_instruct.planning.model_shape import ModelShape, model_shape, shape_of_fields
+from open_instruct.planning.tape import Gradient, Tape, Tensor
+from open_instruct.planning.workload import Workload
+from open_instruct.rollout.weight_wire import NUM_SLOTS
+
+SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)
+LENGTHS = (160, 224)
+WORKLOAD = Workload(
+    algorithm="dpo",
+    tokens_per_microbatch=4096,
+    longest_sequence=2048,
+    label_tokens_per_microbatch=4096,
+    num_microbatches=1,
+    has_reference=True,
+    reference_pass_tokens=4096,
+)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that were made within, as long as they live, and their peak since `reset`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: dict[int, int] = {}
+        self.total = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if not torch.is_tensor(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in self.num_bytes or storage._cdata in inputs:
+                continue
+            self.num_bytes[storage._cdata] = storage.nbytes()
+            self.total += storage.nbytes()
+            weakref.finalize(storage, self._freed, storage._cdata)
+        self.peak = max(self.peak, self.total)
+        return output
+
+    def _freed(self, key: int) -> None:
+        self.total -= self.num_bytes.pop(key)
+
+    def reset(self) -> None:
+        self.peak = self.total
+
+
+def shape_of(hf_config: Any) -> ModelShape:
+    return shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json")
+
+
+@pytest.mark.parametrize("recomputed", [(), ("blocks.*.feed_forward",), ("blocks.*.attention", "blocks.*_norm")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["olmo2", "qwen3", "llama"])
+def test_a_block_is_what_it_really_keeps_and_needs(
+    family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]
+) -> None:
+    hf_config = tiny_config(family, SIZE, vocab_size=512, tie=False)
+    model = build_model(hf_config, init_device="cpu").to(dtype)
+    if recomputed:
+        model.apply_activation_checkpointing(Mode.selected_modules, modules=list(recomputed))
+    block = model.blocks["0"]
+    x = torch.randn(1, sum(LENGTHS), SIZE.hidden, dtype=dtype, requires_grad=True)
+    starts = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
+    block.attention.rope.warmup_cache(sum(LENGTHS), torch.device("cpu"))
+
+    with Live() as live:
+        output = block(x, cu_doc_lens=starts, max_doc_len=max(LENGTHS))
+        # Beside what is kept there are the output and its gradient, which the profile counts from the backward on.
+        kept, forward_peak = live.total - output.untyped_storage().nbytes(), live.peak
+        gradient = torch.ones_like(output)
+        live.reset()
+        output.backward(gradient)
+        backward_peak = live.peak - output.untyped_storage().nbytes()
+
+    sizes = Pass(
+        num_tokens=sum(LENGTHS),
+        longest_document=max(LENGTHS),
+        num_labels=sum(LENGTHS),
+        compute_bytes=dtype.itemsize,
+        on_cuda=False,
+        tensor_degree=1,
+        recomputed_modules=recomputed,
+    )
+    profile = block_profile(shape_of(hf_config), sizes)
+    assert profile.kept_bytes == pytest.approx(kept, rel=0.01)
+    assert profile.forward_peak.total == pytest.approx(forward_peak, rel=0.02)
+    assert profile.backward_peak.total == pytest.approx(backward_peak, rel=0.05)
+    matrices = sum(parameter.num_params for parameter in shape_of(hf_config).parameters if parameter.layer == 0)
+    assert profile.weight_gradient_bytes == matrices * dtype.itemsize
+
+
+@pytest.mark.parametrize("max_logits_bytes", [1 << 30, 64 * 512 * 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_passes_of_a_whole_model(dtype: Any, max_logits_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without FSDP, and with logits in one piece or in chunks of 64 positions."""
+    hf_config = tiny_config("olmo2", replace(SIZE, layers=3), vocab_size=512, tie=False)
+    model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype))
+    model.lm_head.max_logits_bytes = max_logits_bytes
+    monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", max_logits_bytes)
+    activations.head_profile.cache_clear()
+    num_tokens = sum(LENGTHS)
+    ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)
+    positions_BK = torch.arange(num_tokens - 2).unsqueeze(0)
+    model.blocks["0"].attention.rope.warmup_cache(num_tokens, torch.device("cpu"))
+
+    peaks = []
+    with Live() as live:
+        for _ in range(2):
+            live.reset()
+            model.zero_grad(set_to_none=True)
+            output = model(
+                ids_BT,
+                labels=ids_BT,
+                loss_reduction="none",
+                return_logits=False,
+                logits_to_keep=positions_BK,
+                doc_lens=torch.tensor([LENGTHS]),
+                max_doc_lens=[max(LENGTHS)],
+            )
+            peaks.append(live.peak)
+            live.reset()
+            output.loss.sum().backward()
+            peaks.append(live.peak)
+            del output
+
+    workload = replace(
+        WORKLOAD,
+        tokens_per_microbatch=num_tokens,
+        longest_sequence=max(LENGTHS),
+        label_tokens_per_microbatch=num_tokens - 2,
+        param_dtype=dtype,
+        on_cuda=False,
+    )
+    layout = resolve_layout([1], single_device=True)
+    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(shape_of(hf_config), layout, workload)}
+    activations.head_profile.cache_clear()
+    for phase in (phases["forward"], phases["backward"]):
+        for there_before in ("parameters", "optimizer states", "buffers"):
+            del phase[there_before]
+    assert sum(phases["forward"].values()) == pytest.approx(peaks[2], rel=0.05)
+    assert sum(phases["backward"].values()) == pytest.approx(peaks[3], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="plain", num_layers=2, pairs=((150, 106),)),
+        Case(name="recomputed", num_layers=2, pairs=((150, 106),), param_dtype="bfloat16", checkpointing="full"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_step_is_what_pytorch_tracks(case: Case) -> None:
+    assert max(predicted(case).values()) == pytest.approx(tracked(case), rel=0.05)
+
+
+def test_constants_are_those_of_the_code_that_runs() -> None:
+    assert (MAX_LOGITS_BYTES, READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (REAL_MAX_LOGITS_BYTES, CHUNK_BYTES, NUM_SLOTS)
+
+
+def test_a_tape_frees_what_nobody_needs() -> None:
+    """y = square(x) + x: the square keeps x, the sum keeps nothing and hands its gradient on to both."""
+    x = Tensor(100, kind="source")
+    tape = Tape(x)
+    square = tape.run(100, x, saved=[x], gradients=[Gradient(of=x, num_bytes=100, scratch_bytes=50)])
+    y = tape.run(100, square, x, gradients=[Gradient(of=square, num_bytes=None), Gradient(of=x, num_bytes=None)])
+    profile = tape.profile(y)
+    assert profile.keeps_source and profile.kept_bytes == 0
+    assert profile.forward_peak.total == profile.scoring_peak.total == 200  # square and y; x is the caller's
+    assert profile.backward_peak.total == 250  # the gradient of y, that of x, and scratch
+
+
+def test_a_recomputed_region_keeps_what_it_is_given() -> None:
+    def profile_of(is_recomputed: bool) -> Any:
+        x = Tensor(100, kind="source")
+        tape = Tape(x)
+        first = tape.run(100, x, saved=[x])
+        with tape.recomputed(is_recomputed):
+            wide = tape.run(400, first, saved=[first])
+            wider = tape.run(400, wide, saved=[wide])
+            last = tape.run(100, wider, saved=[wider])
+        return tape.profile(last)
+
+    plain, again = profile_of(False), profile_of(True)
+    assert (plain.kept_bytes, again.kept_bytes) == (900, 100)
+    assert again.backward_peak.total >= plain.backward_peak.total - 100
+    assert again.scoring_peak == plain.scoring_peak
+
+
+LAYOUT = resolve_layout([8, 8])
+
+
+def total(shape: ModelShape, layout: Any = LAYOUT, **changes: Any) -> int:
+    return peak_phase(memory_by_phase(shape, layout, replace(WORKLOAD, **changes))).total_bytes
+
+
+def test_what_saves_memory_saves_memory() -> None:
+    shape = model_shape("allenai/OLMo-2-1124-7B")
+    plain = total(shape)
+    assert total(shape, checkpointing="full") < plain
+    assert total(shape, checkpointing="selected_modules", checkpointing_modules=("blocks.*.feed_forward",)) < plain
+    assert total(shape, activation_memory_budget=0.5) < plain
+    assert total(shape, tokens_per_microbatch=2048, label_tokens_per_microbatch=2048) < plain
+    assert total(shape, resolve_layout([8, 8], fsdp_num_replicas=1)) < plain
+    assert total(shape, resolve_layout([8, 8], tensor_parallel_degree=2, fsdp_shard_degree=8)) < plain
+    assert total(shape, resolve_layout([8, 8], context_parallel_degree=2)) < plain
+
+
+def test_phases_are_those_of_the_run() -> None:
+    shape = model_shape("Qwen/Qwen3-8B")
+    assert [phase.name for phase in memory_by_phase(shape, LAYOUT, WORKLOAD)] == [
+        *("load", "reference pass", "forward", "backward", "optimizer step", "export")
+    ]
+    grpo = replace(WORKLOAD, algorithm="grpo", num_engines=2, sync_bucket_bytes=256 << 20, sync_bytes_per_param=2)
+    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(shape, LAYOUT, grpo)}
+    assert phases["backward"]["reference policy"] == phases["backward"]["parameters"]
+    # The largest bucket is the embeddings, of which a rank brings an eighth, twice.
+    largest = 2 * 2 * 151936 * 4096 // 8
+    assert phases["weight sync"]["buffers"] - phases["backward"]["buffers"] == largest
+
+
+def test_an_engine_on_the_same_device_is_counted() -> None:
+    shape, layout = model_shape("Qwen/Qwen3-0.6B"), resolve_layout([1], single_device=True)
+    shared = replace(WORKLOAD, algorithm="grpo", has_reference=False, num_engines=1, sync_backend="ipc")
+    phases = memory_by_phase(shape, layout, replace(shared, sync_bucket_bytes=1 << 28, kv_cache_bytes=1 << 30))
+    for phase in phases:
+        assert dict(phase.parts)["vLLM engine"] == 2 * shape.num_params + (1 << 30), phase.name
+        assert "gathered weights" not in dict(phase.parts), phase.name

@@ -1,0 +1,163 @@
+"""Shapes of public models and of config.json files, and the workload that flags stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.config.sft import SFTConfig
+from open_instruct.errors import InputError
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.model_shape import model_shape
+from open_instruct.planning.public_models import public_names
+from open_instruct.planning.workload import workload_of
+
+# Parameters as the model cards of the releases count them.
+NUM_PARAMS = {
+    "allenai/OLMo-2-0425-1B": 1_484_916_736,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
+    "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "allenai/OLMo-2-0325-32B": 32_234_279_936,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize(("name", "num_params"), NUM_PARAMS.items())
+def test_public_models_have_the_parameters_of_their_release(name: str, num_params: int) -> None:
+    assert model_shape(name).num_params == num_params
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-1124-7B"),
+        ("OLMo-2-0425-1B-SFT", "allenai/OLMo-2-0425-1B"),
+        ("allenai/Olmo-3-7B-Think-SFT", "allenai/Olmo-3-1025-7B"),
+        ("olmo-3-32b-think", "allenai/Olmo-3-1125-32B"),
+        ("Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3-8B"),
+    ],
+)
+def test_variants_of_a_size_are_known(name: str, public: str) -> None:
+    assert model_shape(name).name == public
+
+
+def test_every_public_name_finds_itself() -> None:
+    assert [model_shape(name).name for name in public_names()] == list(public_names())
+
+
+def test_an_unknown_name_gets_near_ones() -> None:
+    with pytest.raises(InputError, match=r"no model whose shape is built in.*allenai/Olmo-3-1025-7B"):
+        model_shape("allenai/Olmo-3-8B")
+
+
+FIELDS: dict[str, Any] = {
+    "model_type": "olmo3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "sliding_window": 16,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(FIELDS | changes))
+    return file
+
+
+def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    shape = model_shape(str(file))
+    assert shape == model_shape(str(tmp_path))
+    assert (shape.head_dim, shape.num_kv_heads, shape.checkpoint_bytes_per_param) == (16, 4, 2)
+    assert shape.windows == (16, 16, 16, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are OLMo 2"),
+        ({"hidden_size": None}, "hidden_size = None"),
+        ({"vocab_size": -5}, "vocab_size = -5; a shape needs a whole number of at least 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers = 4 entries"),
+    ],
+)
+def test_a_config_that_is_no_shape_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        model_shape(str(write_config(tmp_path, **changes)))
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        model_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not JSON"):
+        model_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match="holds a JSON list"):
+        model_shape(str(tmp_path))
+
+
+SHAPE = model_shape("Qwen/Qwen3-8B")
+DPO = ["--model_name_or_path", "Qwen/Qwen3-8B", "--mixer_list", "pairs.jsonl", "1.0", "--output_dir", "out"]
+GRPO = ["--model_name_or_path", "Qwen/Qwen3-8B", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+
+
+def test_workload_of_dpo() -> None:
+    flags = ["--max_seq_length", "1024", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
+    workload = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]), label_share=0.5)
+    assert (workload.tokens_per_microbatch, workload.label_tokens_per_microbatch) == (4096, 2048)
+    assert (workload.num_microbatches, workload.has_reference, workload.reference_pass_tokens) == (4, True, 4096)
+    assert workload.checkpointing_modules == () and workload.export_bytes_per_param == 2
+    simpo = workload_of(parse(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8]))
+    assert not simpo.has_reference and simpo.reference_pass_tokens == 0
+
+
+def test_workload_of_sft_has_one_document_a_sample() -> None:
+    flags = ["--max_seq_length", "1024", "--per_device_train_batch_size", "2"]
+    workload = workload_of(parse(SFTConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
+    assert (workload.algorithm, workload.tokens_per_microbatch) == ("sft", 2048)
+
+
+def test_workload_of_grpo() -> None:
+    flags = ["--max_prompt_token_length", "256", "--response_length", "768", "--num_unique_prompts_rollout", "32"]
+    flags += ["--num_samples_per_prompt_rollout", "8", "--num_mini_batches", "2", "--num_epochs", "3", "--beta", "0.1"]
+    flags += ["--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2"]
+    workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
+    # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a microbatch of 4,096.
+    assert (workload.num_microbatches, workload.num_updates) == (4, 6)
+    assert (workload.tokens_per_microbatch, workload.has_reference) == (4096, True)
+    assert (workload.num_engines, workload.engine_tensor_degree, workload.sync_backend) == (4, 2, "nccl")
+    assert workload.kv_cache_bytes == 0
+
+
+def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
+    config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", "--vllm_gpu_memory_utilization", "0.5"])
+    layout = resolve_layout([1], single_device=True)
+    workload = workload_of(config, SHAPE, layout, device_memory_bytes=80 * 2**30)
+    assert workload.sync_backend == "ipc"
+    assert workload.kv_cache_bytes == 40 * 2**30 - 2 * SHAPE.num_params

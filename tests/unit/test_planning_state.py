@@ -1,0 +1,203 @@
+"""Planned bytes of parameters, gradients and optimizer states against what a rank of a real model really holds.
+
+The model is built and sharded as in a run, in a process group without other processes; rank by rank it takes one step
+with whatever the collectives leave in the buffers, and the storages it then holds are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from olmo_core.distributed.parallel import build_world_mesh
+from olmo_core.train.train_module.transformer.common import parallelize_model
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from open_instruct.config.sections import OptimSection
+from open_instruct.models.build import build_model
+from open_instruct.models.load import parameter_shapes
+from open_instruct.models.tiny import SIZES, Size, tiny_config
+from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.model_shape import ModelShape, model_shape, shape_of_fields
+from open_instruct.planning.state import state_bytes
+from open_instruct.planning.workload import Workload
+from open_instruct.records import ShardLayout
+from open_instruct.training.optimizers import build_optimizer_config
+from tests.unit.conftest import JoinAs
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 16
+# Nothing in it is a multiple of 8, 24, 64 or 1,024 shards, and no dimension equals another.
+UNEVEN = Size(roughly="", hidden=132, mlp=214, layers=2, heads=6, kv_heads=2, vocab_size=502, window=8)
+FAMILIES = [("olmo2", False), ("olmo3", False), ("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
+WORKLOAD = Workload(
+    algorithm="sft",
+    tokens_per_microbatch=NUM_TOKENS,
+    longest_sequence=NUM_TOKENS,
+    label_tokens_per_microbatch=NUM_TOKENS,
+    num_microbatches=1,
+)
+
+
+def layout_of(num_ranks: int, **degrees: int) -> ShardLayout:
+    return resolve_layout([8] * (num_ranks // 8) if num_ranks % 8 == 0 else [num_ranks], **degrees)  # type: ignore[arg-type]
+
+
+# One group over all ranks where nothing is said, so that shards get as small as they can.
+LAYOUTS = {
+    "1": layout_of(1),
+    "2": layout_of(2),
+    "8": layout_of(8),
+    "8 as 2 replicas": layout_of(8, fsdp_num_replicas=2),
+    "8 copies": layout_of(8, fsdp_shard_degree=1),
+    "8 tensor 2": layout_of(8, tensor_parallel_degree=2),
+    "24": layout_of(24, fsdp_num_replicas=1),
+    "24 tensor 2": layout_of(24, tensor_parallel_degree=2, fsdp_num_replicas=1),
+    "64": layout_of(64, fsdp_num_replicas=1),
+    "64 as 4 replicas": layout_of(64, fsdp_num_replicas=4),
+    "1024": layout_of(1024, fsdp_num_replicas=1),
+    "1024 as 128 replicas": layout_of(1024),
+    "1024 tensor 2": layout_of(1024, tensor_parallel_degree=2, fsdp_num_replicas=8),
+}
+
+
+def config_of(family: str, is_tied: bool, size: Size = UNEVEN) -> Any:
+    return tiny_config(family, size, vocab_size=size.vocab_size, tie=is_tied)  # type: ignore[arg-type]
+
+
+def shape_of(hf_config: Any) -> ModelShape:
+    return shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json")
+
+
+def sharded_model(hf_config: Any, layout: ShardLayout, *, device: torch.device = CPU) -> Any:
+    """As a run builds it; on the meta device without the tables of RoPE."""
+    dp, tp = build_data_parallel_config(layout, param_dtype="bfloat16"), build_tensor_parallel_config(layout)
+    return parallelize_model(
+        build_model(hf_config),
+        world_mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
+        device=device,
+        max_sequence_length=NUM_TOKENS if device == CPU else None,
+        rank_microbatch_size=NUM_TOKENS,
+        dp_config=dp,
+        tp_config=tp,
+    )
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of all storages behind `tensors`, each once."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
+    return sum(storages.values())
+
+
+def held_after_a_step(model: Any, optimizer: str) -> tuple[int, int, int]:
+    optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU).build(model)  # type: ignore[arg-type]
+    ids_BT = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
+    model(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss.backward()
+    gradients = storage_bytes(parameter.grad for parameter in model.parameters())
+    if optimizer == "skip_step_adamw":
+        optim.latest_loss = optim.latest_grad_norm = torch.zeros(())
+    optim.step()
+    states = [value for state in optim.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return storage_bytes(model.parameters()), gradients, storage_bytes(states)
+
+
+CASES = [
+    *(("olmo2", False, name) for name in LAYOUTS),
+    *(("qwen3", True, name) for name in ("2", "8", "24", "24 tensor 2", "1024")),
+    *((family, is_tied, "24") for family, is_tied in [("olmo3", False), ("qwen3", False), ("llama", True)]),
+]
+
+
+@pytest.mark.parametrize(("family", "is_tied", "layout_name"), CASES)
+def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_tied: bool, layout_name: str) -> None:
+    layout, hf_config = LAYOUTS[layout_name], config_of(family, is_tied)
+    for rank in sorted({0, layout.world_size * 2 // 3, layout.world_size - 1}):
+        join_as(rank, layout.world_size)
+        held = held_after_a_step(sharded_model(hf_config, layout), "adamw")
+        assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
+
+
+@pytest.mark.parametrize("optimizer", ["skip_step_adamw", "muon"])
+def test_state_of_other_optimizers(join_as: JoinAs, optimizer: str) -> None:
+    layout, hf_config = LAYOUTS["24"], config_of("olmo2", False)
+    workload = replace(WORKLOAD, optimizer=optimizer)
+    for rank in (0, 23):
+        join_as(rank, layout.world_size)
+        held = held_after_a_step(sharded_model(hf_config, layout), optimizer)
+        assert state_bytes(shape_of(hf_config), layout, workload, rank=rank) == held, f"rank {rank}"
+
+
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
+    hf_config = config_of("olmo2", False)
+    model = build_model(hf_config, init_device="cpu").to(getattr(torch, param_dtype))
+    layout = resolve_layout([1], single_device=True)
+    workload = replace(WORKLOAD, param_dtype=param_dtype)
+    assert state_bytes(shape_of(hf_config), layout, workload) == held_after_a_step(model, "adamw")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("allenai/OLMo-2-1124-7B", layout_of(64)),
+        ("allenai/Olmo-3-1125-32B", layout_of(1024, fsdp_shard_degree=128)),
+        ("allenai/Olmo-3-1125-32B", layout_of(1024, fsdp_num_replicas=1)),
+        ("Qwen/Qwen3-4B", layout_of(24, fsdp_num_replicas=1)),
+        ("meta-llama/Llama-3.1-70B", layout_of(1024, fsdp_shard_degree=64, tensor_parallel_degree=8)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.num_replicas}x{value.shard_degree}",
+)
+def test_parameters_of_large_models(join_as: JoinAs, name: str, layout: ShardLayout) -> None:
+    """On the meta device, where nothing is allocated and no step is taken: the sizes that FSDP2 will pad shards to."""
+    shape = model_shape(name)
+    size = Size(
+        roughly="",
+        hidden=shape.d_model,
+        mlp=shape.d_ff,
+        layers=shape.num_layers,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        vocab_size=shape.vocab_size,
+        window=4096,
+    )
+    hf_config = config_of(shape.family, shape.is_tied, size)
+    hf_config.head_dim = shape.head_dim
+    for rank in (0, layout.world_size - 1):
+        join_as(rank, layout.world_size)
+        model = sharded_model(hf_config, layout, device=torch.device("meta"))
+        padded = [parameter.padded_sharded_param_size.numel() for parameter in fsdp_parameters(model)]
+        own = [parameter.to_local().numel() for parameter in model.parameters()]
+        parameters, gradients, optimizer = state_bytes(shape, layout, WORKLOAD, rank=rank)
+        assert (parameters, gradients) == (4 * sum(padded), 4 * sum(padded)), f"rank {rank}"
+        assert optimizer == 8 * sum(own) + 4 * len(own), f"rank {rank}"
+
+
+def fsdp_parameters(model: torch.nn.Module) -> Iterable[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+@pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
+def test_parameters_are_those_of_the_model(family: str, is_tied: bool) -> None:
+    hf_config = config_of(family, is_tied)
+    model, shape = build_model(hf_config), shape_of(hf_config)
+    assert {parameter.name: parameter.shape for parameter in shape.parameters} == parameter_shapes(model)
+    assert [parameter.name for parameter in shape.parameters] == list(parameter_shapes(model))
+    assert shape.num_params == model.num_params
+    assert shape.num_params == shape.params_of_root + shape.num_layers * shape.params_of_block
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmo3", "qwen3", "llama"])
+def test_windows_are_those_of_the_model(family: str) -> None:
+    hf_config = config_of(family, False, SIZES["tiny"])
+    backends = [block.attention.backend for block in build_model(hf_config).blocks.values()]  # type: ignore[union-attr]
+    real = tuple(None if backend.window_size[0] < 0 else backend.window_size[0] + 1 for backend in backends)
+    assert shape_of(hf_config).windows == real

@@ -1,0 +1,226 @@
+"""Traffic on links and arithmetic, by numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from open_instruct.errors import InputError
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.devices import DEVICES, Device, device_named
+from open_instruct.planning.exchange import exchange_in, ring_bytes, span_of
+from open_instruct.planning.model_shape import ModelShape, model_shape
+from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second, step_time
+from open_instruct.planning.traffic import traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.workload import Workload
+
+# 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all; vocabulary of 10.
+SHAPE = ModelShape(
+    name="hand",
+    family="llama",
+    d_model=4,
+    d_ff=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab_size=10,
+    is_tied=False,
+    qk_norm="none",
+    windows=(None, 2),
+)
+# Two documents of 3 tokens, 4 labels.
+WORK = Workload(
+    algorithm="dpo",
+    tokens_per_microbatch=6,
+    longest_sequence=3,
+    label_tokens_per_microbatch=4,
+    num_microbatches=1,
+)
+# Of 2 products, 4 features: 6 pairs for each document without a window, 5 with one of 2 tokens.
+ATTENTION = (2 * 4 * 2 * (2 * 6), 2 * 4 * 2 * (2 * 5))
+MATRICES = 2 * 160 * 6
+HEAD = 2 * 4 * 10 * 4
+FORWARD = 2 * MATRICES + sum(ATTENTION) + HEAD
+ALONE = resolve_layout([1], single_device=True)
+SLOW = Device(name="slow", memory_gib=1, peak_tflops_bf16=1, in_node_gb_s=100, cross_node_gb_s=10)
+
+
+def test_ring() -> None:
+    assert ring_bytes("all_gather", 800, 8) == 700
+    assert ring_bytes("reduce_scatter", 800, 8) == 700
+    assert ring_bytes("all_to_all", 800, 8) == 700
+    assert ring_bytes("all_reduce", 800, 8) == 1400
+    assert ring_bytes("all_reduce", 800, 1) == 0
+
+
+def test_groups_on_nodes() -> None:
+    """Two nodes of 8, tensor degree 2: (size, whether they cross nodes, fewest ranks on a node)."""
+    within = resolve_layout([8, 8], tensor_parallel_degree=2)
+    assert span_of(within, "tensor") == (2, False, 1)
+    assert span_of(within, "shard") == (4, False, 1)
+    assert span_of(within, "replica") == (2, True, 1)
+    assert span_of(within, "metrics") == (8, True, 4)
+    across = resolve_layout([8, 8], tensor_parallel_degree=2, fsdp_shard_degree=8)
+    assert span_of(across, "shard") == (8, True, 4)
+    # A group of 6 over nodes of 2 and 4.
+    assert span_of(resolve_layout([2, 4], fsdp_shard_degree=6), "shard") == (6, True, 2)
+
+
+def test_a_group_on_two_nodes_uses_the_port_of_each_of_its_gpus() -> None:
+    def speed(layout_flags: dict[str, int], axis: str) -> float:
+        layout = resolve_layout([16, 16], **layout_flags)
+        return gb_per_second(exchange_in(layout, axis, "", "all_gather", 32, 1), SLOW)  # type: ignore[arg-type]
+
+    assert speed({}, "shard") == 100
+    assert speed({}, "replica") == 10
+    assert speed({"tensor_parallel_degree": 4, "fsdp_shard_degree": 8}, "shard") == 40
+    assert speed({"fsdp_shard_degree": 32}, "shard") == 100  # 16 ports are faster than the link to them
+
+
+def test_pairs_of_causal_attention() -> None:
+    assert attended_pairs(3, None) == attended_pairs(3, 3) == attended_pairs(3, 5) == 6
+    assert attended_pairs(3, 2) == 5
+    assert attended_pairs(3, 1) == 3
+    assert attended_pairs(0, None) == attended_pairs(0, 2) == 0
+
+
+def test_arithmetic_of_training() -> None:
+    assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD
+    assert flops_per_step(SHAPE, ALONE, replace(WORK, num_microbatches=4)) == 12 * FORWARD
+
+
+def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = replace(WORK, checkpointing="full")
+    assert flops_per_step(SHAPE, ALONE, full) == 4 * FORWARD - HEAD
+    of_one = replace(WORK, checkpointing="selected_modules", checkpointing_modules=("blocks.1.attention",))
+    assert flops_per_step(SHAPE, ALONE, of_one) == 3 * FORWARD + 2 * 64 * 6 + ATTENTION[1]
+    # Two labels a chunk.
+    monkeypatch.setattr("open_instruct.planning.tensor_traffic.MAX_LOGITS_BYTES", 2 * 4 * 10)
+    assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + HEAD
+
+
+def test_arithmetic_under_tensor_parallelism() -> None:
+    """Half of everything; the head runs at all six positions."""
+    layout = resolve_layout([2], tensor_parallel_degree=2)
+    assert flops_per_step(SHAPE, layout, WORK) == 3 * (FORWARD - HEAD + 2 * 4 * 10 * 6) // 2
+
+
+def test_arithmetic_of_log_probs_that_are_fixed() -> None:
+    """Six updates of two mini-batches: the reference policy and the policy see each mini-batch once."""
+    grpo = replace(WORK, algorithm="grpo", num_updates=6, num_epochs=3, has_reference=True, sync_backend="shm")
+    assert flops_per_step(SHAPE, ALONE, grpo) == (6 * 3 + 2 * 2) * FORWARD
+    assert flops_per_step(SHAPE, ALONE, replace(grpo, num_updates=1, num_epochs=1)) == 4 * FORWARD
+    # DPO has its reference pass before the first step.
+    assert flops_per_step(SHAPE, ALONE, replace(WORK, has_reference=True)) == 3 * FORWARD
+
+
+def test_six_operations_for_each_parameter_and_token() -> None:
+    shape = model_shape("allenai/OLMo-2-1124-7B")
+    work = replace(WORK, tokens_per_microbatch=2048, longest_sequence=2048, label_tokens_per_microbatch=2048)
+    num_matrix_params = shape.num_params - shape.vocab_size * shape.d_model
+    attention = 12 * shape.num_layers * shape.q_width * 2048 * 2048 / 2
+    assert flops_per_step(shape, ALONE, work) == pytest.approx(6 * num_matrix_params * 2048 + attention, rel=1e-3)
+
+
+def test_time_of_a_step_by_hand() -> None:
+    """Blocks have 160 matrix numbers and two norms of 4; shards are float32 when reduced, bfloat16 when gathered."""
+    layout = resolve_layout([2, 2])
+    block, embeddings, root = 168, 40, 44
+    gathered = 2 * (2 * 2 * block + 2 * root + embeddings)
+    reduced = 4 * (2 * block + root + embeddings)
+    num_tensors = 2 * 9 + 3
+    in_node = gathered / 2 + reduced / 2 + 2 * (4 * num_tensors) / 2
+    # Metrics: 8 means, and a maximum of 4 ranks. Of the replicas' ranks one stands on each node, of all four two.
+    metrics = 8 * (2 * 8 + 4)
+    bound = step_time(SHAPE, layout, WORK, SLOW, mfu=0.5)
+    assert bound.compute_s == pytest.approx(3 * FORWARD / 0.5e12)
+    assert bound.in_node_s == pytest.approx(in_node / 100e9)
+    assert bound.cross_node_s == pytest.approx(reduced / 2 / 10e9 + 2 * metrics * 3 / 4 / 20e9)
+    assert bound.waiting_s == 0
+    assert bound.step_s == bound.cross_node_s and bound.bound_by == "traffic across nodes"
+
+
+def test_tensor_exchanges_are_waited_for() -> None:
+    """Of 6 tokens, 4 features: forward and back 2 exchanges for each of 4 sublayers, the embeddings and the head."""
+    layout = resolve_layout([2], tensor_parallel_degree=2)
+    hidden, logits, norms = 6 * 4 * 2, 6 * 10 * 2 // 2, 5 * 4 * 2
+    sent = hidden / 2 * (4 * 4 + 2 + 2) + logits / 2 * 2 + norms + 6 * 4 / 2
+    bound = step_time(SHAPE, layout, WORK, SLOW, mfu=1.0)
+    num_tensors = 2 * 9 + 3
+    assert bound.waiting_s == pytest.approx((sent + 4 * num_tensors) / 100e9)
+    assert bound.step_s == bound.compute_s + bound.waiting_s
+
+
+def test_what_bounds() -> None:
+    def of(compute_s: float, in_node_s: float, cross_node_s: float) -> StepTime:
+        return StepTime(compute_s=compute_s, in_node_s=in_node_s, cross_node_s=cross_node_s, waiting_s=0.0)
+
+    assert of(3, 2, 1).bound_by == "arithmetic"
+    assert of(1, 3, 2).bound_by == "traffic within nodes"
+    assert of(1, 2, 3).bound_by == "traffic across nodes"
+
+
+def test_one_device_exchanges_nothing() -> None:
+    assert traffic_per_step(SHAPE, ALONE, WORK) == ()
+
+
+def test_weights_to_the_engines() -> None:
+    """420 numbers in bfloat16: a bucket holds at most 200 bytes, a larger tensor is one by itself."""
+    layout = resolve_layout([2, 2])
+    sent = replace(
+        WORK, algorithm="grpo", num_engines=2, engine_tensor_degree=2, sync_backend="nccl", sync_bucket_bytes=200
+    )
+    exchanges = traffic_of_weight_sync(SHAPE, layout, sent)
+    assert {exchange.group_size for exchange in exchanges} == {5}
+    assert sum(exchange.wire_bytes for exchange in exchanges) == 2 * SHAPE.num_params
+    assert sum(exchange.num_bytes for exchange in exchanges) == SHAPE.num_params  # two shards
+    # Embeddings and three of attention; the fourth and two of the feed-forward; its third, two norms and the next
+    # layer's three of attention; again the fourth and two; the third, three norms and the head.
+    buckets = sorted((exchange.wire_bytes // exchange.num_calls, exchange.num_calls) for exchange in exchanges)
+    assert buckets == [(160, 2), (168, 1), (176, 2)]
+    assert traffic_of_weight_sync(SHAPE, layout, replace(sent, sync_backend="shm")) == ()
+
+
+def test_every_layout_of_a_thousand_gpus_in_seconds() -> None:
+    """All shard and tensor degrees for 32B; they differ, and none is free."""
+    shape, begin_s = model_shape("allenai/OLMo-2-0325-32B"), time.monotonic()
+    bounds = {
+        step_time(
+            shape,
+            resolve_layout([8] * 128, fsdp_shard_degree=2**shard, tensor_parallel_degree=2**tensor),
+            replace(WORK, tokens_per_microbatch=16384, longest_sequence=4096, num_microbatches=4),
+            DEVICES["h100"],
+            mfu=0.4,
+        )
+        for tensor in range(11)
+        for shard in range(11 - tensor)
+    }
+    assert len(bounds) == 66 and all(bound.step_s > 0 for bound in bounds)
+    assert time.monotonic() - begin_s < 20
+
+
+def test_devices() -> None:
+    assert device_named("H100") == DEVICES["h100"]
+    own = device_named("memory_gib=40")
+    assert own.memory_gib == 40 and own.peak_tflops_bf16 == DEVICES["h100"].peak_tflops_bf16
+    assert all(device.in_node_gb_s > device.cross_node_gb_s for device in DEVICES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h10", "--gpu h10: did you mean h100? Known are a100, h100, h200, b200; of any other, give its memory"),
+        ("tpu", "--gpu tpu: known are a100"),
+        ("memory_gib=many", "'many' is no positive number of GiB"),
+        ("memory_gib=-4", "'-4' is no positive number"),
+        ("memory_gib=inf", "'inf' is no positive number"),
+        ("memory_gib=", "'' is no positive number"),
+    ],
+)
+def test_devices_that_cannot_be(name: str, says: str) -> None:
+    with pytest.raises(InputError, match="--gpu") as error:
+        device_named(name)
+    assert says in str(error.value)
