@@ -261,6 +261,7 @@ class _Block(_Piece):
             )
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
+            self.tape.hold(tensor)
         self.tape.hold(*before)
         query = self.cast(rotated[0], num_tokens * q_width, self.c)
         key = self.cast(rotated[1], num_tokens * kv_width, self.c)
