@@ -261,6 +261,7 @@ class _Block(_Piece):
             )
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
+            self.tape.hold(tensor)
         self.tape.hold(*before)
         query = self.cast(rotated[0], num_tokens * q_width, self.c)
         key = self.cast(rotated[1], num_tokens * kv_width, self.c)
@@ -274,11 +275,9 @@ class _Block(_Piece):
         """
         num_tokens, run = self.sizes.num_tokens, self.tape.run
         logsumexp_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
-        in_one_kernel = self.sizes.on_cuda and self.is_low
-        if in_one_kernel:
+        if self.sizes.on_cuda and self.is_low:
             attended = run(query.num_bytes, query, key, value, saved=[query, key, value], saves_output=True)
-            lse = run(logsumexp_bytes, query, saves_output=True, gradients=())
-            del lse
+            run(logsumexp_bytes, query, saves_output=True, gradients=())
             return attended
         parts = [run(0, tensor, gradients=[_whole(tensor)]) for tensor in (query, key, value)]
         of_longest = query.num_bytes * self.sizes.longest_document // num_tokens

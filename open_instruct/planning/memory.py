@@ -102,10 +102,17 @@ class _Plan:
             OPTIMIZER: self.optimizer if optimizer else 0,
             REFERENCE: self.parameters if has_resident_reference else 0,
             ENGINE: engine,
-            # Sine and cosine of every position, made once for all layers.
-            BUFFERS: 2 * FLOAT32 * self.passes.sizes.num_tokens * self.shape.head_dim,
+            BUFFERS: self._rope_bytes(),
             CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
         }
+
+    def _rope_bytes(self) -> int:
+        """Sine and cosine of every position of a row, float32, on every layer.
+
+        Layers were meant to share them, but in OLMo-core 3.0 each has its own: `RotaryEmbeddingBase` takes a new cache
+        where the one it is given is still empty.
+        """
+        return self.shape.num_layers * 2 * FLOAT32 * self.passes.sizes.num_tokens * self.shape.head_dim
 
     def load(self) -> Moment:
         """`stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet."""
