@@ -107,12 +107,10 @@ class _Plan:
         }
 
     def _rope_bytes(self) -> int:
-        """Sine and cosine of every position of a row, float32, on every layer.
-
-        Layers were meant to share them, but in OLMo-core 3.0 each has its own: `RotaryEmbeddingBase` takes a new cache
-        where the one it is given is still empty.
-        """
-        return self.shape.num_layers * 2 * FLOAT32 * self.passes.sizes.num_tokens * self.shape.head_dim
+        """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
+        one for those that have none."""
+        num_pairs = len({window is None for window in self.shape.windows})
+        return num_pairs * 2 * FLOAT32 * self.passes.sizes.num_tokens * self.shape.head_dim
 
     def load(self) -> Moment:
         """`stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet."""
