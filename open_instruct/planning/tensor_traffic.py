@@ -114,12 +114,21 @@ def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective
 def _context(
     shape: ModelShape, layout: ShardLayout, workload: Workload, *, num_passes: int, trains: bool
 ) -> Iterator[Exchange]:
-    """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.2)."""
+    """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.2).
+
+    At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
+    """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     again = sum(is_recomputed(workload, layer, "attention") for layer in range(shape.num_layers)) if trains else 0
     num_calls = num_passes * (shape.num_layers * (2 if trains else 1) + again)
-    widths = {"queries": shape.q_width, "keys": shape.kv_width, "values": shape.kv_width, "attention": shape.q_width}
+    widths = {
+        "queries, keys and values, tokens for heads": shape.q_width + 2 * shape.kv_width,
+        "attention, heads for tokens": shape.q_width,
+    }
     for what, width in widths.items():
         # Heads are split between tensor ranks already.
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
-        yield exchange_in(layout, "context", f"{what}, tokens for heads", "all_to_all", num_bytes, num_calls)
+        yield exchange_in(layout, "context", what, "all_to_all", num_bytes, num_calls)
+    num_rows = num_passes * (2 if trains and workload.records_entropy else 1)
+    num_bytes = LOSS_BYTES * workload.tokens_per_microbatch
+    yield exchange_in(layout, "context", "losses of a row", "all_gather", num_bytes, num_rows)

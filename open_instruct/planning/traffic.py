@@ -117,7 +117,7 @@ def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
 
 def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
     kind = workload.algorithm
-    num_means = NUM_MEANS[kind] + 1  # with the share of padding
+    num_means = NUM_MEANS[kind] + 2  # with the shares of padding and of what is shared
     if kind == "grpo":
         num_means += int(workload.has_reference) + int(workload.records_entropy)
     num_maxima = NUM_MAXIMA[kind] + 1  # with the peak of memory

@@ -21,6 +21,7 @@ OPERATORS: dict[str, tuple[str, int]] = {
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::alltoall_base_": ("all_to_all", 1),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", OUTPUT),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
     "_c10d_functional::all_reduce": ("all_reduce", 0),

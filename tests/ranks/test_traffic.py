@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 HSDP = {"fsdp_shard_degree": 2}
+CONTEXT = {"context_parallel_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
 FULL = {"activation_checkpointing": "full"}
 ATTENTION = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.attention"}
@@ -72,6 +74,15 @@ CASES: dict[str, Case] = {
     )
 } | {
     "checkpointing": Case(model="tied", num_ranks=4, flags=HSDP | FULL),
+    "context 2": Case(model="plain", num_ranks=2, flags=CONTEXT),
+    "context 2, attention again": Case(model="untied", num_ranks=2, flags=CONTEXT | ATTENTION),
+    "fsdp 2 x context 2, checkpointing": Case(model="tied", num_ranks=4, flags=CONTEXT | FULL),
+    "grpo replicas 2 x context 2": Case(
+        model="plain",
+        num_ranks=4,
+        algorithm="grpo",
+        flags=CONTEXT | {"fsdp_shard_degree": 1, "beta": 0.05, "record_entropy": True},
+    ),
     "muon": Case(model="untied", num_ranks=4, flags={"fsdp_shard_degree": 4, "optimizer": "muon"}),
     "tensor 2 without query-key norms": Case(model="plain", num_ranks=2, flags=TENSOR),
     "attention again, logits in chunks": Case(model="tied", num_ranks=2, flags=TENSOR | ATTENTION, logits_per_chunk=10),
@@ -149,12 +160,13 @@ class Counted:
         cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks}
         jobs = []
         for name, case in cases.items():
-            (self.folder / name).mkdir()
+            (self.folder / name).mkdir(exist_ok=True)
             job = {"flags": self.words(name), "num_tokens": NUM_TOKENS}
             if case.algorithm == "dpo":
                 job |= {"num_microbatches": case.num_microbatches, "logits_per_chunk": case.logits_per_chunk}
             else:
-                num_data_ranks = num_ranks // case.flags.get("tensor_parallel_degree", 1)
+                degrees = (case.flags.get(f"{name}_parallel_degree", 1) for name in ("tensor", "context"))
+                num_data_ranks = num_ranks // prod(degrees)
                 num_mini_batches = case.flags.get("num_mini_batches", 1)
                 job["num_completions"] = case.num_microbatches * num_data_ranks * num_mini_batches
                 job["sync_bucket_bytes"] = SYNC_BUCKET_BYTES
