@@ -1,7 +1,7 @@
 """What it saves to compute a shared prompt once: forward and backward of the same rows padded, packed, and shared.
 
     python benchmarks/prefix_sharing.py [--rows PAIRS.jsonl] [--prompts PROMPTS.jsonl]
-    python benchmarks/prefix_sharing.py --device cuda --size olmo2-1b --scale 8
+    python benchmarks/prefix_sharing.py --device cuda --size olmo2-1b --scale 4
 
 Made-up pairs whose prompt is as long as a reply (goal: 1.3 times the tokens of rows a second of packing), made-up
 groups of 8 completions whose prompt is 4 times as long (goal: 0.7 of what the tokens that are left allow,
@@ -122,7 +122,7 @@ def compare(model: Transformer, rows: Rows, *, num_rounds: int, device: torch.de
 
 def made_up_pairs(scale: int, *, with_prompt: bool) -> Rows:
     """Prompt and replies of equal length; without a common prompt, each conversation has its own."""
-    rng, length = random.Random(0), 96 * scale
+    rng, length = random.Random(0), 192 * scale
     documents: list[Document] = []
     for _ in range(4):
         prompt = tokens(length, rng)
@@ -137,7 +137,7 @@ def made_up_pairs(scale: int, *, with_prompt: bool) -> Rows:
 
 def made_up_groups(scale: int) -> Rows:
     """Groups of 8 completions; the prompt is 4 times as long as each."""
-    rng, length = random.Random(0), 48 * scale
+    rng, length = random.Random(0), 96 * scale
     documents: list[Document] = []
     for _ in range(1):
         prompt = tokens(4 * length, rng)
@@ -168,12 +168,12 @@ def real_pairs(file: Path, checkpoint: Path, folder: Path) -> Rows:
 
 
 def real_groups(file: Path, checkpoint: Path) -> Rows:
-    """Two problems behind 8 solved ones, each with 8 solutions of other problems for their lengths."""
-    problems = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[: NUM_SHOTS + 2 + GROUP]]
+    """A problem behind 8 solved ones, with 8 solutions of other problems for their lengths."""
+    problems = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[: NUM_SHOTS + 1 + GROUP]]
     encode = load_tokenizer(str(checkpoint)).encode
     shots = "\n\n".join(f"{p['messages'][0]['content']}\n{p['solution']}" for p in problems[:NUM_SHOTS])
     documents, groups = [], []
-    for problem in problems[NUM_SHOTS : NUM_SHOTS + 2]:
+    for problem in problems[NUM_SHOTS : NUM_SHOTS + 1]:
         prompt = tuple(encode(f"{shots}\n\n{problem['messages'][0]['content']}\n"))
         groups.append(tuple(range(len(documents), len(documents) + GROUP)))
         documents += [document(prompt, tuple(encode(p["solution"]))) for p in problems[-GROUP:]]

@@ -36,6 +36,9 @@ class PlanSection:
     )
     gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other", "h100")
     mfu: float = flag("share of the GPU's peak that the arithmetic is taken to reach", 0.4)
+    shared_prompt_tokens: int = flag(
+        "count prompts of so many tokens as computed once for a pair or group, as --prefix_sharing does", 0
+    )
     in_node_gb_s: float | None = flag("GB/s that a GPU sends within its node; default: the GPU's", None)
     cross_node_gb_s: float | None = flag("GB/s that a GPU sends to other nodes; default: the GPU's", None)
     json: bool = flag("print the whole plan as JSON", False)

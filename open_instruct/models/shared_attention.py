@@ -3,8 +3,9 @@
 Legend: T tokens of the row, N tiles taken together, Q query and K key tokens of a tile, H query heads, G key-value
 heads, D features of a head.
 
-On a CPU the work is cut into *tiles*, ranges of queries against ranges of keys, none of which repeats a key: each
-segment against itself, and all branches of a root at once against the root. Where two tiles have the same queries their
+On a CPU the work is cut into *tiles*, ranges of queries against ranges of keys, none of which repeats a key. A root and
+its first branch lie as an ordinary document does, and are computed as one; every other branch against itself, and all
+of them at once against the root. Where two tiles have the same queries their
 results are put together by their log-sums of exponentials, as flash attention does with the blocks of a row (Dao et
 al. 2022, arXiv:2205.14135, section 3.1), and so are their gradients (Dao 2023, arXiv:2307.08691, section 3.1.2): the
 backward pass of a tile is given the output and the log-sum over all keys of its queries.
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from open_instruct.models.segments import Segments, segments_of
+from open_instruct.models.segments import Segment, Segments, segments_of
 
 MAX_CACHED_TILINGS = 4
 
@@ -187,7 +188,8 @@ def tile_batches(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left
     The same for all layers with one window, and for the backward pass.
     """
     shapes: dict[tuple[bool, int, int, int | None], list[Tile]] = {}
-    for is_first, tiles in ((True, own_tiles(lengths, left)), (False, prefix_tiles(lengths, prefix_lengths, left))):
+    documents = joined(lengths, prefix_lengths)
+    for is_first, tiles in ((True, own_tiles(documents, left)), (False, prefix_tiles(lengths, prefix_lengths, left))):
         for tile in tiles:
             shapes.setdefault((is_first, tile.num_queries, tile.num_keys, tile.distance), []).append(tile)
     batches = []
@@ -209,9 +211,31 @@ def tile_batches(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left
     return tuple(batches)
 
 
+def joined(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Lengths where each root and its first branch are one document.
+
+    Example: lengths (4, 2, 3, 3) and prefix lengths (0, 4, 4, 0) give (6, 3, 3).
+    """
+    documents: list[int] = []
+    for segment in segments_of(lengths, prefix_lengths):
+        if is_first_branch(segment):
+            documents[-1] += segment.length
+        else:
+            documents.append(segment.length)
+    return tuple(documents)
+
+
+def is_first_branch(segment: Segment) -> bool:
+    """Whether its prefix lies just before it."""
+    return segment.prefix_length > 0 and segment.prefix_start + segment.prefix_length == segment.start
+
+
 def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
-    """Each segment against itself. One that is longer than a window of W = left + 1 is cut into blocks of W queries,
-    each against its own W keys and the W before."""
+    """Each document (or branch) against itself.
+
+    One that is longer than a window of W = left + 1 is cut into blocks of W queries, each against its own W keys and
+    the W before.
+    """
     start = 0
     for length in lengths:
         block = length if left < 0 else left + 1
@@ -223,8 +247,8 @@ def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
 
 
 def prefix_tiles(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
-    """Branches against their roots: all branches of a root in one tile, unless a window hides some of it."""
-    segments = tuple(segments_of(lengths, prefix_lengths))
+    """Branches but the first against their roots: all of a root in one tile, unless a window hides some of it."""
+    segments = tuple(segment for segment in segments_of(lengths, prefix_lengths) if not is_first_branch(segment))
     index = 0
     while index < len(segments):
         start, length, prefix_start, prefix_length = segments[index]

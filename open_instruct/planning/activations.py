@@ -45,6 +45,7 @@ class Pass:
     recomputed_modules: tuple[str, ...]
     temperature: float = 1.0
     records_entropy: bool = False
+    num_gathered_keys: int | None = None
 
 
 def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
@@ -65,7 +66,17 @@ def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
         recomputed_modules=recomputed[workload.checkpointing],
         temperature=workload.temperature,
         records_entropy=workload.records_entropy,
+        num_gathered_keys=_gathered_keys(layout, workload),
     )
+
+
+def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
+    """Keys of a row with those of a shared prefix once for each document that sees them; None where none is shared."""
+    if not workload.shared_prefix_tokens:
+        return None
+    per_group = workload.tokens_per_group + workload.documents_per_group * workload.shared_prefix_tokens
+    num_keys = workload.tokens_per_microbatch * per_group // workload.tokens_per_group
+    return -(-num_keys // layout.context_parallel_degree)
 
 
 @lru_cache(maxsize=256)
@@ -276,6 +287,11 @@ class _Block(_Piece):
         num_tokens, run = self.sizes.num_tokens, self.tape.run
         logsumexp_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
         if self.sizes.on_cuda and self.is_low:
+            if (num_keys := self.sizes.num_gathered_keys) is not None:
+                key, value = (
+                    run(tensor.num_bytes * num_keys // num_tokens, tensor, gradients=[_whole(tensor)])
+                    for tensor in (key, value)
+                )
             attended = run(query.num_bytes, query, key, value, saved=[query, key, value], saves_output=True)
             run(logsumexp_bytes, query, saves_output=True, gradients=())
             return attended

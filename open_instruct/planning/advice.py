@@ -177,9 +177,10 @@ def _layouts(setting: Setting) -> list[_Option]:
             values = {"fsdp_shard_degree": shard, "fsdp_num_replicas": now.data_parallel_world_size // shard}
             straddles = setting.with_flags(values).layout.straddles_nodes
             options.append(_Option(kind=3 if straddles else 0, strength=shard, values=values))
-    for tensor in tensor_degrees(setting.shape):
-        if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % tensor == 0:
-            world = now.world_size // tensor
+    context = now.context_parallel_degree
+    for tensor in tensor_degrees(setting.shape, context):
+        if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % (tensor * context) == 0:
+            world = now.world_size // (tensor * context)
             for shard in divisors(world):
                 if shard * tensor >= now.shard_degree * now.tensor_parallel_degree:
                     values = {

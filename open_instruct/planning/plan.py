@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
@@ -43,6 +44,7 @@ class Setting:
     device: Device
     mfu: float = 0.4
     on_cuda: bool = True
+    shared_prompt_tokens: int = 0
 
     @property
     def layout(self) -> ShardLayout:
@@ -56,7 +58,13 @@ class Setting:
     def workload(self, layout: ShardLayout) -> Workload:
         """What one rank does in a step."""
         memory_bytes = round(self.device.memory_gib * GIB)
-        workload = workload_of(self.config, self.shape, layout, device_memory_bytes=memory_bytes)
+        workload = workload_of(
+            self.config,
+            self.shape,
+            layout,
+            device_memory_bytes=memory_bytes,
+            shared_prompt_tokens=self.shared_prompt_tokens,
+        )
         return workload if self.on_cuda else replace(workload, on_cuda=False, compiles=False)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
@@ -131,7 +139,7 @@ class Plan:
         if isinstance(config, GRPOConfig):
             return config.num_completions_per_step * config.data.max_seq_length
         workload = self.workload
-        return workload.tokens_per_microbatch * workload.num_microbatches * self.layout.data_parallel_world_size
+        return workload.row_tokens_per_microbatch * workload.num_microbatches * self.layout.data_parallel_world_size
 
     @property
     def tokens_per_second(self) -> float:
@@ -146,7 +154,7 @@ def plan_of(setting: Setting) -> Plan:
         InputError: the layout cannot be, or the model cannot be split so.
     """
     layout = setting.layout
-    _check_tensor_degree(setting.shape, layout.tensor_parallel_degree)
+    _check_heads(setting.shape, layout)
     workload = setting.workload(layout)
     return Plan(
         setting=setting,
@@ -167,14 +175,21 @@ def validate(config: RunConfig) -> list[str]:
     return validate_dpo(config) if isinstance(config, DPOConfig) else validate_sft(config)
 
 
-def tensor_degrees(shape: ModelShape) -> tuple[int, ...]:
-    """The tensor degrees that leave every rank whole heads."""
-    return tuple(degree for degree in divisors(shape.num_kv_heads) if shape.num_heads % degree == 0)
+def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
+    """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
+    num_shares = gcd(shape.num_heads, shape.num_kv_heads)
+    return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
 
 
-def _check_tensor_degree(shape: ModelShape, degree: int) -> None:
-    if degree not in tensor_degrees(shape):
+def _check_heads(shape: ModelShape, layout: ShardLayout) -> None:
+    heads = f"the {shape.num_heads} query heads and {shape.num_kv_heads} key-value heads of {shape.name}"
+    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
+    if context == 1 and tensor not in tensor_degrees(shape):
         raise InputError(
-            f"--tensor_parallel_degree {degree} does not divide the {shape.num_heads} query heads and "
-            f"{shape.num_kv_heads} key-value heads of {shape.name}; use {one_of(tensor_degrees(shape))}"
+            f"--tensor_parallel_degree {tensor} does not divide {heads}; use {one_of(tensor_degrees(shape))}"
+        )
+    if tensor not in tensor_degrees(shape, context):
+        raise InputError(
+            f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not "
+            f"divide {heads}; their product can be {one_of(tensor_degrees(shape))}"
         )

@@ -31,10 +31,11 @@ def _order(plan: Plan) -> tuple[bool, float, bool, float]:
 
 def _candidates(setting: Setting) -> Iterator[Setting]:
     world_size = sum(setting.gpus_per_node)
-    for tensor in tensor_degrees(setting.shape):
-        if world_size % tensor:
+    context = setting.config.parallel.context_parallel_degree
+    for tensor in tensor_degrees(setting.shape, context):
+        if world_size % (tensor * context):
             continue
-        data_parallel = world_size // tensor
+        data_parallel = world_size // (tensor * context)
         for shard in divisors(data_parallel):
             yield setting.with_flags(
                 {

@@ -10,6 +10,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import nearest, parse
 from open_instruct.config.plan import ASSUMED, PLAN_CONFIGS, GRPOPlanConfig, PlanConfig, PlanSection
+from open_instruct.config.sft import SFTConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
 from open_instruct.planning.devices import Device, device_named
@@ -48,12 +49,14 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         raise InputError(
             f"--mfu {spelled(asked.mfu)}: must be above 0 and at most 1; large dense models reach 0.3 to 0.5"
         )
+    _check_shared_prompt(config)
     setting = Setting(
         config=config,
         shape=model_shape(config.model.model_name_or_path),
         gpus_per_node=nodes,
         device=_device(asked),
         mfu=asked.mfu,
+        shared_prompt_tokens=asked.shared_prompt_tokens,
     )
     return PlanRequest(
         algorithm=algorithm,
@@ -117,6 +120,24 @@ def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> No
             f"{config.fleet.vllm_num_engines} x --vllm_tensor_parallel_size {config.fleet.vllm_tensor_parallel_size} = "
             f"{num_for_engines}; ask for fewer, or give more GPUs"
         )
+
+
+def _check_shared_prompt(config: PlanConfig) -> None:
+    """It must leave room for a reply, in a run that shares prompts."""
+    given = f"--shared_prompt_tokens {config.plan.shared_prompt_tokens}"
+    if config.plan.shared_prompt_tokens == 0:
+        return
+    if isinstance(config, SFTConfig):
+        raise InputError(f"{given}: supervised rows share nothing; leave it out")
+    sharing, flag, longest = (
+        (config.loss.prefix_sharing, "--max_prompt_token_length", config.data.max_prompt_token_length)
+        if isinstance(config, GRPOConfig)
+        else (config.data.prefix_sharing, "--max_seq_length less a token of reply", config.data.max_seq_length - 1)
+    )
+    if sharing == "off":
+        raise InputError(f"{given}: with --prefix_sharing off nothing is shared; leave one of them out")
+    if not 1 <= config.plan.shared_prompt_tokens <= longest:
+        raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
 
 
 def _device(asked: PlanSection) -> Device:

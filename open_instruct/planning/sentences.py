@@ -66,6 +66,12 @@ def work_lines(plan: Plan) -> Iterator[str]:
         + f" of {workload.tokens_per_microbatch:,} tokens on each data-parallel rank, "
         f"{plan.tokens_per_step:,} tokens in all, sequences up to {workload.longest_sequence:,}"
     )
+    if workload.shared_prefix_tokens:
+        yield (
+            f"prompts of {workload.shared_prefix_tokens + 1:,} tokens are computed once for "
+            f"{workload.documents_per_group} replies: {workload.tokens_per_microbatch:,} tokens in a row stand for "
+            f"{workload.row_tokens_per_microbatch:,}"
+        )
     checkpointing = {
         "none": "every activation is kept",
         "full": "whole blocks are recomputed",

@@ -121,16 +121,27 @@ def _block_flops(shape: ModelShape, workload: Workload) -> list[dict[str, int]]:
         )
         for module in ("attention", "feed_forward")
     }
-    num_tokens, longest = workload.tokens_per_microbatch, workload.longest_sequence
-    num_whole, rest = divmod(num_tokens, longest)
+    num_tokens = workload.tokens_per_microbatch
     layers = []
     for window in shape.windows:
-        pairs = num_whole * attended_pairs(longest, window) + attended_pairs(rest, window)
+        pairs = _pairs_of_microbatch(workload, window)
         flops = {module: 2 * size * num_tokens for module, size in matrices.items()}
         # A product of queries with keys, and one of what comes of it with values.
         flops["attention"] += 2 * 2 * shape.q_width * pairs
         layers.append(flops)
     return layers
+
+
+def _pairs_of_microbatch(workload: Workload, window: int | None) -> int:
+    """Pairs of queries and keys in a full row: of whole groups, and of documents in what they leave."""
+    longest, prefix = workload.longest_sequence, workload.shared_prefix_tokens
+    num_groups, rest = divmod(workload.tokens_per_microbatch, workload.tokens_per_group)
+    num_whole, rest = divmod(rest, longest)
+    of_document = attended_pairs(longest, window)
+    # A shared prefix attends to itself once for its group.
+    of_group = workload.documents_per_group * of_document
+    of_group -= (workload.documents_per_group - 1) * attended_pairs(prefix, window)
+    return num_groups * of_group + num_whole * of_document + attended_pairs(rest, window)
 
 
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:

@@ -27,6 +27,9 @@ class Workload:
     training for DPO, a model that stays on the GPUs for GRPO. Of the engines, `kv_cache_bytes` is what lies on the
     learner's own device: 0 unless they share one.
 
+    `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
+    counts what lies in the row.
+
     Example: DPO with 1 pair of 2 x 2048 tokens a microbatch, 4 microbatches a step::
 
         Workload(algorithm="dpo", tokens_per_microbatch=4096, longest_sequence=2048,
@@ -50,6 +53,8 @@ class Workload:
     on_cuda: bool = True
     has_reference: bool = False
     reference_pass_tokens: int = 0
+    shared_prefix_tokens: int = 0
+    documents_per_group: int = 1
     temperature: float = 1.0
     records_entropy: bool = False
     export_bytes_per_param: int = 2
@@ -72,6 +77,18 @@ class Workload:
         return num_models * self.num_microbatches * (self.num_updates // self.num_epochs)
 
     @property
+    def tokens_per_group(self) -> int:
+        """What the documents of a group take in a row, each of the greatest length."""
+        own = self.longest_sequence - self.shared_prefix_tokens
+        return self.shared_prefix_tokens + self.documents_per_group * own
+
+    @property
+    def row_tokens_per_microbatch(self) -> int:
+        """Tokens of the documents of a microbatch, each counted with its prompt."""
+        whole = self.documents_per_group * self.longest_sequence
+        return self.tokens_per_microbatch * whole // self.tokens_per_group
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a number in the dtype that is computed in."""
         return BYTES_OF_DTYPE[self.param_dtype]
@@ -84,6 +101,7 @@ def workload_of(
     *,
     device_memory_bytes: int | None = None,
     label_share: float = 1.0,
+    shared_prompt_tokens: int = 0,
 ) -> Workload:
     """The workload of a run, from its own flags.
 
@@ -92,12 +110,15 @@ def workload_of(
         layout: of the learners.
         device_memory_bytes: of one GPU; an engine that shares the learner's takes a part of it.
         label_share: of the tokens, those that have a label. Only the data can tell; 1 is the most there can be.
+        shared_prompt_tokens: tokens of the prompt that the replies of a pair, or the completions of a group, share.
     """
     if isinstance(config, GRPOConfig):
-        return _grpo(config, shape, layout, device_memory_bytes, label_share)
+        return _grpo(config, shape, layout, device_memory_bytes, label_share, shared_prompt_tokens)
     is_dpo = isinstance(config, DPOConfig)
     num_documents = config.optim.per_device_train_batch_size * (2 if is_dpo else 1)
-    num_tokens = num_documents * config.data.max_seq_length
+    # A prompt's last token is computed for each reply.
+    prefix_tokens = max(shared_prompt_tokens - 1, 0)
+    num_tokens = num_documents * config.data.max_seq_length - num_documents // 2 * prefix_tokens
     has_reference = isinstance(config, DPOConfig) and config.loss.loss_type not in REFERENCE_FREE_LOSSES
     checkpointing, modules, budget = _checkpointing(config.memory)
     return Workload(
@@ -105,6 +126,8 @@ def workload_of(
         tokens_per_microbatch=num_tokens,
         longest_sequence=config.data.max_seq_length,
         label_tokens_per_microbatch=round(num_tokens * label_share),
+        shared_prefix_tokens=prefix_tokens,
+        documents_per_group=2 if is_dpo else 1,
         num_microbatches=config.optim.gradient_accumulation_steps,
         packing=config.data.packing,
         param_dtype=config.model.param_dtype,
@@ -120,12 +143,18 @@ def workload_of(
 
 
 def _grpo(
-    config: GRPOConfig, shape: ModelShape, layout: ShardLayout, device_memory_bytes: int | None, label_share: float
+    config: GRPOConfig,
+    shape: ModelShape,
+    layout: ShardLayout,
+    device_memory_bytes: int | None,
+    label_share: float,
+    shared_prompt_tokens: int,
 ) -> Workload:
     num_tokens, longest = config.max_tokens_per_microbatch, config.data.max_seq_length
     # Sequences of full length, as many as fit; short ones leave fewer microbatches.
     num_completions = -(-config.num_completions_per_step // config.loss.num_mini_batches)
     num_completions_of_rank = -(-num_completions // layout.data_parallel_world_size)
+    prefix_tokens = max(shared_prompt_tokens - 1, 0)
     checkpointing, modules, budget = _checkpointing(config.memory)
     fleet, has_reference = config.fleet, config.loss.beta > 0
     needs_old_logprobs = config.loss.num_mini_batches * config.loss.num_epochs > 1
@@ -139,7 +168,9 @@ def _grpo(
         tokens_per_microbatch=num_tokens,
         longest_sequence=longest,
         label_tokens_per_microbatch=round(num_tokens * label_share),
-        num_microbatches=-(-num_completions_of_rank // max(1, num_tokens // longest)),
+        shared_prefix_tokens=prefix_tokens,
+        documents_per_group=config.rollout.num_samples_per_prompt_rollout,
+        num_microbatches=-(-num_completions_of_rank // _completions_that_fit(config, num_tokens, prefix_tokens)),
         num_updates=config.loss.num_mini_batches * config.loss.num_epochs,
         num_epochs=config.loss.num_epochs,
         param_dtype=config.model.param_dtype,
@@ -162,6 +193,14 @@ def _grpo(
         if layout.single_device
         else 0,
     )
+
+
+def _completions_that_fit(config: GRPOConfig, num_tokens: int, prefix_tokens: int) -> int:
+    """Completions of full length in a microbatch: whole groups, and one that is cut."""
+    longest, group = config.data.max_seq_length, config.rollout.num_samples_per_prompt_rollout
+    own_tokens = longest - prefix_tokens
+    num_groups, rest = divmod(num_tokens, prefix_tokens + group * own_tokens)
+    return max(1, num_groups * group + max(0, rest - prefix_tokens) // own_tokens)
 
 
 def _checkpointing(memory: MemorySection) -> tuple[Checkpointing, tuple[str, ...], float]:

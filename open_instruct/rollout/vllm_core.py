@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 WEIGHT_RECEIVER = "open_instruct.rollout.weight_receiver.WeightReceiver"
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
 CPU_KV_CACHE_BYTES = 256 << 20
+CPU_TOKENS_OF_A_STEP = 4096
 
 
 def engine_environment(on_cuda: bool) -> dict[str, str]:
@@ -72,6 +73,10 @@ class VLLMCore:
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_bytes,
             enable_prefix_caching=settings.enable_prefix_caching,
+            # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
+            # request's generator, which a CPU's cannot.
+            enable_chunked_prefill=None if on_cuda else False,
+            max_num_batched_tokens=None if on_cuda else max(CPU_TOKENS_OF_A_STEP, settings.max_model_len),
             enforce_eager=settings.enforce_eager or not on_cuda,
             # A step that is on its way while weights change would make tokens of neither version.
             async_scheduling=False,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.records import Completion
+from open_instruct.rollout import vllm_core
 from open_instruct.rollout.engine import Engine
 from open_instruct.rollout.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.rollout.vllm_core import VLLMCore, engine_environment
@@ -108,6 +109,8 @@ def with_stop_strings(engine: Engine, whole: list[Completion]) -> list[dict[str,
 
 def main(model_folder: str, other_folder: str, out: Path) -> None:
     os.environ.update(engine_environment(on_cuda=False))
+    # All prompts together are more than one step takes, as with long prompts in a run.
+    vllm_core.CPU_TOKENS_OF_A_STEP = MAX_MODEL_LEN
     began_s = time.monotonic()
     settings = EngineSettings(
         model_folder=model_folder,

@@ -136,6 +136,10 @@ TINY = {
             ["dpo", *OLMO_32B, *TWO_NODES, "--tensor_parallel_degree", "16"],
             "40 query heads and 8 key-value heads of allenai/OLMo-2-0325-32B; use 1, 2, 4 or 8",
         ),
+        (
+            ["dpo", *OLMO_32B, *TWO_NODES, "--tensor_parallel_degree", "4", "--context_parallel_degree", "4"],
+            "= 16 does not divide the 40 query heads and 8 key-value heads of allenai/OLMo-2-0325-32B; their product",
+        ),
         ([*DPO_7B, "--max_seq_length", "-5"], "--max_seq_length -5: must be at least 2"),
         ([*DPO_7B, "--per_device_train_batch_size", "0"], "must be at least 1"),
         (["dpo", "--model_name_or_path", "allenai/OLMo-2-9B", *TWO_NODES], "give a folder, a config.json, or a name"),
@@ -144,6 +148,14 @@ TINY = {
         ([*DPO_7B, "--mfu", "0"], "--mfu 0.0: must be above 0"),
         ([*DPO_7B, "--mfu", "1.5"], "--mfu 1.5: must be above 0 and at most 1"),
         ([*DPO_7B, "--in_node_gb_s", "-450"], "--in_node_gb_s -450.0: must be above 0"),
+        ([*DPO_7B, "--shared_prompt_tokens", "-1"], "must be at least 1 and at most 2047"),
+        ([*DPO_7B, "--shared_prompt_tokens", "2048"], "must be at least 1 and at most 2047"),
+        (
+            [*DPO_7B, "--shared_prompt_tokens", "9", "--prefix_sharing", "off"],
+            "nothing is shared; leave one of them out",
+        ),
+        (["sft", *DPO_7B[1:], "--shared_prompt_tokens", "9"], "supervised rows share nothing"),
+        (["grpo", *DPO_7B[1:], "--shared_prompt_tokens", "257"], "at most 256 (--max_prompt_token_length)"),
         ([*DPO_7B, "--htlm", "x.html"], "--htlm is not a flag; did you mean --html?"),
         ([*DPO_7B, "--html", "gone/plan.html"], "--html gone/plan.html: is a folder, or lies in none"),
         ([*DPO_7B, "--html", "."], "--html .: is a folder"),
@@ -190,6 +202,26 @@ class TestPlan:
         assert plan_of(changed).phases == plan_of(asked).phases
         with pytest.raises(InputError, match="per_device_train_batch_size 0"):
             setting.with_flags({"per_device_train_batch_size": 0})
+
+
+class TestSharedPrompts:
+    def test_a_pair(self) -> None:
+        """8 pairs of 2 x 2048 tokens, prompts of 1025: a prompt's last token is computed for each reply."""
+        whole, shared = planned(*DPO_7B), planned(*DPO_7B, "--shared_prompt_tokens", "1025")
+        assert whole.workload.tokens_per_microbatch == shared.workload.row_tokens_per_microbatch == 8 * 4096
+        assert shared.workload.tokens_per_microbatch == 8 * (1024 + 2 * 1024)
+        assert shared.tokens_per_step == whole.tokens_per_step
+        assert shared.time.compute_s < 0.8 * whole.time.compute_s
+        assert shared.peak.total_bytes < 0.85 * whole.peak.total_bytes
+        assert "24,576 tokens in a row stand for 32,768" in " ".join(page(shared).split())
+
+    def test_a_group_needs_fewer_microbatches(self) -> None:
+        """16 prompts x 4 completions on 2 learners: 32 of 512 tokens each, 8 to a row of 4096, shared 12."""
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "2"]
+        assert planned(*grpo).workload.num_microbatches == 4
+        shared = planned(*grpo, "--shared_prompt_tokens", "256").workload
+        assert shared.tokens_per_group == 255 + 4 * 257 == 1283
+        assert shared.num_microbatches == 3
 
 
 class TestAdvice:
@@ -330,6 +362,11 @@ class TestRanking:
     def test_one_device_has_no_layouts(self) -> None:
         single = ["--gpus_per_node", "1", "--single_gpu_mode"]
         assert ranked_layouts(requested("dpo", *OLMO_7B, *single).setting) == ()
+
+    def test_rows_that_are_split_stay_split(self) -> None:
+        ranked = ranked_layouts(requested(*DPO_7B, "--context_parallel_degree", "2").setting)
+        assert {plan.layout.context_parallel_degree for plan in ranked} == {2}
+        assert {plan.layout.tensor_parallel_degree for plan in ranked} == {1, 2, 4, 8}
 
 
 class TestPage:

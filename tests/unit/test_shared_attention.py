@@ -92,7 +92,7 @@ def test_branches_of_one_root_are_one_tile() -> None:
     """However many responses there are, a prompt is one call, and so is each length of response."""
     of = segments([(50, (7, 9) * 8)])
     prefix = [batch for batch in tile_batches(of.lengths, of.prefix_lengths, -1) if not batch.is_first]
-    assert [(batch.num_tiles, len(batch.query_index), len(batch.key_index)) for batch in prefix] == [(1, 128, 50)]
+    assert [(batch.num_tiles, len(batch.query_index), len(batch.key_index)) for batch in prefix] == [(1, 121, 50)]
     assert len(tile_batches(of.lengths, of.prefix_lengths, -1)) == 4
 
 

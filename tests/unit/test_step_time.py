@@ -102,6 +102,14 @@ def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + HEAD
 
 
+def test_arithmetic_of_a_shared_prompt() -> None:
+    """Two documents of 3 tokens that share the first lie in 5; that one attends to itself once."""
+    shared = replace(WORK, tokens_per_microbatch=5, shared_prefix_tokens=1, documents_per_group=2)
+    attention = sum(2 * 4 * 2 * (pairs - 1) for pairs in (12, 10))
+    assert flops_per_step(SHAPE, ALONE, shared) == 3 * (2 * 2 * 160 * 5 + attention + HEAD)
+    assert shared.row_tokens_per_microbatch == 6
+
+
 def test_arithmetic_under_tensor_parallelism() -> None:
     """Half of everything; the head runs at all six positions."""
     layout = resolve_layout([2], tensor_parallel_degree=2)
