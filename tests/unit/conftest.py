@@ -1,4 +1,4 @@
-"""A world of many ranks in one process."""
+"""One thread for small models, and a world of many ranks in one process."""
 
 from __future__ import annotations
 
@@ -33,3 +33,14 @@ def join_as() -> Iterator[JoinAs]:
     assert not dist.is_initialized()
     yield join
     leave()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small run faster on one thread than on several that wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

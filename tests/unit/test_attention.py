@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_core.nn.attention.backend import AttentionBackendName
@@ -24,11 +21,18 @@ from open_instruct.models.attention import (
 )
 from open_instruct.models.build import build_model
 from open_instruct.models.family import transformer_config
+from tests.unit.small_models import (
+    CPU,
+    FAMILIES,
+    VOCAB_SIZE,
+    WINDOW,
+    hf_config,
+    random_model,
+    with_random_weights,
+)
 
-CPU = torch.device("cpu")
-VOCAB_SIZE = 89
-WINDOW = 7
-FAMILIES = ("olmo2", "olmo3", "qwen3", "llama")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = {
     "mixed": (5, 23, 1, 12, 23, 8),
     "of length 1": (1, 1, 1),
@@ -36,47 +40,6 @@ LENGTHS = {
     "one": (40,),
     "just over the window": (WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small run faster on one thread than on several that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def hf_config(family: str) -> transformers.PretrainedConfig:
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-    }
-    if family == "olmo3":
-        return transformers.Olmo3Config(sliding_window=WINDOW, **fields)
-    if family == "olmo2":
-        return transformers.Olmo2Config(**fields)
-    return transformers.Qwen3Config(head_dim=24, **fields) if family == "qwen3" else transformers.LlamaConfig(**fields)
-
-
-def with_random_weights(model: Transformer) -> Transformer:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
-    return model
-
-
-@cache
-def random_model(family: str) -> Transformer:
-    model = build_model(hf_config(family))
-    model.init_weights(device=CPU, max_seq_len=64)
-    return with_random_weights(model)
 
 
 def random_ids(num_rows: int, row_len: int, seed: int = 1) -> torch.Tensor:

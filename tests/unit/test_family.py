@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from open_instruct.errors import InputError
 from open_instruct.models.build import build_model, find_unloaded
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf_config import load_hf_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 CONFIG_CLASSES = {
@@ -41,15 +42,6 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 # Small theta, long context: transformers and OLMo-core's own YaRN cut the ramp at different dimensions.
 YARN_LONG = YARN | {"rope_theta": 100.0, "original_max_position_embeddings": 4096}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small run faster on one thread than on several that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def hf_config(family: str, **fields: Any) -> transformers.PretrainedConfig:

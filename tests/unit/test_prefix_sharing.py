@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpointingMode
 
 from open_instruct.config.sections import PrefixSharing
-from open_instruct.models.build import build_model
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.preference_pairs import num_packed_tokens, preference_batch
 from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
 from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, PreferenceExample, RolloutSample, Span
 from open_instruct.training.forward import sequence_logprobs, token_logprobs
+from tests.unit.small_models import CPU, FAMILIES, VOCAB_SIZE, WINDOW, new_model, random_model
 
-CPU = torch.device("cpu")
-VOCAB_SIZE = 89
-WINDOW = 7
-FAMILIES = ("olmo2", "olmo3", "qwen3", "llama")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _ = IGNORE_INDEX
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def document(prompt: Sequence[int], reply: Sequence[int]) -> Document:
@@ -215,36 +203,6 @@ def test_values_of_rollouts_stand_where_their_labels_stand() -> None:
 
 
 # --- what is computed --------------------------------------------------------------------------------
-
-
-def hf_config(family: str) -> transformers.PretrainedConfig:
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-    }
-    if family == "olmo3":
-        return transformers.Olmo3Config(sliding_window=WINDOW, **fields)
-    if family == "olmo2":
-        return transformers.Olmo2Config(**fields)
-    return transformers.Qwen3Config(head_dim=24, **fields) if family == "qwen3" else transformers.LlamaConfig(**fields)
-
-
-def new_model(family: str) -> Transformer:
-    model = build_model(hf_config(family))
-    model.init_weights(device=CPU, max_seq_len=64)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.3, generator=generator)
-    return model
-
-
-random_model = cache(new_model)
 
 
 DOCUMENTS = [
