@@ -46,7 +46,10 @@ def train(config: DPOConfig) -> int:
 
     with open_run(config) as run:
         pretrained = open_pretrained(
-            config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
+            config.model,
+            max_seq_length=config.data.max_seq_length,
+            export_folder=run.directory.hf_model,
+            layout=run.layout,
         )
         check_plan_of_run(config, run, pretrained.folder)
         pairs, heldout_pairs = load_datasets(

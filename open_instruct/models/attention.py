@@ -282,7 +282,9 @@ def attend_over_segments(
         return attend_plainly(query_THD, key_TGD, value_TGD, segments, left=left, scale=scale)
     # The kernel lays the causal diagonal through the last query and the last key of a segment, and counts
     # windows from there: with the prefix's keys before the segment's own, distances are logical ones.
-    keys, values = (t.index_select(0, segments.key_index_K) for t in (key_TGD, value_TGD))
+    keys, values = key_TGD, value_TGD
+    if segments.key_index_K.numel() > key_TGD.shape[0]:
+        keys, values = (t.index_select(0, segments.key_index_K) for t in (keys, values))
     lengths = (segments.cu_queries, segments.cu_keys, segments.max_queries, segments.max_keys)
     return _varlen(query_THD, keys, values, lengths, left=left, scale=scale)
 

@@ -209,7 +209,10 @@ def rollout_batch(
             documents,
             pad_token_id=pad_token_id,
             pad_to_multiple_of=pad_to_multiple_of,
-            groups=groups_that_share(documents, runs_of_one_prompt(documents), prefix_sharing),
+            # Whether it pays is the plan's to say: of what it put together, asking again could only undo it.
+            groups=groups_that_share(
+                documents, runs_of_one_prompt(documents), "off" if prefix_sharing == "off" else "on"
+            ),
         )
     # Labels lie in the row in the order of the samples and of their tokens.
     has_label_BT = packed.sequence_ids_BT >= 0

@@ -19,6 +19,7 @@ from open_instruct.records import ShardLayout
 
 __all__ = [
     "UnequalNodesError",
+    "check_heads",
     "divisors",
     "layout_of",
     "node_sizes_from_environment",
@@ -102,6 +103,25 @@ def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardL
         tensor_parallel_degree=parallel.tensor_parallel_degree,
         context_parallel_degree=parallel.context_parallel_degree,
         single_device=parallel.single_gpu_mode,
+    )
+
+
+def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str) -> None:
+    """Tensor and context ranks each take whole heads of their own.
+
+    Raises:
+        InputError: names the flags and lists the degrees that would work for `model`.
+    """
+    heads = f"the {num_heads} query heads and {num_kv_heads} key-value heads of {model}"
+    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
+    shares = divisors(gcd(num_heads, num_kv_heads))
+    if tensor * context in shares:
+        return
+    if context == 1:
+        raise InputError(f"--tensor_parallel_degree {tensor} does not divide {heads}; use {one_of(shares)}")
+    raise InputError(
+        f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not divide "
+        f"{heads}; their product can be {one_of(shares)}"
     )
 
 

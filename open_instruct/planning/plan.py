@@ -11,9 +11,7 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.sft import SFTConfig, validate_sft
-from open_instruct.errors import InputError
-from open_instruct.parallel.layout import divisors, layout_of
-from open_instruct.parallel.wording import one_of
+from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.devices import Device
 from open_instruct.planning.memory import Phase, memory_by_phase, peak_phase
 from open_instruct.planning.model_shape import ModelShape
@@ -154,7 +152,8 @@ def plan_of(setting: Setting) -> Plan:
         InputError: the layout cannot be, or the model cannot be split so.
     """
     layout = setting.layout
-    _check_heads(setting.shape, layout)
+    shape = setting.shape
+    check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)
     return Plan(
         setting=setting,
@@ -179,17 +178,3 @@ def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
     num_shares = gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
-
-
-def _check_heads(shape: ModelShape, layout: ShardLayout) -> None:
-    heads = f"the {shape.num_heads} query heads and {shape.num_kv_heads} key-value heads of {shape.name}"
-    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
-    if context == 1 and tensor not in tensor_degrees(shape):
-        raise InputError(
-            f"--tensor_parallel_degree {tensor} does not divide {heads}; use {one_of(tensor_degrees(shape))}"
-        )
-    if tensor not in tensor_degrees(shape, context):
-        raise InputError(
-            f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not "
-            f"divide {heads}; their product can be {one_of(tensor_degrees(shape))}"
-        )

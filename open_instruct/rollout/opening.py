@@ -58,6 +58,7 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
         max_seq_length=config.data.max_seq_length,
         export_folder=directory.hf_model,
         length_flag="--max_prompt_token_length and --response_length together:",
+        layout=layout,
     )
     _say_plan(config, pretrained.folder, console)
     data = config.data

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from math import gcd
 from typing import Any, TypeVar
 
 import torch
-from transformers import PretrainedConfig
 
-from open_instruct.errors import InputError
 from open_instruct.models.load import stream_load
 from open_instruct.parallel.data_parallel import (
     build_context_parallel_config,
     build_data_parallel_config,
     build_tensor_parallel_config,
 )
-from open_instruct.parallel.layout import divisors
-from open_instruct.parallel.wording import one_of
-from open_instruct.records import ShardLayout
 from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.training.pretrained import Pretrained
@@ -44,7 +38,6 @@ def build_policy(
     """
     model, optim, memory = config.model, config.optim, config.memory
     max_seq_length = config.data.max_seq_length
-    check_heads(pretrained.hf_config, run.layout)
     transformer = pretrained.build(init_device=model.init_device)
     if run.layout.single_device:
         # Nothing gathers parameters here, so the model itself takes the dtype that is computed in.
@@ -74,18 +67,3 @@ def build_policy(
         f"in {report.wall_time_s:.1f} s"
     )
     return module
-
-
-def check_heads(hf_config: PretrainedConfig, layout: ShardLayout) -> None:
-    """Tensor- and context-parallel ranks each take their own heads.
-
-    :raises InputError: with the degrees that would work.
-    """
-    num_heads = gcd(hf_config.num_attention_heads, hf_config.num_key_value_heads)
-    if num_heads % layout.model_parallel_degree:
-        raise InputError(
-            f"--tensor_parallel_degree {layout.tensor_parallel_degree} x --context_parallel_degree "
-            f"{layout.context_parallel_degree} = {layout.model_parallel_degree} ranks cannot share the model's "
-            f"{hf_config.num_attention_heads} heads and {hf_config.num_key_value_heads} key-value heads; their "
-            f"product can be {one_of(divisors(num_heads))}"
-        )

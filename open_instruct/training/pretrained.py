@@ -19,6 +19,8 @@ from open_instruct.models.export import check_destination, check_exportable
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.names import TensorNames
+from open_instruct.parallel.layout import check_heads
+from open_instruct.records import ShardLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,18 +61,30 @@ class Pretrained:
 
 
 def open_pretrained(
-    model: ModelSection, *, max_seq_length: int, export_folder: Path, length_flag: str = "--max_seq_length"
+    model: ModelSection,
+    *,
+    max_seq_length: int,
+    export_folder: Path,
+    length_flag: str = "--max_seq_length",
+    layout: ShardLayout | None = None,
 ) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
-    That the trained model can be written to `export_folder` in the end is checked now too. `length_flag` is what
-    `max_seq_length` comes from.
+    That the trained model can be written to `export_folder` in the end is checked now too, and that the ranks of
+    `layout` can share its heads. `length_flag` is what `max_seq_length` comes from.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
     folder = local_folder(model.model_name_or_path)
     tokenizer_folder = local_folder(model.tokenizer_name_or_path) if model.tokenizer_name_or_path else folder
     hf_config = load_hf_config(str(folder))
+    if layout is not None:
+        check_heads(
+            layout,
+            num_heads=hf_config.num_attention_heads,
+            num_kv_heads=hf_config.num_key_value_heads,
+            model=f"the model in {folder}",
+        )
     tokenizer = load_tokenizer(str(tokenizer_folder))
     if len(tokenizer) > hf_config.vocab_size:
         raise InputError(
