@@ -129,7 +129,8 @@ def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase)
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
     names = {
-        *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction")
+        *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
+        "shared_fraction",
     }
     assert all(set(row) == names for row in one_process.metrics("base"))
     for row in read(one_process.folder / "base" / "eval.jsonl"):
