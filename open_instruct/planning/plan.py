@@ -8,18 +8,19 @@ from math import gcd
 from typing import Any
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import divisors, layout_of
 from open_instruct.parallel.wording import one_of
+from open_instruct.planning.activations import BLOCK_MODULES
 from open_instruct.planning.devices import Device
 from open_instruct.planning.memory import Phase, memory_by_phase, peak_phase
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.step_time import StepTime, step_time
 from open_instruct.planning.traffic import Exchange, traffic_per_step
-from open_instruct.planning.workload import Workload, workload_of
+from open_instruct.planning.workload import Workload, is_wrapped, workload_of
 from open_instruct.records import ShardLayout
 
 RunConfig = DPOConfig | SFTConfig | GRPOConfig
@@ -151,11 +152,12 @@ def plan_of(setting: Setting) -> Plan:
     """The plan of a setting.
 
     Raises:
-        InputError: the layout cannot be, or the model cannot be split so.
+        InputError: the layout cannot be, the model cannot be split so, or its layers are not recomputed alike.
     """
     layout = setting.layout
     _check_heads(setting.shape, layout)
     workload = setting.workload(layout)
+    _check_layers_alike(setting.shape, workload)
     return Plan(
         setting=setting,
         layout=layout,
@@ -179,6 +181,17 @@ def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
     num_shares = gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
+
+
+def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:
+    """The memory of one block is taken for that of all; a run itself may checkpoint some layers only."""
+    patterns = workload.checkpointing_modules
+    for module in BLOCK_MODULES:
+        if len({is_wrapped(patterns, layer, module) for layer in range(shape.num_layers)}) > 1:
+            raise InputError(
+                f"--activation_checkpointing_modules {spelled(list(patterns))} treats layers differently, which cannot "
+                f"be planned; name them all alike, such as blocks.*.{module or 'feed_forward'}"
+            )
 
 
 def _check_heads(shape: ModelShape, layout: ShardLayout) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import nearest, parse
+from open_instruct.config.parser import flags_given, nearest, parse
 from open_instruct.config.plan import ASSUMED, PLAN_CONFIGS, GRPOPlanConfig, PlanConfig, PlanSection
 from open_instruct.config.sft import SFTConfig
 from open_instruct.errors import InputError
@@ -41,7 +41,8 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         raise InputError(f"{given}the first word is dpo, sft or grpo: open-instruct plan dpo --gpus_per_node 8 ...")
     config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED)
     asked = config.plan
-    nodes = _nodes(config)
+    given = flags_given(PLAN_CONFIGS[algorithm], words[1:])
+    nodes = _nodes(config, names_learners="num_learners_per_node" in given)
     if isinstance(config, GRPOPlanConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
     warnings = validate(config)
@@ -67,8 +68,8 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     )
 
 
-def _nodes(config: PlanConfig) -> tuple[int, ...]:
-    """The GPUs that train, node by node."""
+def _nodes(config: PlanConfig, *, names_learners: bool) -> tuple[int, ...]:
+    """The GPUs that train, node by node: of GRPO the learners, where they are named."""
     sizes = [size for word in config.plan.gpus_per_node for size in _sizes(word)]
     learners = list(config.parallel.num_learners_per_node) if isinstance(config, GRPOConfig) else []
     num_nodes = config.plan.num_nodes
@@ -88,7 +89,7 @@ def _nodes(config: PlanConfig) -> tuple[int, ...]:
             )
     if sum(sizes) > MAX_GPUS:
         raise InputError(f"--gpus_per_node names {sum(sizes)} GPUs in all; at most {MAX_GPUS} can be planned")
-    if isinstance(config, GRPOConfig) and (not sizes or learners != [1]):
+    if isinstance(config, GRPOConfig) and (not sizes or names_learners):
         if sizes:
             _check_room(config, learners, sizes)
         return tuple(learners)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Literal
 
 from open_instruct.config.dpo import REFERENCE_FREE_LOSSES, DPOConfig
@@ -201,6 +203,12 @@ def _completions_that_fit(config: GRPOConfig, num_tokens: int, prefix_tokens: in
     own_tokens = longest - prefix_tokens
     num_groups, rest = divmod(num_tokens, prefix_tokens + group * own_tokens)
     return max(1, num_groups * group + max(0, rest - prefix_tokens) // own_tokens)
+
+
+def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
+    """Whether --activation_checkpointing_modules names this module of a layer; "" is the layer itself."""
+    name = f"blocks.{layer}.{module}".rstrip(".")
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _checkpointing(memory: MemorySection) -> tuple[Checkpointing, tuple[str, ...], float]:

@@ -92,6 +92,15 @@ class TestRequest:
         whole = ["--num_learners_per_node", "8", "8", "--gpus_per_node", "3x8"]
         assert requested(*grpo, *whole).setting.gpus_per_node == (8, 8)
 
+    def test_one_learner_that_was_asked_for(self, tmp_path: Path) -> None:
+        """It is the default too, but the nodes are then not all learners'."""
+        grpo = [*OLMO_7B, "--gpus_per_node", "8"]
+        assert requested("grpo", *grpo).setting.gpus_per_node == (8,)
+        assert requested("grpo", *grpo, "--num_learners_per_node", "1").setting.gpus_per_node == (1,)
+        file = tmp_path / "run.yaml"
+        file.write_text("num_learners_per_node: [1]\n")
+        assert requested("grpo", str(file), *grpo).setting.gpus_per_node == (1,)
+
     def test_links_of_its_own(self) -> None:
         device = requested(*DPO_7B, "--cross_node_gb_s", "12.5").setting.device
         assert device.cross_node_gb_s == 12.5
@@ -539,6 +548,15 @@ class TestCheckAtStart:
         verdict = self.check(folder, memory_gib=10)
         assert float(re.findall(r"needs ([\d.]+)", verdict.line)[0]) > 10
         assert verdict.refusal is None
+
+    def test_layers_that_differ_are_not_planned_and_run_all_the_same(self, folder: Path) -> None:
+        words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
+        verdict = self.check(folder, *words, "blocks.0.feed_forward", memory_gib=80)
+        assert verdict.line.startswith("plan: none (InputError: --activation_checkpointing_modules blocks.0.feed_f")
+        assert verdict.refusal is None
+        assert self.check(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("plan: needs")
+        with pytest.raises(InputError, match="treats layers differently"):
+            planned(*DPO_7B, *words, "blocks.1?.*")
 
     def test_what_surely_cannot_fit_is_refused_with_a_way_out(self, folder: Path) -> None:
         words = [*FULL, "--fsdp_shard_degree", "1", "--per_device_train_batch_size", "1"]
