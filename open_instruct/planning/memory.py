@@ -54,11 +54,11 @@ class Phase:
 
 
 def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Phase, ...]:
-    """The phases of a run in their order, each at its worst moment on rank 0, which never needs less than another.
+    """The phases of a run in their order, each at its worst moment on rank 0, which never needs less than another. Rows are full.
 
     A phase that the run does not have is left out. A step after the first is meant: optimizer states are there.
     """
-    plan = _Plan(shape, layout, workload)
+    plan = _Plan(shape, layout, workload.with_full_rows())
     moments: dict[str, Iterable[Moment]] = {"load": [plan.load()]}
     if workload.reference_pass_tokens:
         moments["reference pass"] = plan.reference_pass()

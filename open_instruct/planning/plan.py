@@ -46,6 +46,7 @@ class Setting:
     mfu: float = 0.4
     on_cuda: bool = True
     shared_prompt_tokens: int = 0
+    has_engines_in_node: bool = False  # one node has learners and engines
 
     @property
     def layout(self) -> ShardLayout:
@@ -66,7 +67,7 @@ class Setting:
             device_memory_bytes=memory_bytes,
             shared_prompt_tokens=self.shared_prompt_tokens,
         )
-        return workload if self.on_cuda else replace(workload, on_cuda=False, compiles=False)
+        return replace(workload, on_cuda=self.on_cuda, sync_crosses_nodes=not self.has_engines_in_node)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
         """The same run with other values of some flags; `num_nodes` gives more nodes like the first.
@@ -86,7 +87,8 @@ class Setting:
         if isinstance(config, GRPOConfig):
             config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
         validate(config)
-        return replace(self, config=config, gpus_per_node=nodes)
+        in_node = self.has_engines_in_node and len(nodes) == 1
+        return replace(self, config=config, gpus_per_node=nodes, has_engines_in_node=in_node)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,6 +231,17 @@ class TestSharedPrompts:
         shared = planned(*grpo, "--shared_prompt_tokens", "256").workload
         assert shared.tokens_per_group == 255 + 4 * 257 == 1283
         assert shared.num_microbatches == 3
+        # 11 completions in the fullest: two whole groups and three of a third.
+        assert shared.tokens_per_microbatch == 3 * 255 + 11 * 257 < shared.pack_tokens == 4096
+        assert shared.row_tokens_per_microbatch == 11 * 512
+
+    def test_what_a_row_leaves_empty_takes_memory_and_no_time(self) -> None:
+        """Sequences of 512 tokens: a pack of 1,000 holds one of them, and shorter ones fill it."""
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "2"]
+        exact, loose = (planned(*grpo, "--pack_length", length) for length in ("512", "1000"))
+        assert loose.time == exact.time and loose.exchanges == exact.exchanges
+        assert loose.peak.total_bytes > exact.peak.total_bytes
+        assert loose.phases == planned(*grpo, "--pack_length", "1000", "--response_length", "744").phases
 
 
 class TestAdvice:
@@ -305,6 +316,24 @@ class TestAdvice:
         grpo = change_to_fit(planned("grpo", *OLMO_7B, *FULL, *few))
         assert dpo is not None and re.match(r"on \d nodes of 2 GPUs with --fsdp_shard_degree \d", dpo.text)
         assert grpo is not None and re.match(r"--num_learners_per_node 2( 2)+ --fsdp_shard_degree \d", grpo.text)
+
+    def test_another_global_batch_is_said(self) -> None:
+        plan = planned(*DPO_32B, "--max_seq_length", "16384")
+        advice = advise(plan)
+        assert advice.to_fit is not None and "tensor_parallel_degree" in advice.to_fit.values
+        after = advice.to_fit.plan.tokens_per_step
+        assert f"The global batch becomes {after:,} tokens, from {plan.tokens_per_step:,}." in advice.lines(plan)
+        same = planned(*DPO_7B)
+        assert not any("global batch" in line for line in advise(same).lines(same))
+
+    @pytest.mark.parametrize("given", [[], ["--vllm_kv_cache_mib", "65536"]])
+    def test_an_engine_on_the_same_gpu_takes_less(self, given: list[str]) -> None:
+        words = ["grpo", "--model_name_or_path", "Qwen/Qwen3-1.7B", "--single_gpu_mode", *FULL]
+        plan = planned(*words, *given)
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None
+        assert set(change.values) == {given[0].removeprefix("--") if given else "vllm_gpu_memory_utilization"}
+        assert planned(*words, *change.flags.split()).phases == change.plan.phases
 
     def test_nothing_helps(self) -> None:
         plan = planned(*DPO_7B, "--gpu", "memory_gib=1")
@@ -432,10 +461,25 @@ class TestPage:
         ):
             plan = planned(*words)
             rows = traffic_rows(plan)
-            assert sum(row.wire_bytes for row in rows) == sum(exchange.wire_bytes for exchange in plan.exchanges)
+            assert sum(row.sent_bytes for row in rows) == sum(exchange.sent_bytes for exchange in plan.exchanges)
             purposes = {*PURPOSES.values(), "momenta of Muon, orthogonalised"}
             assert {row.what for row in rows} <= purposes
             assert all(len(row.what) <= 36 for row in rows)
+
+    def test_engines_on_the_learners_node(self) -> None:
+        """Four of each on one node of 8; without the node's size they may be anywhere."""
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "4", "--vllm_num_engines", "4"]
+        shared, apart = planned(*grpo, "--gpus_per_node", "8"), planned(*grpo)
+        assert [exchange for exchange in shared.exchanges if exchange.crosses_nodes] == []
+        (row,) = (row for row in traffic_rows(apart) if row.collective == "broadcast")
+        assert row.crosses_nodes and row.sent_bytes == row.num_bytes
+        assert apart.setting.shape.num_params * 2 / 4 == pytest.approx(row.sent_bytes, rel=0.01)
+
+    def test_what_is_waited_for_is_named(self) -> None:
+        text = " ".join(page(planned(*DPO_7B, "--context_parallel_degree", "2")).split())
+        assert "of them (context groups)." in text and "16 GPUs with context degree 2, the fastest" in text
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "--tensor_parallel_degree", "2"]
+        assert "of them (tensor groups, weights to the engines)." in " ".join(page(planned(*grpo)).split())
 
     def test_what_is_said(self) -> None:
         text = page(planned(*DPO_7B))
@@ -516,6 +560,7 @@ class TestJson:
         assert record["advice"]["faster"] is None and not record["fits"]
         assert {exchange["axis"] for exchange in record["exchanges"]} >= {"shard", "replica"}
         assert record["time"]["step_s"] > 0
+        assert {layout["context_parallel_degree"] for layout in record["layouts"]} == {1}
 
 
 class TestCheckAtStart:
