@@ -54,7 +54,7 @@ svg .box { fill: var(--panel); stroke: var(--line); } svg .joined { stroke: var(
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 8px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
   white-space: nowrap; }
-.wide { white-space: normal; min-width: 180px; }
+th, .wide { white-space: normal; }
 th { color: var(--soft); font-weight: 600; } .left { text-align: left; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
 .this td { background: var(--panel); font-weight: 600; } .off td { color: var(--soft); }

@@ -54,9 +54,10 @@ class Phase:
 
 
 def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Phase, ...]:
-    """The phases of a run in their order, each at its worst moment on rank 0, which never needs less than another. Rows are full.
+    """The phases of a run in their order, each at its worst moment on rank 0, which never needs less than another.
 
     A phase that the run does not have is left out. A step after the first is meant: optimizer states are there.
+    Rows are taken to be full.
     """
     plan = _Plan(shape, layout, workload.with_full_rows())
     moments: dict[str, Iterable[Moment]] = {"load": [plan.load()]}

@@ -41,9 +41,9 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         raise InputError(f"{given}the first word is dpo, sft or grpo: open-instruct plan dpo --gpus_per_node 8 ...")
     config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED)
     asked = config.plan
-    given = flags_given(PLAN_CONFIGS[algorithm], words[1:])
+    named = flags_given(PLAN_CONFIGS[algorithm], words[1:])
     sizes = _sizes_of_nodes(config)
-    nodes = _nodes(config, sizes, names_learners="num_learners_per_node" in given)
+    nodes = _nodes(config, sizes, names_learners="num_learners_per_node" in named)
     if isinstance(config, GRPOPlanConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
     warnings = validate(config)

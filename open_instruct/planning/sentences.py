@@ -33,7 +33,8 @@ ALGORITHMS = {"dpo": "DPO", "sft": "SFT", "grpo": "GRPO"}
 def headline(plan: Plan) -> str:
     """What is planned, on what."""
     setting, workload = plan.setting, plan.workload
-    what = f"{ALGORITHMS[workload.algorithm]} of {setting.shape.name} ({billions(setting.shape.num_params)} parameters)"
+    name, num_params = setting.config.model.model_name_or_path, billions(setting.shape.num_params)
+    what = f"{ALGORITHMS[workload.algorithm]} of {name} ({num_params} parameters)"
     machines = f"{nodes_text(plan.layout.gpus_per_node)} ({device_text(setting.device)})"
     if workload.num_engines and not plan.layout.single_device:
         engines = counted(workload.num_engines, "engine")
@@ -42,9 +43,9 @@ def headline(plan: Plan) -> str:
 
 
 def device_text(device: Device) -> str:
-    """ "H100, 79.1 GiB each", or "40 GiB each" of a GPU without a name."""
-    name = "" if device.name.startswith(MEMORY) else f"{device.name.upper()}, "
-    return f"{name}{device.memory_gib:g} GiB each"
+    """ "H100, 79.1 GiB each"; a GPU without a name has an H100's speeds."""
+    memory = f"{device.memory_gib:g} GiB each"
+    return f"{memory}, speeds of an H100" if device.name.startswith(MEMORY) else f"{device.name.upper()}, {memory}"
 
 
 def verdict(plan: Plan) -> str:

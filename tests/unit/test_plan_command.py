@@ -163,6 +163,7 @@ TINY = {
             [*DPO_7B, "--shared_prompt_tokens", "9", "--prefix_sharing", "off"],
             "nothing is shared; leave one of them out",
         ),
+        ([*DPO_7B, "--shared_prompt_tokens", "9", "--no_packing"], "with --no_packing nothing is shared"),
         (["sft", *DPO_7B[1:], "--shared_prompt_tokens", "9"], "supervised rows share nothing"),
         (["grpo", *DPO_7B[1:], "--shared_prompt_tokens", "257"], "at most 256 (--max_prompt_token_length)"),
         ([*DPO_7B, "--htlm", "x.html"], "--htlm is not a flag; did you mean --html?"),
@@ -480,6 +481,14 @@ class TestPage:
         assert "of them (context groups)." in text and "16 GPUs with context degree 2, the fastest" in text
         grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "--tensor_parallel_degree", "2"]
         assert "of them (tensor groups, weights to the engines)." in " ".join(page(planned(*grpo)).split())
+
+    def test_the_name_that_was_given_and_whose_speeds(self) -> None:
+        tuned = ["--model_name_or_path", "allenai/OLMo-2-1124-7B-SFT", "--gpu", "memory_gib=40"]
+        text = " ".join(page(planned("dpo", *tuned, *TWO_NODES)).split())
+        assert text.startswith(
+            "DPO of allenai/OLMo-2-1124-7B-SFT (7.3B parameters) on 2 nodes of 8 GPUs (40 GiB each, "
+        )
+        assert "speeds of an H100" in text and "speeds of" not in page(planned(*DPO_7B))
 
     def test_what_is_said(self) -> None:
         text = page(planned(*DPO_7B))
