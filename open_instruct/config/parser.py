@@ -37,12 +37,7 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[
     """
     flags = flags_of(config_class)
     problems: list[str] = []
-    values: dict[str, Any] = {}
-    words = list(argv)
-    if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
-        values.update(_read_yaml(words.pop(0), flags, problems))
-    values.update(_read_command_line(words, flags, problems))
-
+    values = _given(argv, flags, problems)
     for name in flags.keys() & (assumed or {}).keys() - values.keys():
         values[name] = (assumed or {})[name]
     missing = [f"--{flag.name}" for flag in flags.values() if flag.required and flag.name not in values]
@@ -55,6 +50,20 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[
         for section, section_class in sections_of(config_class).items()
     }
     return config_class(**sections)
+
+
+def flags_given(config_class: type, argv: Sequence[str]) -> frozenset[str]:
+    """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's."""
+    return frozenset(_given(argv, flags_of(config_class), []))
+
+
+def _given(argv: Sequence[str], flags: Mapping[str, Flag], problems: list[str]) -> dict[str, Any]:
+    """The values of the file that the first word may name, and of the flags after it, which replace them."""
+    values: dict[str, Any] = {}
+    words = list(argv)
+    if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
+        values.update(_read_yaml(words.pop(0), flags, problems))
+    return values | _read_command_line(words, flags, problems)
 
 
 def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, Any]:

@@ -31,10 +31,10 @@ class PlanSection:
     num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None)
     gpus_per_node: list[str] = flag(
         "GPUs that train on each node: one number with --num_nodes, else one for each node; 4x8 is four nodes of 8; "
-        "for GRPO default: --num_learners_per_node",
+        "for GRPO default: --num_learners_per_node; with that flag all GPUs of each node, those of engines too",
         [],
     )
-    gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other", "h100")
+    gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other, with the speeds of an H100", "h100")
     mfu: float = flag("share of the GPU's peak that the arithmetic is taken to reach", 0.4)
     shared_prompt_tokens: int = flag(
         "count prompts of so many tokens as computed once for a pair or group, as --prefix_sharing does", 0

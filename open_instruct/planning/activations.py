@@ -16,12 +16,11 @@ fuse what stands between matrices; they are counted as uncompiled ones, which is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import lru_cache
 
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.tape import Gradient, Profile, Tape, Tensor
-from open_instruct.planning.workload import Workload
+from open_instruct.planning.workload import Workload, is_wrapped
 from open_instruct.records import ShardLayout
 
 FLOAT32 = 4
@@ -30,6 +29,13 @@ MAX_LOGITS_BYTES = 1 << 30
 
 # Chunks of the head are alike, and the second is the first that finds a gradient of the matrix in place.
 CHUNKS_RECORDED = 2
+
+
+BLOCK_MODULES = (
+    *("", "attention", "attention.q_norm", "attention.k_norm", "attention_norm"),
+    *("feed_forward", "feed_forward_norm"),
+)
+"""What of a block can be checkpointed by itself; "" is the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +113,8 @@ class _Piece:
         self.is_low = self.c < FLOAT32
 
     def recomputed(self, module: str) -> bool:
-        """Whether a module of the block is wrapped for checkpointing; "" is the block itself."""
-        name = f"blocks.0.{module}".rstrip(".")
-        return any(fnmatch(name, pattern) for pattern in self.sizes.recomputed_modules)
+        """Whether a module of the block is wrapped for checkpointing; "" is the block itself. All blocks are alike."""
+        return is_wrapped(self.sizes.recomputed_modules, 0, module)
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
         if tensor.num_bytes == num_elements * to_bytes:

@@ -17,9 +17,10 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import Plan, Setting, plan_of, tensor_degrees
+from open_instruct.planning.plan import GIB, Plan, Setting, plan_of, tensor_degrees
 from open_instruct.planning.ranking import ranked_layouts
 from open_instruct.planning.wording import gib, seconds
+from open_instruct.planning.workload import MIB
 
 # A faster layout is named only where it is faster by more than the plan can be trusted to tell.
 WORTH_A_CHANGE = 1.02
@@ -77,19 +78,29 @@ class Advice:
             else:
                 yield f"The smallest change that fits: {self.to_fit.text}"
                 yield f"It {_outcome(self.to_fit.plan)}."
+                yield from other_batch(plan, self.to_fit)
         elif self.to_fit is not None:
             yield f"It fits, but leaves little room. The smallest change that leaves more: {self.to_fit.text}"
             yield f"It {_outcome(self.to_fit.plan)}."
+            yield from other_batch(plan, self.to_fit)
         elif self.faster is not None:
             yield f"Faster and fits: {self.faster.text}"
             yield (
                 f"It {_outcome(self.faster.plan)}: "
                 f"{self.faster.plan.tokens_per_second / plan.tokens_per_second:.2f} times the tokens per second."
             )
+            yield from other_batch(plan, self.faster)
         elif len(self.ranked) > 1:
             yield "It fits, and no other layout of these GPUs is faster."
         else:
             yield "It fits."
+
+
+def other_batch(plan: Plan, change: Change) -> Iterator[str]:
+    """A sentence where a change makes another global batch, as other nodes and tensor degrees do."""
+    before, after = plan.tokens_per_step, change.plan.tokens_per_step
+    if before != after:
+        yield f"The global batch becomes {after:,} tokens, from {before:,}."
 
 
 def advise(plan: Plan) -> Advice:
@@ -102,7 +113,8 @@ def change_to_fit(plan: Plan) -> Change | None:
     """The smallest change with which the run fits with room; None where it does already or nothing found helps.
 
     One change comes before two. Among as many, in this order: a larger shard degree within the node, full
-    checkpointing, smaller microbatches, a shard degree across nodes, a tensor degree; more GPUs come last of all.
+    checkpointing, smaller microbatches, a shard degree across nodes, a tensor degree, less for an engine on the same
+    GPU; more GPUs come last of all.
     """
     if plan.has_room:
         return None
@@ -137,7 +149,12 @@ def _outcome(plan: Plan) -> str:
 
 def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
     """Flags to try, the smallest change first."""
-    slots = (_layouts_that_can_fit(setting), [None, *_checkpointing(setting)], [None, *_microbatches(setting)])
+    slots = (
+        _layouts_that_can_fit(setting),
+        [None, *_checkpointing(setting)],
+        [None, *_microbatches(setting)],
+        [None, *_engine_shares(setting)],
+    )
     chosen = [[option for option in choice if option is not None] for choice in product(*slots)]
     chosen.sort(
         key=lambda choice: (
@@ -156,7 +173,7 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
 def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
     """The layout as it is (None) and others, but for those that do not fit with everything else at its smallest."""
     least: dict[str, Any] = {}
-    for options in (_checkpointing(setting), _microbatches(setting)):
+    for options in (_checkpointing(setting), _microbatches(setting), _engine_shares(setting)):
         least |= options[-1].values if options else {}
     found: list[_Option | None] = []
     for option in (None, *_layouts(setting)):
@@ -222,6 +239,29 @@ def _microbatches(setting: Setting) -> list[_Option]:
             "gradient_accumulation_steps": config.optim.gradient_accumulation_steps * (rows // fewer),
         }
         options.append(_Option(kind=2, strength=len(options) + 1, values=values))
+    return options
+
+
+def _engine_shares(setting: Setting) -> list[_Option]:
+    """Less of the GPU for an engine that shares it (kind 5), as long as a sequence of full length finds its cache."""
+    config, shape = setting.config, setting.shape
+    if not isinstance(config, GRPOConfig) or not config.parallel.single_gpu_mode:
+        return []
+    sync_bytes = setting.workload(setting.layout).sync_bytes_per_param
+    cache_bytes = 2 * shape.num_layers * shape.kv_width * config.data.max_seq_length * sync_bytes
+    fleet, options = config.fleet, list[_Option]()
+    if fleet.vllm_kv_cache_mib is not None:
+        mib = fleet.vllm_kv_cache_mib // 2
+        while mib * MIB >= cache_bytes:
+            options.append(_Option(kind=5, strength=len(options) + 1, values={"vllm_kv_cache_mib": mib}))
+            mib //= 2
+        return options
+    least = (shape.num_params * sync_bytes + cache_bytes) / (setting.device.memory_gib * GIB)
+    for twentieths in range(19, 0, -1):
+        share = twentieths / 20
+        if least <= share < fleet.vllm_gpu_memory_utilization:
+            values = {"vllm_gpu_memory_utilization": share}
+            options.append(_Option(kind=5, strength=len(options) + 1, values=values))
     return options
 
 

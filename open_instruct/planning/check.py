@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from open_instruct.errors import InputError
-from open_instruct.planning.advice import change_to_fit
+from open_instruct.planning.advice import change_to_fit, other_batch
 from open_instruct.planning.devices import device_named
 from open_instruct.planning.model_shape import model_shape
 from open_instruct.planning.plan import GIB, Plan, RunConfig, Setting, plan_of
@@ -90,4 +90,5 @@ def _remedy(plan: Plan) -> str:
     change = change_to_fit(plan)
     if change is None:
         return "No flag makes it fit: take a smaller model, or devices with more memory."
-    return f"It would fit {'' if change.text.startswith('on ') else 'with '}{change.text}."
+    fits = f"It would fit {'' if change.text.startswith('on ') else 'with '}{change.text}."
+    return " ".join((fits, *other_batch(plan, change)))

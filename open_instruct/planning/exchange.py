@@ -24,8 +24,8 @@ class Exchange:
 
     `bytes_per_call` is, of an all-gather, what comes out of it; of every other collective, what goes in: so of a
     reduce-scatter the whole gradient, of an all-reduce its tensor. `wire_bytes` is what all calls together send from
-    each rank in a ring (of a broadcast: what each receiver takes). A group of one rank issues its calls and sends
-    nothing.
+    each rank in a ring (of a broadcast, whose parts have many senders: what each receiver takes). A group of one rank
+    issues its calls and sends nothing.
 
     Example: the gradients of 32 blocks of 809 MB in float32, in groups of 8::
 
@@ -48,6 +48,11 @@ class Exchange:
     def num_bytes(self) -> int:
         """Of all calls together."""
         return self.num_calls * self.bytes_per_call
+
+    @property
+    def sent_bytes(self) -> int:
+        """What all calls together send from this rank."""
+        return self.num_bytes if self.collective == "broadcast" else self.wire_bytes
 
 
 def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:

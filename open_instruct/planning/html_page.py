@@ -54,7 +54,7 @@ svg .box { fill: var(--panel); stroke: var(--line); } svg .joined { stroke: var(
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 8px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
   white-space: nowrap; }
-.wide { white-space: normal; min-width: 260px; }
+th, .wide { white-space: normal; }
 th { color: var(--soft); font-weight: 600; } .left { text-align: left; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
 .this td { background: var(--panel); font-weight: 600; } .off td { color: var(--soft); }
@@ -194,7 +194,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
         style = "good" if not row.crosses_nodes else "fair" if row.is_meant_to_cross else "bad"
         rows.append(
             f'<tr><td class="left wide">{escape(row.what)}</td><td class="left">{escape(row.collective)}</td>'
-            f"<td>{row.num_calls:,}</td><td>{amount(row.num_bytes)}</td><td>{amount(row.wire_bytes)}</td>"
+            f"<td>{row.num_calls:,}</td><td>{amount(row.num_bytes)}</td><td>{amount(row.sent_bytes)}</td>"
             f'<td class="left {style}">{escape(row.reach)}</td></tr>'
         )
     if not rows:
@@ -207,7 +207,7 @@ def _time(plan: Plan) -> Iterator[str]:
     """Three bars on one scale: the longest is the bound."""
     yield "<h2>Time of a step, at least</h2>"
     times = {
-        "arithmetic": plan.time.compute_s,
+        "arithmetic": plan.time.compute_s + plan.time.waiting_s,
         "within nodes": plan.time.in_node_s,
         "across nodes": plan.time.cross_node_s,
     }
@@ -217,6 +217,9 @@ def _time(plan: Plan) -> Iterator[str]:
     for index, (name, value) in enumerate(times.items()):
         drawing.text(left - 10, index * row + 16, name, anchor="end")
         drawing.rectangle(left, index * row + 2, value * scale, row - 10, f"c{index}", f"{name}: {seconds(value)}")
+        if name == "arithmetic" and plan.time.waiting_s > 0:
+            start, waiting = left + plan.time.compute_s * scale, plan.time.waiting_s
+            drawing.rectangle(start, 2, waiting * scale, row - 10, "c3", f"waiting for exchanges: {seconds(waiting)}")
         drawing.text(left + value * scale + 8, index * row + 16, seconds(value))
     yield f"<figure>{drawing.svg()}</figure>"
     for line in time_lines(plan):
@@ -237,12 +240,24 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[str]:
             notes.append("this plan")
         rows.append(
             f'<tr class="{style}"><td>{layout.shard_degree}</td><td>{layout.num_replicas}</td>'
-            f"<td>{layout.tensor_parallel_degree}</td><td>{gib(other.peak.total_bytes)}</td>"
+            f"<td>{layout.tensor_parallel_degree}</td><td>{layout.context_parallel_degree}</td>"
+            f"<td>{gib(other.peak.total_bytes)}</td>"
             f"<td>{seconds(other.time.step_s)}</td><td>{other.tokens_per_second:,.0f}</td>"
             f'<td class="left">{escape(other.time.bound_by)}</td><td class="left wide">{", ".join(notes)}</td></tr>'
         )
     yield _table(
-        ("shard degree", "replicas", "tensor degree", "GiB per GPU", "step", "tokens/s", "bound by|left", "|left"), rows
+        (
+            "shard degree",
+            "replicas",
+            "tensor degree",
+            "context degree",
+            "GiB per GPU",
+            "step",
+            "tokens/s",
+            "bound by|left",
+            "|left",
+        ),
+        rows,
     )
 
 

@@ -57,8 +57,9 @@ def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) 
     """The phases of a run in their order, each at its worst moment on rank 0, which never needs less than another.
 
     A phase that the run does not have is left out. A step after the first is meant: optimizer states are there.
+    Rows are taken to be full.
     """
-    plan = _Plan(shape, layout, workload)
+    plan = _Plan(shape, layout, workload.with_full_rows())
     moments: dict[str, Iterable[Moment]] = {"load": [plan.load()]}
     if workload.reference_pass_tokens:
         moments["reference pass"] = plan.reference_pass()

@@ -130,7 +130,7 @@ def _traffic(plan: Plan) -> Iterator[Text]:
     for row in rows:
         style = "green" if not row.crosses_nodes else "yellow" if row.is_meant_to_cross else "bold red"
         yield Text.assemble(
-            f"{row.what:<{WHAT_WIDTH}}{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.wire_bytes):>11}  ",
+            f"{row.what:<{WHAT_WIDTH}}{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.sent_bytes):>11}  ",
             (row.reach, style),
         )
 
@@ -144,7 +144,9 @@ def _time(plan: Plan) -> Iterator[Text]:
 def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
     if len(advice.ranked) < 2:
         return
-    yield from _title(f"The layouts of {plan.layout.world_size} GPUs, the fastest that fits first")
+    context = plan.layout.context_parallel_degree
+    split = f" with context degree {context}" if context > 1 else ""
+    yield from _title(f"The layouts of {plan.layout.world_size} GPUs{split}, the fastest that fits first")
     yield Text(f"{'shard':>7} ×{'replicas':>9} ×{'tensor':>7}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
     for index, other in enumerate(advice.ranked):
         is_this = other.layout == plan.layout

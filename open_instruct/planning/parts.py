@@ -45,6 +45,7 @@ def parts_in_any(plan: Plan) -> list[str]:
 def meaning_of(label: str, plan: Plan) -> str:
     """What a part is, for somebody who has not met it."""
     layout, workload = plan.layout, plan.workload
+    num_tokens = workload.with_full_rows().tokens_per_microbatch
     split = layout.shard_group_size * layout.tensor_parallel_degree
     share = f"this GPU's 1/{split}" if split > 1 else "all of them"
     number_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
@@ -60,7 +61,7 @@ def meaning_of(label: str, plan: Plan) -> str:
             f"{workload.param_dtype} and freed after it; with those of the head, and of the block that is fetched ahead"
         ),
         REDUCED: "whole gradients of the block at work, until they are summed and cut into shards",
-        ACTIVATIONS: f"what the forward pass keeps of {workload.tokens_per_microbatch:,} tokens for the backward pass",
+        ACTIVATIONS: f"what the forward pass keeps of {num_tokens:,} tokens for the backward pass",
         HEAD: "scores of the whole vocabulary for each labelled token, a chunk at a time, and what they are made from",
         TEMPORARIES: "results that are needed only while an operation runs",
         BUFFERS: "tables of positions, and pieces of tensors that are being read, sent or written",

@@ -8,16 +8,18 @@ from math import gcd
 from typing import Any
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
+from open_instruct.planning.activations import BLOCK_MODULES
 from open_instruct.planning.devices import Device
 from open_instruct.planning.memory import Phase, memory_by_phase, peak_phase
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.step_time import StepTime, step_time
 from open_instruct.planning.traffic import Exchange, traffic_per_step
-from open_instruct.planning.workload import Workload, workload_of
+from open_instruct.planning.workload import Workload, is_wrapped, workload_of
 from open_instruct.records import ShardLayout
 
 RunConfig = DPOConfig | SFTConfig | GRPOConfig
@@ -43,6 +45,7 @@ class Setting:
     mfu: float = 0.4
     on_cuda: bool = True
     shared_prompt_tokens: int = 0
+    has_engines_in_node: bool = False  # one node has learners and engines
 
     @property
     def layout(self) -> ShardLayout:
@@ -63,7 +66,7 @@ class Setting:
             device_memory_bytes=memory_bytes,
             shared_prompt_tokens=self.shared_prompt_tokens,
         )
-        return workload if self.on_cuda else replace(workload, on_cuda=False, compiles=False)
+        return replace(workload, on_cuda=self.on_cuda, sync_crosses_nodes=not self.has_engines_in_node)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
         """The same run with other values of some flags; `num_nodes` gives more nodes like the first.
@@ -83,7 +86,8 @@ class Setting:
         if isinstance(config, GRPOConfig):
             config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
         validate(config)
-        return replace(self, config=config, gpus_per_node=nodes)
+        in_node = self.has_engines_in_node and len(nodes) == 1
+        return replace(self, config=config, gpus_per_node=nodes, has_engines_in_node=in_node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +153,13 @@ def plan_of(setting: Setting) -> Plan:
     """The plan of a setting.
 
     Raises:
-        InputError: the layout cannot be, or the model cannot be split so.
+        InputError: the layout cannot be, the model cannot be split so, or its layers are not recomputed alike.
     """
     layout = setting.layout
     shape = setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)
+    _check_layers_alike(setting.shape, workload)
     return Plan(
         setting=setting,
         layout=layout,
@@ -178,3 +183,14 @@ def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
     num_shares = gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
+
+
+def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:
+    """The memory of one block is taken for that of all; a run itself may checkpoint some layers only."""
+    patterns = workload.checkpointing_modules
+    for module in BLOCK_MODULES:
+        if len({is_wrapped(patterns, layer, module) for layer in range(shape.num_layers)}) > 1:
+            raise InputError(
+                f"--activation_checkpointing_modules {spelled(list(patterns))} treats layers differently, which cannot "
+                f"be planned; name them all alike, such as blocks.*.{module or 'feed_forward'}"
+            )

@@ -51,6 +51,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
         "shard_degree": layout.shard_degree,
         "num_replicas": layout.num_replicas,
         "tensor_parallel_degree": layout.tensor_parallel_degree,
+        "context_parallel_degree": layout.context_parallel_degree,
         "straddles_nodes": layout.straddles_nodes,
         "fits": plan.fits,
         "peak_bytes": plan.peak.total_bytes,

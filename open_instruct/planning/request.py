@@ -8,7 +8,7 @@ from pathlib import Path
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import nearest, parse
+from open_instruct.config.parser import flags_given, nearest, parse
 from open_instruct.config.plan import ASSUMED, PLAN_CONFIGS, GRPOPlanConfig, PlanConfig, PlanSection
 from open_instruct.config.sft import SFTConfig
 from open_instruct.errors import InputError
@@ -41,7 +41,9 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         raise InputError(f"{given}the first word is dpo, sft or grpo: open-instruct plan dpo --gpus_per_node 8 ...")
     config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED)
     asked = config.plan
-    nodes = _nodes(config)
+    named = flags_given(PLAN_CONFIGS[algorithm], words[1:])
+    sizes = _sizes_of_nodes(config)
+    nodes = _nodes(config, sizes, names_learners="num_learners_per_node" in named)
     if isinstance(config, GRPOPlanConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
     warnings = validate(config)
@@ -57,6 +59,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         device=_device(asked),
         mfu=asked.mfu,
         shared_prompt_tokens=asked.shared_prompt_tokens,
+        has_engines_in_node=len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes)),
     )
     return PlanRequest(
         algorithm=algorithm,
@@ -67,10 +70,9 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     )
 
 
-def _nodes(config: PlanConfig) -> tuple[int, ...]:
-    """The GPUs that train, node by node."""
+def _sizes_of_nodes(config: PlanConfig) -> list[int]:
+    """What --gpus_per_node and --num_nodes say, node by node."""
     sizes = [size for word in config.plan.gpus_per_node for size in _sizes(word)]
-    learners = list(config.parallel.num_learners_per_node) if isinstance(config, GRPOConfig) else []
     num_nodes = config.plan.num_nodes
     if num_nodes is not None:
         if num_nodes < 1:
@@ -88,7 +90,13 @@ def _nodes(config: PlanConfig) -> tuple[int, ...]:
             )
     if sum(sizes) > MAX_GPUS:
         raise InputError(f"--gpus_per_node names {sum(sizes)} GPUs in all; at most {MAX_GPUS} can be planned")
-    if isinstance(config, GRPOConfig) and (not sizes or learners != [1]):
+    return sizes
+
+
+def _nodes(config: PlanConfig, sizes: list[int], *, names_learners: bool) -> tuple[int, ...]:
+    """The GPUs that train, node by node: of GRPO the learners, where they are named."""
+    if isinstance(config, GRPOConfig) and (not sizes or names_learners):
+        learners = list(config.parallel.num_learners_per_node)
         if sizes:
             _check_room(config, learners, sizes)
         return tuple(learners)
@@ -122,6 +130,12 @@ def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> No
         )
 
 
+def _has_room_for_engines(config: PlanConfig, num_free: int) -> bool:
+    if not isinstance(config, GRPOConfig):
+        return False
+    return config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size <= num_free
+
+
 def _check_shared_prompt(config: PlanConfig) -> None:
     """It must leave room for a reply, in a run that shares prompts."""
     given = f"--shared_prompt_tokens {config.plan.shared_prompt_tokens}"
@@ -136,6 +150,8 @@ def _check_shared_prompt(config: PlanConfig) -> None:
     )
     if sharing == "off":
         raise InputError(f"{given}: with --prefix_sharing off nothing is shared; leave one of them out")
+    if not isinstance(config, GRPOConfig) and not config.data.packing:
+        raise InputError(f"{given}: with --no_packing nothing is shared; leave one of them out")
     if not 1 <= config.plan.shared_prompt_tokens <= longest:
         raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
 

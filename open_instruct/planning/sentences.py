@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from open_instruct.parallel.wording import counted, nodes_text
 from open_instruct.planning.devices import MEMORY, Device
 from open_instruct.planning.plan import Plan
+from open_instruct.planning.step_time import ON_THE_PATH
 from open_instruct.planning.traffic import Exchange
 from open_instruct.planning.wording import billions, gib, seconds
 
@@ -32,7 +33,8 @@ ALGORITHMS = {"dpo": "DPO", "sft": "SFT", "grpo": "GRPO"}
 def headline(plan: Plan) -> str:
     """What is planned, on what."""
     setting, workload = plan.setting, plan.workload
-    what = f"{ALGORITHMS[workload.algorithm]} of {setting.shape.name} ({billions(setting.shape.num_params)} parameters)"
+    name, num_params = setting.config.model.model_name_or_path, billions(setting.shape.num_params)
+    what = f"{ALGORITHMS[workload.algorithm]} of {name} ({num_params} parameters)"
     machines = f"{nodes_text(plan.layout.gpus_per_node)} ({device_text(setting.device)})"
     if workload.num_engines and not plan.layout.single_device:
         engines = counted(workload.num_engines, "engine")
@@ -41,9 +43,9 @@ def headline(plan: Plan) -> str:
 
 
 def device_text(device: Device) -> str:
-    """ "H100, 79.1 GiB each", or "40 GiB each" of a GPU without a name."""
-    name = "" if device.name.startswith(MEMORY) else f"{device.name.upper()}, "
-    return f"{name}{device.memory_gib:g} GiB each"
+    """ "H100, 79.1 GiB each"; a GPU without a name has an H100's speeds."""
+    memory = f"{device.memory_gib:g} GiB each"
+    return f"{memory}, speeds of an H100" if device.name.startswith(MEMORY) else f"{device.name.upper()}, {memory}"
 
 
 def verdict(plan: Plan) -> str:
@@ -66,6 +68,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
         + f" of {workload.tokens_per_microbatch:,} tokens on each data-parallel rank, "
         f"{plan.tokens_per_step:,} tokens in all, sequences up to {workload.longest_sequence:,}"
     )
+    if workload.pack_tokens > workload.tokens_per_microbatch:
+        yield f"memory is planned for rows of {workload.pack_tokens:,} tokens, which shorter sequences can fill"
     if workload.shared_prefix_tokens:
         yield (
             f"prompts of {workload.shared_prefix_tokens + 1:,} tokens are computed once for "
@@ -90,7 +94,7 @@ class TrafficRow:
     collective: str
     num_calls: int
     num_bytes: int
-    wire_bytes: int
+    sent_bytes: int
     group_size: int
     crosses_nodes: bool
     is_meant_to_cross: bool
@@ -114,14 +118,14 @@ def traffic_rows(plan: Plan) -> list[TrafficRow]:
             collective=collective.replace("_", "-"),
             num_calls=sum(exchange.num_calls for exchange in exchanges),
             num_bytes=sum(exchange.num_bytes for exchange in exchanges),
-            wire_bytes=sum(exchange.wire_bytes for exchange in exchanges),
+            sent_bytes=sum(exchange.sent_bytes for exchange in exchanges),
             group_size=exchanges[0].group_size,
             crosses_nodes=exchanges[0].crosses_nodes,
             is_meant_to_cross=axis in ("replica", "sync", "metrics"),
         )
         for (axis, collective, what), exchanges in together.items()
     ]
-    return sorted(rows, key=lambda row: -row.wire_bytes)
+    return sorted(rows, key=lambda row: -row.sent_bytes)
 
 
 def _purpose(exchange: Exchange) -> str:
@@ -144,13 +148,19 @@ def time_lines(plan: Plan) -> Iterator[str]:
     )
     if time.waiting_s > 0:
         yield (
-            f"Arithmetic waits for {seconds(time.waiting_s)} of them (tensor groups, weights to the engines). The "
+            f"Arithmetic waits for {seconds(time.waiting_s)} of them ({', '.join(_waited_for(plan))}). The "
             "others are taken to overlap with it in full, so a real step takes longer."
         )
     else:
         yield "They are taken to overlap in full, so a real step takes longer."
     if plan.workload.algorithm == "grpo":
         yield "That is the learners' part of a step; the engines generate beside it."
+
+
+def _waited_for(plan: Plan) -> list[str]:
+    names = {"tensor": "tensor groups", "context": "context groups", "sync": "weights to the engines"}
+    axes = {exchange.axis for exchange in plan.exchanges if exchange.wire_bytes}
+    return [names[axis] for axis in ON_THE_PATH if axis in axes]
 
 
 def notes_on(plan: Plan) -> list[str]:

@@ -39,17 +39,20 @@ class StepTime:
     @property
     def step_s(self) -> float:
         """A lower bound: whatever can overlap does so in full."""
-        return max(self.compute_s + self.waiting_s, self.in_node_s, self.cross_node_s)
+        return max(self._parts.values())
 
     @property
     def bound_by(self) -> str:
-        """What takes longest."""
-        parts = {
-            "arithmetic": self.compute_s,
+        """What takes longest; what arithmetic waits for counts as its time."""
+        return max(self._parts, key=lambda name: self._parts[name])
+
+    @property
+    def _parts(self) -> dict[str, float]:
+        return {
+            "arithmetic": self.compute_s + self.waiting_s,
             "traffic within nodes": self.in_node_s,
             "traffic across nodes": self.cross_node_s,
         }
-        return max(parts, key=lambda name: parts[name])
 
 
 def step_time(shape: ModelShape, layout: ShardLayout, workload: Workload, device: Device, *, mfu: float) -> StepTime:
@@ -133,15 +136,15 @@ def _block_flops(shape: ModelShape, workload: Workload) -> list[dict[str, int]]:
 
 
 def _pairs_of_microbatch(workload: Workload, window: int | None) -> int:
-    """Pairs of queries and keys in a full row: of whole groups, and of documents in what they leave."""
-    longest, prefix = workload.longest_sequence, workload.shared_prefix_tokens
-    num_groups, rest = divmod(workload.tokens_per_microbatch, workload.tokens_per_group)
-    num_whole, rest = divmod(rest, longest)
-    of_document = attended_pairs(longest, window)
+    """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document that is cut."""
+    num_groups, num_of_cut_group, rest = workload.documents_of_microbatch
     # A shared prefix attends to itself once for its group.
-    of_group = workload.documents_per_group * of_document
-    of_group -= (workload.documents_per_group - 1) * attended_pairs(prefix, window)
-    return num_groups * of_group + num_whole * of_document + attended_pairs(rest, window)
+    of_prefix = attended_pairs(workload.shared_prefix_tokens, window)
+    of_own = attended_pairs(workload.longest_sequence, window) - of_prefix
+    pairs = num_groups * (of_prefix + workload.documents_per_group * of_own)
+    if num_of_cut_group:
+        pairs += of_prefix + num_of_cut_group * of_own
+    return pairs + attended_pairs(rest, window)
 
 
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:

@@ -9,12 +9,11 @@ T tokens of a microbatch on one context rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatch
 
 from open_instruct.planning.activations import MAX_LOGITS_BYTES
 from open_instruct.planning.exchange import Collective, Exchange, exchange_in
 from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.workload import Workload
+from open_instruct.planning.workload import Workload, is_wrapped
 from open_instruct.records import ShardLayout
 
 LOSS_BYTES = 4
@@ -38,8 +37,7 @@ def activation_exchanges(
 def is_recomputed(workload: Workload, layer: int, module: str) -> bool:
     """Whether "attention" or "feed_forward" of a layer (or "": the whole block) is computed again backwards."""
     if workload.checkpointing == "selected_modules":
-        names = (f"blocks.{layer}", f"blocks.{layer}.{module}".rstrip("."))
-        return any(fnmatch(name, pattern) for name in names for pattern in workload.checkpointing_modules)
+        return any(is_wrapped(workload.checkpointing_modules, layer, name) for name in ("", module))
     return workload.checkpointing == "full"
 
 

@@ -2,7 +2,7 @@
 
 What is counted here is what the train module issues: tests/ranks/test_traffic.py runs it and compares call for call.
 Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints. Only estimated are Muon's
-exchanges where there are replicas or tensor ranks, and those of context parallelism.
+exchanges where there are replicas or tensor ranks.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Wor
             bytes_per_call=own_bytes,
             group_size=num_receivers + 1,
             wire_bytes=num_calls * whole_bytes,
-            # Engines have GPUs of their own; that they share a node with the learners is the exception.
-            crosses_nodes=True,
+            crosses_nodes=workload.sync_crosses_nodes,
         )
         for (own_bytes, whole_bytes), num_calls in Counter(_buckets(shape, layout, workload)).items()
     )

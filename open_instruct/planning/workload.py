@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Literal
 
 from open_instruct.config.dpo import REFERENCE_FREE_LOSSES, DPOConfig
@@ -20,15 +22,16 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One rank's share of an optimizer step, at most: microbatches are taken to be full.
+    """One rank's share of an optimizer step, at most: documents are taken to have their full length.
 
     Tokens are those of a whole row; a context degree splits them further. `num_updates` is above 1 for GRPO alone:
     mini-batches times epochs, each of `num_microbatches`. `has_reference` means a pass over the start weights before
     training for DPO, a model that stays on the GPUs for GRPO. Of the engines, `kv_cache_bytes` is what lies on the
-    learner's own device: 0 unless they share one.
+    learner's own device: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
-    counts what lies in the row.
+    counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
+    length leave a rest of it; memory is planned for a row that shorter ones fill.
 
     Example: DPO with 1 pair of 2 x 2048 tokens a microbatch, 4 microbatches a step::
 
@@ -43,13 +46,12 @@ class Workload:
     num_microbatches: int
     num_updates: int = 1
     num_epochs: int = 1
-    packing: bool = True
+    pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
     checkpointing: Checkpointing = "none"
     checkpointing_modules: tuple[str, ...] = ()
     activation_memory_budget: float = 1.0
-    compiles: bool = False
     on_cuda: bool = True
     has_reference: bool = False
     reference_pass_tokens: int = 0
@@ -63,6 +65,7 @@ class Workload:
     sync_backend: str = "nccl"
     sync_bucket_bytes: int = 0
     sync_bytes_per_param: int = 2
+    sync_crosses_nodes: bool = True
     kv_cache_bytes: int = 0
 
     @property
@@ -85,8 +88,24 @@ class Workload:
     @property
     def row_tokens_per_microbatch(self) -> int:
         """Tokens of the documents of a microbatch, each counted with its prompt."""
-        whole = self.documents_per_group * self.longest_sequence
-        return self.tokens_per_microbatch * whole // self.tokens_per_group
+        num_groups, num_of_cut_group, _ = self.documents_of_microbatch
+        num_sharing = num_groups * (self.documents_per_group - 1) + max(0, num_of_cut_group - 1)
+        return self.tokens_per_microbatch + num_sharing * self.shared_prefix_tokens
+
+    @property
+    def documents_of_microbatch(self) -> tuple[int, int, int]:
+        """Whole groups in a row, documents of full length of a group that is cut, and tokens that are left."""
+        num_groups, rest = divmod(self.tokens_per_microbatch, self.tokens_per_group)
+        own = self.longest_sequence - self.shared_prefix_tokens
+        num_more = max(0, rest - self.shared_prefix_tokens) // own
+        return num_groups, num_more, rest - (self.shared_prefix_tokens + num_more * own if num_more else 0)
+
+    def with_full_rows(self) -> Workload:
+        """The same with rows that are full to the last token."""
+        if self.pack_tokens <= self.tokens_per_microbatch:
+            return self
+        num_labels = self.label_tokens_per_microbatch * self.pack_tokens // self.tokens_per_microbatch
+        return replace(self, tokens_per_microbatch=self.pack_tokens, label_tokens_per_microbatch=num_labels)
 
     @property
     def compute_bytes(self) -> int:
@@ -129,13 +148,11 @@ def workload_of(
         shared_prefix_tokens=prefix_tokens,
         documents_per_group=2 if is_dpo else 1,
         num_microbatches=config.optim.gradient_accumulation_steps,
-        packing=config.data.packing,
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
         checkpointing=checkpointing,
         checkpointing_modules=modules,
         activation_memory_budget=budget,
-        compiles=config.memory.compile_model,
         has_reference=has_reference,
         reference_pass_tokens=num_tokens if has_reference else 0,
         export_bytes_per_param=_export_bytes(config.run.export_dtype, shape),
@@ -150,11 +167,15 @@ def _grpo(
     label_share: float,
     shared_prompt_tokens: int,
 ) -> Workload:
-    num_tokens, longest = config.max_tokens_per_microbatch, config.data.max_seq_length
+    pack_tokens, longest = config.max_tokens_per_microbatch, config.data.max_seq_length
     # Sequences of full length, as many as fit; short ones leave fewer microbatches.
     num_completions = -(-config.num_completions_per_step // config.loss.num_mini_batches)
     num_completions_of_rank = -(-num_completions // layout.data_parallel_world_size)
     prefix_tokens = max(shared_prompt_tokens - 1, 0)
+    num_microbatches = -(-num_completions_of_rank // _completions_that_fit(config, pack_tokens, prefix_tokens))
+    num_in_row = -(-num_completions_of_rank // num_microbatches)
+    num_groups = -(-num_in_row // config.rollout.num_samples_per_prompt_rollout)
+    num_tokens = num_groups * prefix_tokens + num_in_row * (longest - prefix_tokens)
     checkpointing, modules, budget = _checkpointing(config.memory)
     fleet, has_reference = config.fleet, config.loss.beta > 0
     needs_old_logprobs = config.loss.num_mini_batches * config.loss.num_epochs > 1
@@ -170,7 +191,8 @@ def _grpo(
         label_tokens_per_microbatch=round(num_tokens * label_share),
         shared_prefix_tokens=prefix_tokens,
         documents_per_group=config.rollout.num_samples_per_prompt_rollout,
-        num_microbatches=-(-num_completions_of_rank // _completions_that_fit(config, num_tokens, prefix_tokens)),
+        num_microbatches=num_microbatches,
+        pack_tokens=pack_tokens,
         num_updates=config.loss.num_mini_batches * config.loss.num_epochs,
         num_epochs=config.loss.num_epochs,
         param_dtype=config.model.param_dtype,
@@ -178,7 +200,6 @@ def _grpo(
         checkpointing=checkpointing,
         checkpointing_modules=modules,
         activation_memory_budget=budget,
-        compiles=config.memory.compile_model,
         has_reference=has_reference,
         reference_pass_tokens=num_tokens if has_reference or needs_old_logprobs else 0,
         temperature=config.rollout.temperature,
@@ -195,12 +216,18 @@ def _grpo(
     )
 
 
-def _completions_that_fit(config: GRPOConfig, num_tokens: int, prefix_tokens: int) -> int:
+def _completions_that_fit(config: GRPOConfig, pack_tokens: int, prefix_tokens: int) -> int:
     """Completions of full length in a microbatch: whole groups, and one that is cut."""
     longest, group = config.data.max_seq_length, config.rollout.num_samples_per_prompt_rollout
     own_tokens = longest - prefix_tokens
-    num_groups, rest = divmod(num_tokens, prefix_tokens + group * own_tokens)
+    num_groups, rest = divmod(pack_tokens, prefix_tokens + group * own_tokens)
     return max(1, num_groups * group + max(0, rest - prefix_tokens) // own_tokens)
+
+
+def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
+    """Whether --activation_checkpointing_modules names this module of a layer; "" is the layer itself."""
+    name = f"blocks.{layer}.{module}".rstrip(".")
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _checkpointing(memory: MemorySection) -> tuple[Checkpointing, tuple[str, ...], float]:

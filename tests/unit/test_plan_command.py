@@ -92,6 +92,15 @@ class TestRequest:
         whole = ["--num_learners_per_node", "8", "8", "--gpus_per_node", "3x8"]
         assert requested(*grpo, *whole).setting.gpus_per_node == (8, 8)
 
+    def test_one_learner_that_was_asked_for(self, tmp_path: Path) -> None:
+        """It is the default too, but the nodes are then not all learners'."""
+        grpo = [*OLMO_7B, "--gpus_per_node", "8"]
+        assert requested("grpo", *grpo).setting.gpus_per_node == (8,)
+        assert requested("grpo", *grpo, "--num_learners_per_node", "1").setting.gpus_per_node == (1,)
+        file = tmp_path / "run.yaml"
+        file.write_text("num_learners_per_node: [1]\n")
+        assert requested("grpo", str(file), *grpo).setting.gpus_per_node == (1,)
+
     def test_links_of_its_own(self) -> None:
         device = requested(*DPO_7B, "--cross_node_gb_s", "12.5").setting.device
         assert device.cross_node_gb_s == 12.5
@@ -154,6 +163,7 @@ TINY = {
             [*DPO_7B, "--shared_prompt_tokens", "9", "--prefix_sharing", "off"],
             "nothing is shared; leave one of them out",
         ),
+        ([*DPO_7B, "--shared_prompt_tokens", "9", "--no_packing"], "with --no_packing nothing is shared"),
         (["sft", *DPO_7B[1:], "--shared_prompt_tokens", "9"], "supervised rows share nothing"),
         (["grpo", *DPO_7B[1:], "--shared_prompt_tokens", "257"], "at most 256 (--max_prompt_token_length)"),
         ([*DPO_7B, "--htlm", "x.html"], "--htlm is not a flag; did you mean --html?"),
@@ -222,6 +232,17 @@ class TestSharedPrompts:
         shared = planned(*grpo, "--shared_prompt_tokens", "256").workload
         assert shared.tokens_per_group == 255 + 4 * 257 == 1283
         assert shared.num_microbatches == 3
+        # 11 completions in the fullest: two whole groups and three of a third.
+        assert shared.tokens_per_microbatch == 3 * 255 + 11 * 257 < shared.pack_tokens == 4096
+        assert shared.row_tokens_per_microbatch == 11 * 512
+
+    def test_what_a_row_leaves_empty_takes_memory_and_no_time(self) -> None:
+        """Sequences of 512 tokens: a pack of 1,000 holds one of them, and shorter ones fill it."""
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "2"]
+        exact, loose = (planned(*grpo, "--pack_length", length) for length in ("512", "1000"))
+        assert loose.time == exact.time and loose.exchanges == exact.exchanges
+        assert loose.peak.total_bytes > exact.peak.total_bytes
+        assert loose.phases == planned(*grpo, "--pack_length", "1000", "--response_length", "744").phases
 
 
 class TestAdvice:
@@ -296,6 +317,24 @@ class TestAdvice:
         grpo = change_to_fit(planned("grpo", *OLMO_7B, *FULL, *few))
         assert dpo is not None and re.match(r"on \d nodes of 2 GPUs with --fsdp_shard_degree \d", dpo.text)
         assert grpo is not None and re.match(r"--num_learners_per_node 2( 2)+ --fsdp_shard_degree \d", grpo.text)
+
+    def test_another_global_batch_is_said(self) -> None:
+        plan = planned(*DPO_32B, "--max_seq_length", "16384")
+        advice = advise(plan)
+        assert advice.to_fit is not None and "tensor_parallel_degree" in advice.to_fit.values
+        after = advice.to_fit.plan.tokens_per_step
+        assert f"The global batch becomes {after:,} tokens, from {plan.tokens_per_step:,}." in advice.lines(plan)
+        same = planned(*DPO_7B)
+        assert not any("global batch" in line for line in advise(same).lines(same))
+
+    @pytest.mark.parametrize("given", [[], ["--vllm_kv_cache_mib", "65536"]])
+    def test_an_engine_on_the_same_gpu_takes_less(self, given: list[str]) -> None:
+        words = ["grpo", "--model_name_or_path", "Qwen/Qwen3-1.7B", "--single_gpu_mode", *FULL]
+        plan = planned(*words, *given)
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None
+        assert set(change.values) == {given[0].removeprefix("--") if given else "vllm_gpu_memory_utilization"}
+        assert planned(*words, *change.flags.split()).phases == change.plan.phases
 
     def test_nothing_helps(self) -> None:
         plan = planned(*DPO_7B, "--gpu", "memory_gib=1")
@@ -423,10 +462,33 @@ class TestPage:
         ):
             plan = planned(*words)
             rows = traffic_rows(plan)
-            assert sum(row.wire_bytes for row in rows) == sum(exchange.wire_bytes for exchange in plan.exchanges)
+            assert sum(row.sent_bytes for row in rows) == sum(exchange.sent_bytes for exchange in plan.exchanges)
             purposes = {*PURPOSES.values(), "momenta of Muon, orthogonalised"}
             assert {row.what for row in rows} <= purposes
             assert all(len(row.what) <= 36 for row in rows)
+
+    def test_engines_on_the_learners_node(self) -> None:
+        """Four of each on one node of 8; without the node's size they may be anywhere."""
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "4", "--vllm_num_engines", "4"]
+        shared, apart = planned(*grpo, "--gpus_per_node", "8"), planned(*grpo)
+        assert [exchange for exchange in shared.exchanges if exchange.crosses_nodes] == []
+        (row,) = (row for row in traffic_rows(apart) if row.collective == "broadcast")
+        assert row.crosses_nodes and row.sent_bytes == row.num_bytes
+        assert apart.setting.shape.num_params * 2 / 4 == pytest.approx(row.sent_bytes, rel=0.01)
+
+    def test_what_is_waited_for_is_named(self) -> None:
+        text = " ".join(page(planned(*DPO_7B, "--context_parallel_degree", "2")).split())
+        assert "of them (context groups)." in text and "16 GPUs with context degree 2, the fastest" in text
+        grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "--tensor_parallel_degree", "2"]
+        assert "of them (tensor groups, weights to the engines)." in " ".join(page(planned(*grpo)).split())
+
+    def test_the_name_that_was_given_and_whose_speeds(self) -> None:
+        tuned = ["--model_name_or_path", "allenai/OLMo-2-1124-7B-SFT", "--gpu", "memory_gib=40"]
+        text = " ".join(page(planned("dpo", *tuned, *TWO_NODES)).split())
+        assert text.startswith(
+            "DPO of allenai/OLMo-2-1124-7B-SFT (7.3B parameters) on 2 nodes of 8 GPUs (40 GiB each, "
+        )
+        assert "speeds of an H100" in text and "speeds of" not in page(planned(*DPO_7B))
 
     def test_what_is_said(self) -> None:
         text = page(planned(*DPO_7B))
@@ -507,6 +569,7 @@ class TestJson:
         assert record["advice"]["faster"] is None and not record["fits"]
         assert {exchange["axis"] for exchange in record["exchanges"]} >= {"shard", "replica"}
         assert record["time"]["step_s"] > 0
+        assert {layout["context_parallel_degree"] for layout in record["layouts"]} == {1}
 
 
 class TestCheckAtStart:
@@ -539,6 +602,15 @@ class TestCheckAtStart:
         verdict = self.check(folder, memory_gib=10)
         assert float(re.findall(r"needs ([\d.]+)", verdict.line)[0]) > 10
         assert verdict.refusal is None
+
+    def test_layers_that_differ_are_not_planned_and_run_all_the_same(self, folder: Path) -> None:
+        words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
+        verdict = self.check(folder, *words, "blocks.0.feed_forward", memory_gib=80)
+        assert verdict.line.startswith("plan: none (InputError: --activation_checkpointing_modules blocks.0.feed_f")
+        assert verdict.refusal is None
+        assert self.check(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("plan: needs")
+        with pytest.raises(InputError, match="treats layers differently"):
+            planned(*DPO_7B, *words, "blocks.1?.*")
 
     def test_what_surely_cannot_fit_is_refused_with_a_way_out(self, folder: Path) -> None:
         words = [*FULL, "--fsdp_shard_degree", "1", "--per_device_train_batch_size", "1"]

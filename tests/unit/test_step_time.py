@@ -169,6 +169,8 @@ def test_what_bounds() -> None:
     assert of(3, 2, 1).bound_by == "arithmetic"
     assert of(1, 3, 2).bound_by == "traffic within nodes"
     assert of(1, 2, 3).bound_by == "traffic across nodes"
+    waiting = StepTime(compute_s=2, in_node_s=3, cross_node_s=0, waiting_s=2)
+    assert (waiting.bound_by, waiting.step_s) == ("arithmetic", 4)
 
 
 def test_one_device_exchanges_nothing() -> None:
