@@ -30,6 +30,11 @@ class Segment(NamedTuple):
     prefix_start: int
     prefix_length: int
 
+    @property
+    def is_first_branch(self) -> bool:
+        """Whether its prefix lies just before it, so that both together are what an ordinary document is."""
+        return self.prefix_length > 0 and self.prefix_start + self.prefix_length == self.start
+
 
 class Segments(NamedTuple):
     """The segments of one row, as its blocks are given them.

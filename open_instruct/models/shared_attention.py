@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from open_instruct.models.segments import Segment, Segments, segments_of
+from open_instruct.models.segments import Segments, segments_of
 
 MAX_CACHED_TILINGS = 4
 
@@ -218,16 +218,11 @@ def joined(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[i
     """
     documents: list[int] = []
     for segment in segments_of(lengths, prefix_lengths):
-        if is_first_branch(segment):
+        if segment.is_first_branch:
             documents[-1] += segment.length
         else:
             documents.append(segment.length)
     return tuple(documents)
-
-
-def is_first_branch(segment: Segment) -> bool:
-    """Whether its prefix lies just before it."""
-    return segment.prefix_length > 0 and segment.prefix_start + segment.prefix_length == segment.start
 
 
 def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
@@ -248,7 +243,7 @@ def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
 
 def prefix_tiles(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
     """Branches but the first against their roots: all of a root in one tile, unless a window hides some of it."""
-    segments = tuple(segment for segment in segments_of(lengths, prefix_lengths) if not is_first_branch(segment))
+    segments = tuple(segment for segment in segments_of(lengths, prefix_lengths) if not segment.is_first_branch)
     index = 0
     while index < len(segments):
         start, length, prefix_start, prefix_length = segments[index]

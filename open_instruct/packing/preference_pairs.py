@@ -25,14 +25,13 @@ def preference_batch(
     """
     documents = [example.chosen for example in examples] + [example.rejected for example in examples]
     pairs = [(index, len(examples) + index) for index in range(len(examples))]
-    groups = groups_that_share(documents, pairs, prefix_sharing)
     return PreferenceBatch(
         packed=lay_out(
             documents,
             packing=packing,
             pad_token_id=pad_token_id,
             pad_to_multiple_of=pad_to_multiple_of,
-            groups=groups if prefix_sharing != "off" else None,
+            groups=None if prefix_sharing == "off" else groups_that_share(documents, pairs, prefix_sharing),
         ),
         row_ids=tuple(example.row_id for example in examples),
     )

@@ -20,7 +20,7 @@ import torch
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, first_fit
 from open_instruct.packing.documents import empty_batch, pack_documents
-from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
+from open_instruct.packing.prefixes import pays, runs_of_one_prompt
 from open_instruct.records import Document, RolloutBatch, RolloutSample
 
 
@@ -127,11 +127,12 @@ def _chunks_that_fit(
     documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
 ) -> list[Chunk]:
     """The samples as one chunk, or as single ones where sharing does not pay; halved until each fits a microbatch."""
-    members = [documents[i] for i in samples]
-    num_tokens, prefix_length = sum(map(len, members)), shared_prefix_length(members)
-    if not pays(prefix_length, len(members), num_tokens, sharing):
+    num_tokens = sum(len(documents[i]) for i in samples)
+    # Their prompts are the same, so that is what they share, less its last token.
+    prefix_length = documents[samples[0]].responses[0].start - 1
+    if not pays(prefix_length, len(samples), num_tokens, sharing):
         return [Chunk((i,), len(documents[i])) for i in samples]
-    num_tokens -= prefix_length * (len(members) - 1)
+    num_tokens -= prefix_length * (len(samples) - 1)
     if num_tokens <= capacity:
         return [Chunk(tuple(samples), num_tokens)]
     half = len(samples) // 2
@@ -210,9 +211,7 @@ def rollout_batch(
             pad_token_id=pad_token_id,
             pad_to_multiple_of=pad_to_multiple_of,
             # Whether it pays is the plan's to say: of what it put together, asking again could only undo it.
-            groups=groups_that_share(
-                documents, runs_of_one_prompt(documents), "off" if prefix_sharing == "off" else "on"
-            ),
+            groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
         )
     # Labels lie in the row in the order of the samples and of their tokens.
     has_label_BT = packed.sequence_ids_BT >= 0

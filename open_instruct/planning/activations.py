@@ -54,6 +54,13 @@ class Pass:
     num_gathered_keys: int | None = None
 
 
+def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
+    """How many positions the head takes at a time; more than one chunk is computed again in the backward pass."""
+    most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
+    whole, rest = divmod(num_positions, most)
+    return (most,) * whole + ((rest,) if rest else ())
+
+
 def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
     """The sizes of one microbatch of `workload`; a context degree splits its tokens."""
     num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
@@ -325,11 +332,12 @@ class _Head(_Piece):
         if sizes.tensor_degree == 1:
             index = run(sizes.num_labels * 8, gradients=())
             hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=[index], gradients=[_whole(normed)])
-        per_chunk = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.vocab_size))
+        all_chunks = logit_chunks(shape, sizes.num_labels)
         weight = Tensor(_split(shape.vocab_size, sizes) * d_model * self.c, kind="weight")
-        whole_chunks, rest = divmod(sizes.num_labels, per_chunk)
-        chunks = [per_chunk] * min(whole_chunks, CHUNKS_RECORDED) + ([rest] if rest else [])
-        is_one = sizes.num_labels <= per_chunk
+        # And the last one, where it is shorter.
+        chunks = all_chunks[:CHUNKS_RECORDED]
+        chunks += tuple(chunk for chunk in all_chunks[CHUNKS_RECORDED:] if chunk < all_chunks[0])
+        is_one = len(all_chunks) <= 1
         # A chunk is a view; the gradients of the chunks are laid end to end.
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
         losses = []

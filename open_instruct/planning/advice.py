@@ -17,9 +17,9 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import GIB, Plan, Setting, plan_of, tensor_degrees
+from open_instruct.planning.plan import Plan, Setting, plan_of, tensor_degrees
 from open_instruct.planning.ranking import ranked_layouts
-from open_instruct.planning.wording import gib, seconds
+from open_instruct.planning.wording import GIB, gib, seconds
 from open_instruct.planning.workload import MIB
 
 # A faster layout is named only where it is faster by more than the plan can be trusted to tell.

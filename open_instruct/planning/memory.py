@@ -19,6 +19,7 @@ from open_instruct.planning.activations import FLOAT32
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.passes import GRADIENTS, TEMPORARIES, Moment, Passes
 from open_instruct.planning.state import MASTER_BYTES, local_size, state_bytes, uses_muon
+from open_instruct.planning.traffic import sync_buckets
 from open_instruct.planning.workload import Workload
 from open_instruct.records import ShardLayout
 
@@ -147,20 +148,8 @@ class _Plan:
         held = self.held(gradients=True)
         if self.workload.sync_backend == "shm":
             return held
-        largest = max(num_bytes for num_bytes in self._bucket_parts())
+        largest = max(own_bytes for own_bytes, _ in sync_buckets(self.shape, self.layout, self.workload))
         return held | {BUFFERS: held[BUFFERS] + NUM_SYNC_SLOTS * largest}
-
-    def _bucket_parts(self) -> Iterator[int]:
-        """Bytes that rank 0 brings of each bucket."""
-        bucket_bytes = own_bytes = 0
-        for parameter in self.shape.parameters:
-            num_bytes = parameter.num_params * self.workload.sync_bytes_per_param
-            if bucket_bytes and bucket_bytes + num_bytes > self.workload.sync_bucket_bytes:
-                yield own_bytes
-                bucket_bytes = own_bytes = 0
-            bucket_bytes += num_bytes
-            own_bytes += local_size(parameter, self.layout).own * self.workload.sync_bytes_per_param
-        yield own_bytes
 
     def export(self) -> Moment:
         """`deliver` brings one tensor together at a time, cast already, on the CPU of its owner.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from open_instruct.parallel.wording import counted
 from open_instruct.planning.memory import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, REFERENCE, Phase
 from open_instruct.planning.passes import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
-from open_instruct.planning.plan import GIB, Plan
+from open_instruct.planning.plan import Plan
 from open_instruct.planning.state import MASTER_BYTES
+from open_instruct.planning.wording import GIB
 
 # First what stays from step to step, then what comes and goes.
 LETTERS = {

@@ -19,11 +19,11 @@ from open_instruct.planning.memory import Phase, memory_by_phase, peak_phase
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.step_time import StepTime, step_time
 from open_instruct.planning.traffic import Exchange, traffic_per_step
+from open_instruct.planning.wording import GIB
 from open_instruct.planning.workload import Workload, is_wrapped, workload_of
 from open_instruct.records import ShardLayout
 
 RunConfig = DPOConfig | SFTConfig | GRPOConfig
-GIB = 2**30
 # Share of a GPU that advice leaves free.
 ROOM = 0.05
 

@@ -120,20 +120,23 @@ def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> No
         for learner, size in zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
     ):
         raise InputError(f"{given} needs a node of its own for each number; the nodes have {spelled(sizes)} GPUs")
-    num_for_engines = config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size
     num_free = sum(sizes) - sum(learners)
-    if not config.parallel.single_gpu_mode and num_for_engines > num_free:
+    if not config.parallel.single_gpu_mode and not _has_room_for_engines(config, num_free):
         raise InputError(
             f"{given} leaves {num_free} of {sum(sizes)} GPUs for engines, and --vllm_num_engines "
             f"{config.fleet.vllm_num_engines} x --vllm_tensor_parallel_size {config.fleet.vllm_tensor_parallel_size} = "
-            f"{num_for_engines}; ask for fewer, or give more GPUs"
+            f"{_num_gpus_of_engines(config)}; ask for fewer, or give more GPUs"
         )
 
 
-def _has_room_for_engines(config: PlanConfig, num_free: int) -> bool:
+def _has_room_for_engines(config: PlanConfig | GRPOConfig, num_free: int) -> bool:
     if not isinstance(config, GRPOConfig):
         return False
-    return config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size <= num_free
+    return _num_gpus_of_engines(config) <= num_free
+
+
+def _num_gpus_of_engines(config: GRPOConfig) -> int:
+    return config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size
 
 
 def _check_shared_prompt(config: PlanConfig) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from open_instruct.planning.activations import MAX_LOGITS_BYTES
+from open_instruct.planning.activations import logit_chunks
 from open_instruct.planning.exchange import Collective, Exchange, exchange_in
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.workload import Workload, is_wrapped
@@ -46,13 +46,6 @@ def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
     if layout.tensor_parallel_degree > 1:
         return workload.tokens_per_microbatch // layout.model_parallel_degree
     return workload.label_tokens_per_microbatch // layout.context_parallel_degree
-
-
-def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
-    """How many positions the head takes at a time; more than one chunk is computed again in the backward pass."""
-    most = max(1, MAX_LOGITS_BYTES // (4 * shape.vocab_size))
-    whole, rest = divmod(num_positions, most)
-    return (most,) * whole + ((rest,) if rest else ())
 
 
 def _tensor(

@@ -145,11 +145,11 @@ def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Wor
             wire_bytes=num_calls * whole_bytes,
             crosses_nodes=workload.sync_crosses_nodes,
         )
-        for (own_bytes, whole_bytes), num_calls in Counter(_buckets(shape, layout, workload)).items()
+        for (own_bytes, whole_bytes), num_calls in Counter(sync_buckets(shape, layout, workload)).items()
     )
 
 
-def _buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
+def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
     """Of each bucket, the bytes that the first rank brings and those of all ranks."""
     by_name = {parameter.name: parameter for parameter in shape.parameters}
     own, whole = 0, 0

@@ -8,7 +8,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.errors import RunError
 from open_instruct.models.context_parallel import context_of
+from open_instruct.models.segments import segments_of
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Metric, PackedBatch
 
@@ -122,9 +122,8 @@ def shared_fraction(packed: PackedBatch) -> Metric:
     num_saved = 0
     if packed.prefix_lengths is not None:
         assert packed.document_lengths is not None
-        prefix_lengths = packed.prefix_lengths
-        first_branches = [length for before, length in pairwise(prefix_lengths) if length and not before]
-        num_saved = sum(prefix_lengths) - sum(first_branches)
+        segments = segments_of(packed.document_lengths, packed.prefix_lengths)
+        num_saved = sum(segment.prefix_length for segment in segments if not segment.is_first_branch)
     num_tokens = packed.num_tokens + num_saved
     return Metric(value=num_saved / max(num_tokens, 1), weight=float(num_tokens))
 

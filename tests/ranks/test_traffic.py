@@ -17,7 +17,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.layout import layout_of
-from open_instruct.planning import tensor_traffic
+from open_instruct.planning import activations
 from open_instruct.planning.exchange import Exchange, groups_of
 from open_instruct.planning.model_shape import model_shape
 from open_instruct.planning.traffic import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
@@ -209,7 +209,7 @@ def test_every_call_and_every_byte(counted: Counted, name: str, monkeypatch: pyt
     case = CASES[name]
     if case.logits_per_chunk is not None:
         vocab_size = MODELS[case.model]["vocab_size"]
-        monkeypatch.setattr(tensor_traffic, "MAX_LOGITS_BYTES", case.logits_per_chunk * 4 * vocab_size)
+        monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", case.logits_per_chunk * 4 * vocab_size)
     layout, planned = counted.planned(name)
     of_ranks = counted[name]
     messages = [

@@ -98,7 +98,7 @@ def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     of_one = replace(WORK, checkpointing="selected_modules", checkpointing_modules=("blocks.1.attention",))
     assert flops_per_step(SHAPE, ALONE, of_one) == 3 * FORWARD + 2 * 64 * 6 + ATTENTION[1]
     # Two labels a chunk.
-    monkeypatch.setattr("open_instruct.planning.tensor_traffic.MAX_LOGITS_BYTES", 2 * 4 * 10)
+    monkeypatch.setattr("open_instruct.planning.activations.MAX_LOGITS_BYTES", 2 * 4 * 10)
     assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + HEAD
 
 
