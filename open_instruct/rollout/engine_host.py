@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.rollout.learner_call import reason_of_loss
 from open_instruct.rollout.placement import Placement
 from open_instruct.rollout.requests import EngineSettings
+from open_instruct.rollout.watchdog import FOLDER_VARIABLE
 
 MAX_CONCURRENCY = 32  # calls that wait for completions must not keep others out
 
@@ -22,6 +24,8 @@ class EngineHost:
 
     def construct(self, environment: Mapping[str, str], settings: EngineSettings) -> None:
         os.environ.update(environment)
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            tempfile.tempdir = os.environ["TMPDIR"] = folder  # vLLM leaves files there when it is killed
         from open_instruct.rollout.engine import Engine
 
         self._engine = Engine(settings)

@@ -6,6 +6,7 @@ handed out once: what an engine that was given up still says is not listened to.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -24,6 +25,7 @@ from open_instruct.rollout.settle import settle
 log = logging.getLogger(__name__)
 
 POLL_WAIT_S = 1.0
+END_TIMEOUT_S = 10.0
 
 
 class EngineHandle(Protocol):
@@ -171,8 +173,9 @@ class EnginePool:
         with self._lock:
             self._is_closed = True
             self._fail(RunError("the engines were shut down"))
-        for member in self._members:
-            member.handle.kill()
+        with ThreadPoolExecutor(len(self._members), thread_name_prefix="ends") as enders:
+            for member in self._members:
+                enders.submit(_end, member.handle)
         self._callers.shutdown(wait=False, cancel_futures=True)
 
     # With the lock held
@@ -280,6 +283,13 @@ class EnginePool:
             waiting, self._homeless = self._homeless, {}
             self._send(waiting)
         return True
+
+
+def _end(handle: EngineHandle) -> None:
+    """Kill it, once it has put away what would outlive it; vLLM's workers and their shared memory would."""
+    with contextlib.suppress(RunError):
+        handle.ask("shutdown", timeout_s=END_TIMEOUT_S)
+    handle.kill()
 
 
 def _unexpected(error: Exception, what_failed: str) -> RunError:

@@ -1,9 +1,11 @@
 """A small process that outlives the driver and takes a local Ray down with it, also after `kill -9`.
 
 Ray's servers die with the driver, but what they started may stay: agents for half a minute, a frozen
-actor for ever, and the folder of sockets and logs on the disk. Every process of the cluster carries a
-mark in its environment, which children inherit. The watchdog waits for the end of the driver, kills
-whatever carries the mark, and removes the folder. An orderly end takes the same way.
+actor for ever, the folder of sockets and logs on the disk, and the shared memory of processes that were
+not given the time to remove it. Every process of the cluster carries a mark in its environment, which
+children inherit. The watchdog notes what shared memory they use while they live, waits for the end of
+the driver, kills whatever carries the mark, and removes that memory and the folder. An orderly end takes
+the same way.
 
 The file is also run by its path, and imports the standard library only, so a watchdog costs a few megabytes.
 """
@@ -23,8 +25,12 @@ from pathlib import Path
 
 # Also the prefix under which a process of the fleet may keep files in shared memory.
 MARK_VARIABLE = "OPEN_INSTRUCT_FLEET"
+# Where its processes may keep other temporary files; it is removed in the end.
+FOLDER_VARIABLE = "OPEN_INSTRUCT_FLEET_FOLDER"
 SHARED_MEMORY = Path("/dev/shm")
-POLL_INTERVAL_S = 0.5
+# Of Python's multiprocessing, vLLM, torch and NCCL. A model that somebody keeps there is mapped too, and is not ours.
+SHARED_PREFIXES = ("psm_", "sem.mp-", "vllm_", "torch_", "nccl-")
+POLL_INTERVAL_S = 1.0
 SWEEP_TIMEOUT_S = 20.0
 
 
@@ -33,9 +39,13 @@ class Watchdog:
 
     def __init__(self, folder: Path, *, logs_folder: Path | None) -> None:
         """Guard `folder`, which is removed in the end; workers' logs in it are copied to `logs_folder` first."""
-        self._mark = f"open_instruct-{os.getpid()}-{os.urandom(4).hex()}"
+        self._variables = {
+            MARK_VARIABLE: f"open_instruct-{os.getpid()}-{os.urandom(4).hex()}",
+            FOLDER_VARIABLE: str(folder),
+        }
+        mark = self._variables[MARK_VARIABLE]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self._mark, str(os.getpid()), str(folder), str(logs_folder or "")],
+            [sys.executable, "-I", "-S", __file__, mark, str(os.getpid()), str(folder), str(logs_folder or "")],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -45,11 +55,12 @@ class Watchdog:
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
         """Processes that are started in here, and those that they start, end with the driver."""
-        os.environ[MARK_VARIABLE] = self._mark
+        os.environ.update(self._variables)
         try:
             yield
         finally:
-            del os.environ[MARK_VARIABLE]
+            for name in self._variables:
+                del os.environ[name]
 
     def finish(self) -> None:
         """Sweep now; returns when nothing is left."""
@@ -60,12 +71,16 @@ class Watchdog:
 
 def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None:
     """Wait for the driver's end, then sweep."""
+    shared: set[int] = set()
     # The pipe tells at once, unless a forked child of the driver holds its other end too.
     while os.getppid() == driver:
+        # An engine that dies, and is started again, is not there to be looked at in the end.
+        shared |= _shared_memory_of(_marked(mark))
         if select.select([sys.stdin], [], [], POLL_INTERVAL_S)[0]:
             break
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
     while (pids := _marked(mark)) and time.monotonic() < deadline:
+        shared |= _shared_memory_of(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -74,8 +89,11 @@ def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None
         with contextlib.suppress(OSError):
             _keep_logs(folder, logs_folder)
     shutil.rmtree(folder, ignore_errors=True)
-    for path in SHARED_MEMORY.glob(f"{mark}*"):
-        path.unlink(missing_ok=True)
+    for path in SHARED_MEMORY.glob("*"):
+        with contextlib.suppress(OSError):
+            is_theirs = path.name.startswith(SHARED_PREFIXES) and path.stat().st_ino in shared
+            if is_theirs or path.name.startswith(mark):
+                path.unlink()
 
 
 def _marked(mark: str) -> list[int]:
@@ -87,6 +105,16 @@ def _marked(mark: str) -> list[int]:
             if entry in environment.read_bytes().split(b"\0"):
                 pids.append(int(environment.parent.name))
     return pids
+
+
+def _shared_memory_of(pids: list[int]) -> set[int]:
+    """Inodes of the shared memory that these processes have mapped; a semaphore's name there is not its last one."""
+    inodes: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            inodes.update(int(line.split()[4]) for line in maps.splitlines() if f" {SHARED_MEMORY}/" in line)
+    return inodes
 
 
 def _keep_logs(folder: Path, logs_folder: Path) -> None:

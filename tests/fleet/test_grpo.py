@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,6 +129,24 @@ def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> Non
     rows = case.rows()
     assert len(rows) == NUM_STEPS
     assert max(row["staleness/max"] for row in rows) == 1
+
+
+def test_an_engine_of_two_devices(variant: Callable[..., GRPOCase]) -> None:
+    """What its processes keep outside themselves, in ways of vLLM's own, is not there any more in the end."""
+
+    def kept() -> set[str]:
+        folders = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+        names = (path.name for folder in folders for path in folder.iterdir())
+        return {name for name in names if name.startswith(("psm_", "sem.mp-", "vllm_"))}
+
+    before = kept()
+    case = variant(vllm_tensor_parallel_size=2, param_dtype="bfloat16", total_episodes=8)
+    process = case.start()
+    while_it_ran: set[str] = set()
+    case.when_step(1, process, lambda: while_it_ran.update(kept()))
+    finished(process, exit_code=0)
+    assert while_it_ran - before
+    assert kept() <= before
 
 
 @pytest.mark.parametrize("backend", ["gloo"])

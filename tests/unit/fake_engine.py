@@ -147,6 +147,7 @@ class InProcessEngine:
         self.told: list[tuple[str, tuple[Any, ...]]] = []
         self.asked: list[str] = []
         self.is_killed = False
+        self.was_closed = False  # in order, before it was killed
         self._death: Future[None] = Future()
 
     def die(self) -> None:
@@ -180,6 +181,7 @@ class InProcessEngine:
 
     def kill(self) -> None:
         self.is_killed = True
+        self.was_closed = self.core.is_closed
         self.die()
         self.core.release()
         threading.Thread(target=self.engine.shutdown, daemon=True).start()

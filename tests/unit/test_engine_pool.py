@@ -81,6 +81,12 @@ class Pool:
         assert not self._latest[index].requests
 
 
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tests leave engines that hang."""
+    monkeypatch.setattr(engine_pool, "END_TIMEOUT_S", 0.5)
+
+
 @pytest.fixture
 def one() -> Iterator[Pool]:
     it = Pool(1)
@@ -301,6 +307,17 @@ class TestClose:
                 future.result(TIMEOUT_S)
         assert all(engine.is_killed for engine in two.made)
         assert not two.restarts
+
+    def test_an_engine_puts_its_things_away_before_it_is_killed(self, two: Pool) -> None:
+        two.close()
+        assert all(engine.is_killed and engine.was_closed for engine in two.made)
+
+    def test_one_that_hangs_is_killed_all_the_same(self) -> None:
+        hanging = Pool(1)
+        hanging.hold()
+        hanging.submit(1)
+        hanging.close()
+        assert hanging.made[0].is_killed and not hanging.made[0].was_closed
 
     def test_during_a_restart_ends_the_new_engine_too(self, one: Pool) -> None:
         one.may_be_made.clear()

@@ -1,0 +1,83 @@
+"""Shared memory goes with the driver that it belongs to, whatever becomes of the processes that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from open_instruct.rollout.watchdog import POLL_INTERVAL_S, SHARED_MEMORY
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 30.0
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason=f"no {SHARED_MEMORY} here")
+
+# Shared memory as vLLM makes it, without the tracker that would remove it; and a file that is mapped, but not its own.
+WORKER = """
+import json, mmap, os, sys, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+resource_tracker.register = lambda name, kind: None
+memory = SharedMemory(create=True, size=4096)
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+print(json.dumps({"pid": os.getpid(), "name": memory.name}), flush=True)
+time.sleep(600)
+"""
+
+DRIVER = """
+import subprocess, sys, time
+from pathlib import Path
+from open_instruct.rollout.watchdog import Watchdog
+watchdog = Watchdog(Path(sys.argv[1]), logs_folder=None)
+with watchdog.marking():
+    workers = [subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[3]]) for _ in range(2)]
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def model() -> Iterator[Path]:
+    """A file that somebody keeps in shared memory."""
+    path = SHARED_MEMORY / f"test-{os.getpid()}.safetensors"
+    path.write_bytes(b"weights")
+    yield path
+    path.unlink()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_nothing_stays_of_a_killed_driver_but_what_is_not_its_own(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder), WORKER, str(model)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    workers = [json.loads(driver.stdout.readline()) for _ in range(2)]
+    memories = [SHARED_MEMORY / worker["name"] for worker in workers]
+    # One ends before the driver, as an engine does that is started again; it has been looked at by then.
+    time.sleep(3 * POLL_INTERVAL_S)
+    os.kill(workers[0]["pid"], signal.SIGKILL)
+    assert all(memory.exists() for memory in memories)
+
+    driver.kill()
+    driver.wait()
+    eventually(lambda: not folder.exists() and not any(memory.exists() for memory in memories))
+    assert model.read_bytes() == b"weights"
