@@ -61,19 +61,25 @@ class Bucket:
         for name, part in self.parts.get(rank, {}).items():
             part.view(flat, dtype, first_byte).copy_(tensors[name])
 
-    def unpack(
-        self, flat: torch.Tensor, dtype: torch.dtype, *, into: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each name with its whole tensor, put together in `into`: as many bytes as `flat`, which they do not share."""
+    def wholes(self, into: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors by name, one behind the other in `into`: as many bytes as the bucket."""
+        wholes: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in self.shapes.items():
             stop = start + math.prod(shape) * dtype.itemsize
-            whole = into[start:stop].view(dtype).view(shape)
-            for parts in self.parts.values():
-                if name in parts:
-                    whole[parts[name].box].copy_(parts[name].view(flat, dtype))
+            wholes[name] = into[start:stop].view(dtype).view(shape)
             start = stop
-            yield name, whole
+        return wholes
+
+    def unpack(self, flat: torch.Tensor, wholes: Mapping[str, torch.Tensor], *, rank: int, first_byte: int = 0) -> None:
+        """Copy what `rank` has brought to its places in the tensors that `wholes` made.
+
+        Args:
+            flat: bytes of the bucket, from `first_byte` on.
+        """
+        for name, part in self.parts.get(rank, {}).items():
+            whole = wholes[name]
+            whole[part.box].copy_(part.view(flat, whole.dtype, first_byte))
 
 
 class WeightManifest:

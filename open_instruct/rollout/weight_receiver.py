@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from open_instruct.rollout.weight_wire import (
 EXTRA_PATIENCE_S = 5.0
 
 CPU = torch.device("cpu")
+NOTHING = Bucket(shapes={}, parts={}, num_bytes=0)  # follows the last one
 PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -76,6 +77,7 @@ class IncomingWeights:
         self._position = 0
         self._slots_SN: torch.Tensor | None = None
         self._groups: dict[int, Any] = {}
+        self._flats: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, dist.Work] = {}
         self._memory = ReusedMemory(self._manifest.largest_bucket_bytes, device if backend in ON_DEVICE else CPU)
         self._roll = RollCall.join(
@@ -107,7 +109,7 @@ class IncomingWeights:
                 )
                 for rank in self._manifest.ranks
             }
-            self._flat = torch.empty(slot_bytes, dtype=torch.uint8, device=device if backend in ON_DEVICE else CPU)
+            self._flats = self._flat_of_each_rank(device if backend in ON_DEVICE else CPU)
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -139,36 +141,70 @@ class IncomingWeights:
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
             self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
             flat = slot_of(self._slots_SN, position, bucket)
-            yield bucket.unpack(flat, self._manifest.dtype, into=self._memory.take(bucket.num_bytes))
+            wholes = self._wholes(bucket)
+            for rank in bucket.parts:
+                bucket.unpack(flat, wholes, rank=rank)
             settle(flat.device)
             self._roll.report(f"done/{position}")
+            yield _handed_over(wholes)
 
     def _from_broadcasts(self) -> Iterator[Weights]:
         self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
-        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            flat = self._flat[: bucket.num_bytes]
-            self._receive(bucket, flat, to=f"send bucket {self._number(position)}")
+        buckets = self._manifest.buckets
+        self._begin(buckets[0], self._manifest.ranks)
+        for position, bucket in enumerate(buckets, start=self._position):
+            following = buckets[position + 1 - self._position] if bucket is not buckets[-1] else NOTHING
+            self._begin(following, set(self._manifest.ranks) - bucket.parts.keys())
+            wholes = self._wholes(bucket)
+            for rank in bucket.parts:
+                self._finish(rank, to=f"send bucket {self._number(position)}")
+                bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
+                # On its way while the other parts are unpacked, and the whole is loaded.
+                self._begin(following, [rank])
+            settle(self._device)
             self._roll.report(f"done/{position}")
-            yield bucket.unpack(flat, self._manifest.dtype, into=self._memory.take(bucket.num_bytes))
+            yield _handed_over(wholes)
 
-    def _receive(self, bucket: Bucket, flat: torch.Tensor, *, to: str) -> None:
-        self._arriving = {rank: broadcast(self._groups[rank], flat[slice(*bucket.span(rank))]) for rank in bucket.parts}
-        self._roll.wait_until(lambda: not self._absent(), who=self._absent, to=to)
-        for rank, work in self._arriving.items():
-            try:
-                work.wait()
-            except RuntimeError as error:
-                sender = learner_name(rank)
-                raise self._roll.fail(
-                    f"{self._roll.member} waited for {sender} to {to}, and lost it: {error}"
-                ) from error
-        settle(flat.device)
+    def _begin(self, bucket: Bucket, ranks: Iterable[int]) -> None:
+        """Begin to receive what these ranks bring of a bucket, those that bring something."""
+        for rank in ranks:
+            start, stop = bucket.span(rank)
+            if start < stop:
+                self._arriving[rank] = broadcast(self._groups[rank], self._flats[rank][: stop - start])
+
+    def _finish(self, rank: int, *, to: str) -> None:
+        """Return when what the rank brings has come."""
+        work = self._arriving[rank]
+        self._roll.wait_until(work.is_completed, who=self._absent, to=to)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._roll.fail(
+                f"{self._roll.member} waited for {learner_name(rank)} to {to}, and lost it: {error}"
+            ) from error
 
     def _absent(self) -> list[str]:
         return [learner_name(rank) for rank, work in self._arriving.items() if not work.is_completed()]
 
+    def _wholes(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        return bucket.wholes(self._memory.take(bucket.num_bytes), self._manifest.dtype)
+
+    def _flat_of_each_rank(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """Memory for the most that a rank brings of a bucket."""
+        spans = {rank: [bucket.span(rank) for bucket in self._manifest.buckets] for rank in self._manifest.ranks}
+        return {
+            rank: torch.empty(max(stop - start for start, stop in each), dtype=torch.uint8, device=device)
+            for rank, each in spans.items()
+        }
+
     def _number(self, position: int) -> str:
         return f"{position - self._position + 1} of {len(self._manifest.buckets)}"
+
+
+def _handed_over(wholes: dict[str, torch.Tensor]) -> Weights:
+    """Each of the tensors, which are not kept here: their memory may be wanted for the next bucket."""
+    for name in list(wholes):
+        yield name, wholes.pop(name)
 
 
 class WeightReceiver:

@@ -56,19 +56,23 @@ class TestBuckets:
     ) -> None:
         named = {str(number): tuple(shape) for number, shape in enumerate(shapes)}
         manifest = manifest_of(named, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
-        wholes = {name: torch.rand(shape) for name, shape in named.items()}
+        tensors = {name: torch.rand(shape) for name, shape in named.items()}
         unpacked = {}
         for bucket in manifest.buckets:
             assert bucket.num_bytes <= bucket_bytes or len(bucket.shapes) == 1
             flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
             for rank in manifest.ranks:
                 start, stop = bucket.span(rank)
-                own = {name: wholes[name][part.box] for name, part in bucket.parts.get(rank, {}).items()}
+                own = {name: tensors[name][part.box] for name, part in bucket.parts.get(rank, {}).items()}
                 bucket.pack(flat[start:stop], own, rank=rank, dtype=torch.bfloat16, first_byte=start)
-            unpacked |= dict(bucket.unpack(flat, torch.bfloat16, into=torch.empty_like(flat)))
+            wholes = bucket.wholes(torch.empty_like(flat), torch.bfloat16)
+            for rank in manifest.ranks:
+                start, stop = bucket.span(rank)
+                bucket.unpack(flat[start:stop], wholes, rank=rank, first_byte=start)
+            unpacked |= wholes
             flat.zero_()  # which what was unpacked does not share
         assert list(unpacked) == list(named)
-        assert all(torch.equal(unpacked[name], whole.bfloat16()) for name, whole in wholes.items())
+        assert all(torch.equal(unpacked[name], whole.bfloat16()) for name, whole in tensors.items())
         assert manifest.num_bytes == sum(2 * math.prod(shape) for shape in named.values())
 
     def test_both_sides_pack_alike(self) -> None:
