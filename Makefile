@@ -29,7 +29,7 @@ lint: $(STAMP)  ## ruff and mypy
 	$(PY) -m mypy open_instruct
 
 test: lint  ## lint, then all tests
-	$(PY) -m pytest -q tests
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 format: $(STAMP)  ## what ruff can mend by itself
 	$(PY) -m ruff check --fix .

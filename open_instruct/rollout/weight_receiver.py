@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,8 +156,8 @@ class IncomingWeights:
             following = buckets[position + 1 - self._position] if bucket is not buckets[-1] else NOTHING
             self._begin(following, set(self._manifest.ranks) - bucket.parts.keys())
             wholes = self._wholes(bucket)
-            for rank in bucket.parts:
-                self._finish(rank, to=f"send bucket {self._number(position)}")
+            for number, rank in enumerate(bucket.parts):
+                self._finish(list(bucket.parts)[number:], to=f"send bucket {self._number(position)}")
                 bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
                 # On its way while the other parts are unpacked, and the whole is loaded.
                 self._begin(following, [rank])
@@ -172,19 +172,20 @@ class IncomingWeights:
             if start < stop:
                 self._arriving[rank] = broadcast(self._groups[rank], self._flats[rank][: stop - start])
 
-    def _finish(self, rank: int, *, to: str) -> None:
-        """Return when what the rank brings has come."""
-        work = self._arriving[rank]
-        self._roll.wait_until(work.is_completed, who=self._absent, to=to)
+    def _finish(self, ranks: Sequence[int], *, to: str) -> None:
+        """Return when what the first of the ranks brings has come; the others are those still to be waited for."""
+
+        def absent() -> list[str]:
+            return [learner_name(rank) for rank in ranks if not self._arriving[rank].is_completed()]
+
+        work = self._arriving[ranks[0]]
+        self._roll.wait_until(work.is_completed, who=absent, to=to)
         try:
             work.wait()
         except RuntimeError as error:
             raise self._roll.fail(
-                f"{self._roll.member} waited for {learner_name(rank)} to {to}, and lost it: {error}"
+                f"{self._roll.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
             ) from error
-
-    def _absent(self) -> list[str]:
-        return [learner_name(rank) for rank, work in self._arriving.items() if not work.is_completed()]
 
     def _wholes(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         return bucket.wholes(self._memory.take(bucket.num_bytes), self._manifest.dtype)

@@ -316,6 +316,7 @@ class TestClose:
         hanging = Pool(1)
         hanging.hold()
         hanging.submit(1)
+        eventually(lambda: hanging.made[0].core.num_steps_begun)
         hanging.close()
         assert hanging.made[0].is_killed and not hanging.made[0].was_closed
 

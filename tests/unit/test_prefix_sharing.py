@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -276,12 +277,15 @@ def test_computed_again_in_the_backward_pass(mode: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_compiled_blocks_take_segments() -> None:
-    """With a compiler that changes nothing; what matters is that it can trace them."""
+@pytest.mark.parametrize(("backend", "num_blocks"), [("eager", 4), ("inductor", 1)])
+def test_compiled_blocks_take_segments(backend: str, num_blocks: int) -> None:
+    """All of them traced, and one compiled where there is a C++ compiler; it takes its time."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
     model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
     expected = results(model, shared)
-    for block in model.blocks.values():
-        block.compile(backend="eager")
+    for block in list(model.blocks.values())[:num_blocks]:
+        block.compile(backend=backend)
     assert_same(results(model, shared), expected)
 
 
