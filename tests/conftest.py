@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]

@@ -103,7 +103,7 @@ def _check_address(address: str) -> None:
 
 @contextlib.contextmanager
 def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> Iterator[None]:
-    folder = _short_folder()
+    folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=logs_folder)
     try:
         with watchdog.marking():
@@ -173,7 +173,8 @@ def _disconnect() -> None:
     ray.shutdown()
 
 
-def _short_folder() -> Path:
+def short_folder() -> Path:
+    """A new temporary folder, in whose path there is room for the names of Ray's sockets."""
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) <= MAX_FOLDER_CHARACTERS else "/tmp"))
 

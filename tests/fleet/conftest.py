@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +24,11 @@ def local_ray() -> Iterator[None]:
     """A Ray of this machine alone, connected to; every port binds to loopback."""
     import ray
 
+    from open_instruct.rollout.cluster import short_folder
     from open_instruct.rollout.watchdog import Watchdog
 
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Unix sockets lie in it
-    watchdog = Watchdog(Path(folder), logs_folder=None)
+    folder = short_folder()
+    watchdog = Watchdog(folder, logs_folder=None)
     with watchdog.marking():
         ray.init(
             address="local",
@@ -38,7 +38,7 @@ def local_ray() -> Iterator[None]:
             log_to_driver=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
-            _temp_dir=folder,
+            _temp_dir=str(folder),
             configure_logging=False,
         )
     yield

@@ -31,18 +31,22 @@ def shape_of(*learners_per_node: int, engines: int = 1, devices: int = 1, shares
 # A process can be connected to one Ray only, so the simulated cluster has processes of its own. Its nodes have 4 and
 # 3 pretended GPUs; the smaller one comes second, so that the order of the list is not the order of the nodes.
 SIMULATED_CLUSTER = """
-import os, sys, tempfile
-from pathlib import Path
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
-from ray.cluster_utils import Cluster
+import os, sys
+from open_instruct.rollout.cluster import short_folder
 from open_instruct.rollout.watchdog import Watchdog
-folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-watchdog = Watchdog(Path(folder), logs_folder=None)
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
+folder = short_folder()
+options = {"object_store_memory": 80 << 20, "temp_dir": str(folder)}
+# Whatever `temp_dir` says, `Cluster` leaves its address in a folder of this name, and does not make it.
+os.environ["RAY_TMPDIR"] = str(folder)
+(folder / "ray").mkdir()
+from ray.cluster_utils import Cluster
+watchdog = Watchdog(folder, logs_folder=None)
 with watchdog.marking():
     cluster = Cluster()
-    cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 << 20, include_dashboard=False, temp_dir=folder)
+    cluster.add_node(num_cpus=1, num_gpus=0, include_dashboard=False, **options)
     for num_gpus in (4, 3):
-        cluster.add_node(num_cpus=6, num_gpus=num_gpus, object_store_memory=80 << 20, temp_dir=folder)
+        cluster.add_node(num_cpus=6, num_gpus=num_gpus, **options)
 print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()

@@ -35,6 +35,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHOWN_CHARACTERS = 6000
 DUMP_BEFORE_TIMEOUT_S = 3.0
