@@ -18,13 +18,17 @@ from open_instruct.parallel.process import stop_process
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
+from open_instruct.training.closing import export_policy
 from tests.ranks.jobs.grpo_steps import Learner, make_samples
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
 
 
-def run_it(flags: list[str], *, num_steps: int) -> list[dict[str, float]]:
-    """Leave in the run's folder what a run leaves there: flags, rollouts, rows, a checkpoint of every step."""
+def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[dict[str, float]]:
+    """Leave in the run's folder what a run leaves there: flags, rollouts, rows, a checkpoint of every step.
+
+    With `export` the trained model too.
+    """
     learner = Learner(flags)
     config, run = learner.config, learner.run
     assert config.num_steps == num_steps, "the schedule is that of the flags"
@@ -43,6 +47,8 @@ def run_it(flags: list[str], *, num_steps: int) -> list[dict[str, float]]:
         learner.trainer.save({}, keep_last_n=0)
         if run.process.rank == 0:
             write_traces(run.directory.path, step, batch, learned)
+    if export:
+        export_policy(learner.policy, learner.pretrained, run=run, config=config)
     if run.process.rank == 0:
         write_config(config, run.directory.config)
         run.directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
