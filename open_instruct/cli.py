@@ -4,62 +4,66 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from open_instruct import __version__
 from open_instruct.config.parser import nearest
 from open_instruct.entry import HELP_WORDS, leave, run_to_exit_code
 from open_instruct.errors import EXIT_INPUT
+from open_instruct.objectives.registry import OBJECTIVES
 
 PROGRAM = "open-instruct"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Where a command lives. The function takes the words after the command and returns the exit code."""
+    """What a command does; `call` takes the words after the command and returns the exit code."""
 
     summary: str
-    module: str
-    function: str
+    call: Callable[[Sequence[str]], int]
+
+
+def _imported(target: str, words: Sequence[str]) -> int:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)(words)
+
+
+def _train(name: str, words: Sequence[str]) -> int:
+    from open_instruct.objectives.registry import objective_named
+    from open_instruct.train import run_objective
+
+    return run_objective(objective_named(name), words)
 
 
 COMMANDS = {
-    "dpo": Command(
-        summary="train on preference pairs (several ranks: torchrun open_instruct/dpo.py)",
-        module="open_instruct.dpo",
-        function="main",
-    ),
-    "sft": Command(
-        summary="train on conversations, as a warm start (several ranks: torchrun open_instruct/sft.py)",
-        module="open_instruct.sft",
-        function="main",
-    ),
+    **{
+        name: Command(
+            summary=f"train on {rows} (several ranks: torchrun open_instruct/{name}.py)", call=partial(_train, name)
+        )
+        for name, (_, rows) in OBJECTIVES.items()
+    },
     "grpo": Command(
         summary="train on verifiable rewards: starts Ray, learners and engines by itself",
-        module="open_instruct.grpo_olmo_core_actor",
-        function="main",
+        call=partial(_imported, "open_instruct.grpo_olmo_core_actor:main"),
     ),
     "layout": Command(
         summary="show how a model would be sharded over nodes of GPUs",
-        module="open_instruct.parallel.layout_command",
-        function="layout_command",
+        call=partial(_imported, "open_instruct.parallel.layout_command:layout_command"),
     ),
     "plan": Command(
         summary="say what memory, traffic and time a run would need, and which flags would make it fit",
-        module="open_instruct.planning.command",
-        function="main",
+        call=partial(_imported, "open_instruct.planning.command:main"),
     ),
     "replay": Command(
         summary="take one step of a GRPO run again, under its own or under other settings of the loss",
-        module="open_instruct.replay",
-        function="main",
+        call=partial(_imported, "open_instruct.replay:main"),
     ),
     "tiny-model": Command(
         summary="write a small random checkpoint with a tokenizer, to try things on",
-        module="open_instruct.models.tiny_command",
-        function="tiny_model_command",
+        call=partial(_imported, "open_instruct.models.tiny_command:tiny_model_command"),
     ),
 }
 
@@ -82,16 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: '{name}' is not a command{nearest(name, COMMANDS)}", file=sys.stderr)
         print(f"The commands are {', '.join(COMMANDS)}; `{PROGRAM} --help` says what they do.", file=sys.stderr)
         return EXIT_INPUT
-    return run_to_exit_code(lambda: _call(command, rest), program=f"{PROGRAM} {name}")
+    return run_to_exit_code(lambda: command.call(rest), program=f"{PROGRAM} {name}")
 
 
 def program() -> NoReturn:
     """The console script: `main` as a whole process."""
     leave(main())
-
-
-def _call(command: Command, words: Sequence[str]) -> int:
-    return getattr(importlib.import_module(command.module), command.function)(words)
 
 
 def usage() -> str:

@@ -7,7 +7,7 @@ microbatch, P preference pairs, K label positions kept for the language-model he
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -183,30 +183,6 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceExample:
-    """One preference pair, tokenised. `key` is a hash of its token ids and spans.
-
-    Example::
-
-        PreferenceExample(
-            row_id=12,
-            key="9f0c…",
-            chosen=Document(token_ids=(5, 9, 2, 7, 3), responses=(Span(start=3, stop=5),)),
-            rejected=Document(token_ids=(5, 9, 2, 8), responses=(Span(start=3, stop=4),)),
-        )
-    """
-
-    row_id: int
-    key: str
-    chosen: Document
-    rejected: Document
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.chosen) + len(self.rejected)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """One microbatch of documents, packed end to end in one row or padded one to a row.
 
@@ -250,30 +226,32 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceBatch:
-    """One microbatch of P preference pairs: sequences 0..P-1 are chosen, P..2P-1 rejected, in pair order.
+class Batch:
+    """One microbatch: its documents as tensors, which rows they are, and what else the objective needs of them.
 
-    A microbatch of no pairs (P = 0) still holds one unlabelled document, so that every rank
-    enters the same collectives. The reference log-probs (sums over the reply, float32, shape (P,)) are
-    there once they have been computed.
+    The documents of R rows with D documents each lie document by document: sequence d * R + r is document d of row
+    `row_ids[r]`. Each of `values` has an entry a sequence (name in `_S`) or a labelled token, in the order of the labels
+    (name in `_N`). A microbatch of no rows still holds one unlabelled document, so that every rank enters the same
+    collectives.
+
+    Example: two preference pairs, rows 7 and 3: sequences 0 and 1 are the chosen replies of rows 7 and 3, 2 and 3 the
+    rejected ones, and `values` may be `{"reference_logps_S": tensor([-3.0, -9.5, -8.0, -7.5])}`.
     """
 
     packed: PackedBatch
     row_ids: tuple[int, ...]
-    reference_chosen_logps_P: torch.Tensor | None = None
-    reference_rejected_logps_P: torch.Tensor | None = None
-
-    @property
-    def num_pairs(self) -> int:
-        return len(self.row_ids)
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SFTBatch:
-    """One microbatch of conversations, sequence i being row `row_ids[i]`; of none, one unlabelled document."""
+class StepBatch:
+    """One rank's microbatches of one optimizer update, and the counts over all ranks that losses are divided by.
 
-    packed: PackedBatch
-    row_ids: tuple[int, ...]
+    Example: `StepBatch(microbatches=(...), counts={"rows": 64, "labels": 9120, "tokens": 20480})`.
+    """
+
+    microbatches: tuple[Batch, ...]
+    counts: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,20 +370,3 @@ class RolloutSample:
     document: Document
     engine_logprobs: tuple[float, ...]
     advantage: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutBatch:
-    """One microbatch of rollouts.
-
-    `engine_logprobs_BT` and `advantages_BT` (float32) stand where the labels stand: at position t the values of the
-    token that `labels_BT[b, t]` names; 0 where there is no label. `reference_logprobs_BT` and `old_logprobs_BT`
-    (log-probs under the reference policy, and under the policy at the start of the step) are there once computed.
-    An empty microbatch has S = 0 sequences and one unlabelled document, so that every rank enters the same collectives.
-    """
-
-    packed: PackedBatch
-    engine_logprobs_BT: torch.Tensor
-    advantages_BT: torch.Tensor
-    old_logprobs_BT: torch.Tensor | None = None
-    reference_logprobs_BT: torch.Tensor | None = None

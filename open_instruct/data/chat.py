@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.data.chat_templates import CHAT_TEMPLATES, REQUIRED_TOKENS
-from open_instruct.data.preference_rows import Message
+from open_instruct.data.messages import Message
 from open_instruct.data.rows import MalformedRow, near_files
 from open_instruct.errors import InputError
 from open_instruct.records import Document, Span

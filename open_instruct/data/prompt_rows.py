@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.data.preference_rows import Message, kind_of, parse_conversation
+from open_instruct.data.messages import Message, kind_of, parse_conversation
 from open_instruct.data.rows import MalformedRow
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from open_instruct.data.prompt_dataset import PromptDataset
+from open_instruct.data.prompts import Prompts
 from open_instruct.data.saved_place import check_saved_place
 from open_instruct.errors import RunError
 from open_instruct.records import Prompt
@@ -18,7 +18,7 @@ class PromptStream:
     Every prompt handed out has a ticket, counted from 0; excluded prompts are passed over and take none.
     """
 
-    def __init__(self, dataset: PromptDataset, seed: int) -> None:
+    def __init__(self, dataset: Prompts, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
         self._epoch = 0

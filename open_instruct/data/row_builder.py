@@ -45,10 +45,13 @@ class RenderedRow:
 class RowBuilder(ABC):
     """Gathers the distinct rows of all sources, then repeats them as the mixture says.
 
-    A subclass says how a row is rendered, what of its tokens is kept, and as which arrays.
+    A subclass says how a row is rendered, and what of its tokens is kept. Of a row with one document, pieces that are
+    given and pieces that are learned take turns; of one with several, the first piece is the prompt of them all, and each
+    further piece one reply to it.
     """
 
     unit: ClassVar[Unit]
+    documents_per_row: ClassVar[int] = 1
     too_long: ClassVar[str] = "prompt_too_long"
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
@@ -81,10 +84,6 @@ class RowBuilder(ABC):
     @abstractmethod
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """The token ids of a row's pieces that are kept; None, noted in `filtered`, where nothing is left to learn."""
-
-    @abstractmethod
-    def arrays(self, order_N: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
-        """The arrays that only this kind of data set has, for rows `order_N` of those kept; and all their tokens."""
 
     def limit(self) -> str:
         """The flag that leaves long prompts out, with its value."""
@@ -129,18 +128,14 @@ class RowBuilder(ABC):
             raise self._nothing_left(num_rows)
 
         order_N = np.concatenate(kept_of_N)
-        own_arrays, num_tokens = self.arrays(order_N)
-        arrays = {
-            "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),
-            "keys_N32": np.frombuffer(bytes(self.keys), dtype=np.uint8).reshape(-1, 32)[order_N],
-        }
+        arrays = self._arrays(order_N)
         warnings = [entry.warning for entry in entries if entry.warning]
         if self.num_without_end:
             warnings.append(
                 f"{self.chat.template.name} chat template ends {self.num_without_end:,} replies without an "
                 "end-of-turn token, so the model will not learn where a reply stops"
             )
-        return arrays | own_arrays, DataReport(
+        return arrays, DataReport(
             sources=tuple(
                 (source.name, len(source), len(indices)) for source, indices in zip(sources, selected, strict=True)
             ),
@@ -151,7 +146,7 @@ class RowBuilder(ABC):
             num_truncated=self.num_truncated,
             num_kept=len(self.edges),
             num_pairs=len(order_N),
-            num_tokens=num_tokens,
+            num_tokens=int(arrays["num_tokens_N"].sum()),
             warnings=tuple(warnings),
             unit=self.unit,
         )
@@ -190,6 +185,29 @@ class RowBuilder(ABC):
                 self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
                 self._keep(kept, item.details)
                 yield index, len(self.edges) - 1
+
+    def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
+        """What `TokenDataset` is made of, for rows `order_N` of those kept."""
+        stops = np.array(list(accumulate(map(len, self.edges), initial=0)), dtype=np.int64)
+        details = np.array(self.details_edges, dtype=np.int64)
+        first = 1 if self.documents_per_row > 1 else 0
+        num_tokens = [
+            edges[-1] - edges[0] + (self.documents_per_row - 1) * (edges[first] - edges[0]) for edges in self.edges
+        ]
+        step = 1 if self.documents_per_row > 1 else 2
+        num_labels = [
+            sum(stop - start for start, stop in zip(edges[1::step], edges[2::step], strict=False))
+            for edges in self.edges
+        ]
+        return {
+            "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),
+            "edges_E": np.fromiter(chain.from_iterable(self.edges), dtype=np.int64),
+            "details_C": np.frombuffer(bytes(self.details), dtype=np.uint8),
+            "bounds_N4": np.stack([stops[:-1], stops[1:], details[:-1], details[1:]], axis=1)[order_N],
+            "num_tokens_N": np.array(num_tokens, dtype=np.int64)[order_N],
+            "num_labels_N": np.array(num_labels, dtype=np.int64)[order_N],
+            "keys_N32": np.frombuffer(bytes(self.keys), dtype=np.uint8).reshape(-1, 32)[order_N],
+        }
 
     def _add_bad(self, row: RawRow, error: MalformedRow) -> None:
         self.bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason))

@@ -1,11 +1,13 @@
-"""What a row of supervised tuning must look like: `{"messages": [...]}`, every assistant turn of which is learned."""
+"""What a row of supervised tuning must look like, `{"messages": [...]}`, and what is kept of it: all of its replies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-from open_instruct.data.preference_rows import Message, parse_conversation
+from open_instruct.data.messages import Message, parse_conversation
+from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.rows import MalformedRow
 
 
@@ -20,3 +22,29 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
         if message["role"] == "assistant" and not message["content"].strip():
             raise MalformedRow("empty_reply", f"'messages', turn {turn}: the reply is empty")
     return messages
+
+
+class SFTBuilder(RowBuilder):
+    """The pieces of a conversation: what is given and what is learned, in turn."""
+
+    unit = "conversation"
+
+    def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        messages = parse_sft_row(row)
+        replies = [message["content"] for message in messages if message["role"] == "assistant"]
+        return RenderedRow(
+            texts=self.chat.render_turns(messages),
+            replies=tuple(chain.from_iterable((None, reply) for reply in replies)),
+        )
+
+    def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
+        """The conversation is cut on the right, and ends with the last token that is learned."""
+        kept: list[list[int]] = []
+        room = self.max_seq_length
+        for prompt, reply in zip(pieces[::2], pieces[1::2], strict=True):
+            room -= len(prompt)
+            if room <= 0:
+                break
+            kept += [prompt, reply[:room]]
+            room -= len(reply)
+        return kept

@@ -1,6 +1,6 @@
 """Data sets of token ids as flat arrays, built once and then mapped from the cache.
 
-Legend for array names: N rows of the data set, T tokens.
+Legend for array names: N rows of the data set, T tokens, E edges between pieces, D documents of a row, C bytes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.rows import open_rows
+from open_instruct.records import Document, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,34 +30,85 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
-ItemT = TypeVar("ItemT")
-
-
-class TokenDataset(ABC, Generic[ItemT]):
+class TokenDataset:
     """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows share their tokens.
 
+    A row is a run of pieces. Of a row with one document, pieces that are given and pieces that are learned take turns; of
+    one with several (D), the first piece is the prompt of them all, and each further piece one reply to it.
+
     Attributes:
-        token_ids_T: int32; the tokens of every distinct row.
+        token_ids_T: int32; the pieces of every distinct row.
+        edges_E: int64; for each distinct row, where its pieces start in `token_ids_T`, and where the last one stops.
+        details_C: uint8; what is kept beside the tokens of each distinct row.
+        bounds_N4: int64; where row n's edges start and stop in `edges_E`, and its details in `details_C`.
+        num_tokens: int64 (N,); tokens that the documents of each row have.
+        num_label_tokens: int64 (N,); of these, those that are learned.
+        prompt_lengths: int64 (N,); tokens of each row's first piece.
         keys_N32: uint8; sha256 of each row: its token ids, where its pieces start and stop, what is kept beside them.
-        num_tokens: int64 (N,); tokens that each row puts before the model.
     """
 
-    def __init__(self, *, token_ids_T: np.ndarray, keys_N32: np.ndarray, num_tokens: np.ndarray) -> None:
-        assert keys_N32.shape == (len(num_tokens), 32)
+    def __init__(
+        self,
+        *,
+        documents_per_row: int,
+        token_ids_T: np.ndarray,
+        edges_E: np.ndarray,
+        details_C: np.ndarray,
+        bounds_N4: np.ndarray,
+        num_tokens_N: np.ndarray,
+        num_labels_N: np.ndarray,
+        keys_N32: np.ndarray,
+    ) -> None:
+        assert keys_N32.shape == (len(bounds_N4), 32)
+        self.documents_per_row = documents_per_row
         self.token_ids_T = token_ids_T
+        self.edges_E = edges_E
+        self.details_C = details_C
+        self.bounds_N4 = bounds_N4
+        self.num_tokens = num_tokens_N
+        self.num_label_tokens = num_labels_N
         self.keys_N32 = keys_N32
-        self.num_tokens = num_tokens
+        first_N = bounds_N4[:, 0]
+        self.prompt_lengths = edges_E[first_N + 1] - edges_E[first_N]
 
     def __len__(self) -> int:
         return len(self.keys_N32)
 
-    def __iter__(self) -> Iterator[ItemT]:
+    def __iter__(self) -> Iterator[tuple[Document, ...]]:
         return (self[i] for i in range(len(self)))
 
-    @abstractmethod
-    def __getitem__(self, index: int) -> ItemT: ...
+    def __getitem__(self, index: int) -> tuple[Document, ...]:
+        """The documents of a row: one, or the prompt with each of its replies."""
+        first, stop = self.bounds_N4[range(len(self))[index], :2].tolist()
+        start, *edges = self.edges_E[first:stop].tolist()
+        token_ids = tuple(self.token_ids_T[start : edges[-1]].tolist())
+        edges = [edge - start for edge in edges]
+        if self.documents_per_row == 1:
+            spans = zip(edges[::2], edges[1::2], strict=False)
+            return (Document(token_ids=token_ids, responses=tuple(Span(start=a, stop=b) for a, b in spans)),)
+        prompt = token_ids[: edges[0]]
+        return tuple(
+            Document(
+                token_ids=prompt + token_ids[reply_start:reply_stop],
+                responses=(Span(start=len(prompt), stop=len(prompt) + reply_stop - reply_start),),
+            )
+            for reply_start, reply_stop in pairwise(edges)
+        )
+
+    def label_lengths(self) -> np.ndarray:
+        """Tokens that are learned of each document: int64 (N, D)."""
+        if self.documents_per_row == 1:
+            return self.num_label_tokens[:, None]
+        first_N = self.bounds_N4[:, 0]
+        edges = [self.edges_E[first_N + 1 + document] for document in range(self.documents_per_row + 1)]
+        return np.diff(np.stack(edges, axis=1), axis=1)
+
+    def details(self, index: int) -> bytes:
+        """What is kept beside the tokens of row `index`."""
+        start, stop = self.bounds_N4[index, 2:].tolist()
+        return self.details_C[start:stop].tobytes()
 
     def key(self, index: int) -> str:
         """Hex hash of row `index`: equal rows, and only they, share it."""
@@ -68,11 +120,7 @@ class TokenDataset(ABC, Generic[ItemT]):
         return hashlib.sha256(np.ascontiguousarray(self.keys_N32).data).hexdigest()
 
 
-DatasetT = TypeVar("DatasetT")
-
-
 def load_token_dataset(
-    dataset_of: Callable[..., DatasetT],
     builder_of: Callable[..., RowBuilder],
     *,
     mixer_list: Sequence[str],
@@ -86,11 +134,11 @@ def load_token_dataset(
     facts: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     **own: Any,
-) -> tuple[DatasetT, DataReport]:
+) -> tuple[TokenDataset, DataReport]:
     """The tokenised mixture, from the cache where the same has been asked for before.
 
-    `dataset_of` takes the arrays that the builder makes; `own` are the arguments of this kind of builder, such as
-    `max_seq_length`, as JSON can write them; `facts` are what the arrays depend on beside all that, as JSON too.
+    `builder_of` is the class of rows; `own` are the arguments of this kind of builder, such as `max_seq_length`, as JSON
+    can write them; `facts` are what the arrays depend on beside all that, as JSON too.
     Nothing here speaks of ranks: let one rank call it first, then, past a barrier, the others; they find the file.
     `on_progress(done, total)` counts distinct rows while they are tokenised.
 
@@ -117,20 +165,22 @@ def load_token_dataset(
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
     path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"
     try:
-        return _read(path, dataset_of)
+        return _read(path, builder.documents_per_row)
     except FileNotFoundError:
         pass
     except DamagedFile as error:
         log.warning("%s; building it again", error)
     arrays, report = builder.build(entries, sources, seed=seed, on_progress=on_progress)
     write_arrays(path, arrays, {"report": report.to_json()})
-    return dataset_of(**arrays), replace(report, cache_file=str(path))
+    dataset = TokenDataset(documents_per_row=builder.documents_per_row, **arrays)
+    return dataset, replace(report, cache_file=str(path))
 
 
-def _read(path: Path, dataset_of: Callable[..., DatasetT]) -> tuple[DatasetT, DataReport]:
+def _read(path: Path, documents_per_row: int) -> tuple[TokenDataset, DataReport]:
     arrays, metadata = read_arrays(path)
     try:
         report = DataReport.from_json(metadata["report"])
-        return dataset_of(**arrays), replace(report, cache_file=str(path), from_cache=True)
+        dataset = TokenDataset(documents_per_row=documents_per_row, **arrays)
+        return dataset, replace(report, cache_file=str(path), from_cache=True)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFile(f"{path} is of another version: {error}") from error

@@ -3,7 +3,7 @@
 Every mini-batch is one optimizer update. Completions that nothing is learned from (groups without a signal, truncated
 ones that are masked) are left out before any of this, so they count in no denominator.
 
-Legend: B rows, T tokens of a row.
+Legend: N labelled tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, first_fit
 from open_instruct.packing.documents import empty_batch, pack_documents
 from open_instruct.packing.prefixes import pays, runs_of_one_prompt
-from open_instruct.records import Document, RolloutBatch, RolloutSample
+from open_instruct.records import Batch, Document, RolloutSample, StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +48,6 @@ class RankStep:
     def num_tokens_global(self) -> int:
         """Tokens of the step on all ranks, prompts included, padding not."""
         return sum(minibatch.num_tokens_global for minibatch in self.minibatches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutMiniBatch:
-    """A `RankMiniBatch` as tensors."""
-
-    microbatches: tuple[RolloutBatch, ...]
-    num_label_tokens_global: int
-    num_completions_global: int
 
 
 class Chunk(NamedTuple):
@@ -200,8 +191,11 @@ def rollout_batch(
     pad_token_id: int,
     pad_to_multiple_of: int = 1,
     prefix_sharing: PrefixSharing = "off",
-) -> RolloutBatch:
-    """The tensors of one microbatch: its samples in one packed row, in order. No samples: one unlabelled document."""
+) -> Batch:
+    """The tensors of one microbatch: its samples in one packed row, in order. No samples: one unlabelled document.
+
+    Of each token that is learned, `engine_logprobs_N` and `advantages_N`, float32.
+    """
     if not samples:
         packed = empty_batch(pad_token_id, num_tokens=pad_to_multiple_of)
     else:
@@ -214,21 +208,23 @@ def rollout_batch(
             groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
         )
     # Labels lie in the row in the order of the samples and of their tokens.
-    has_label_BT = packed.sequence_ids_BT >= 0
     num_values = sum(len(sample.engine_logprobs) for sample in samples)
-    assert num_values == int(has_label_BT.sum()), f"{num_values} log-probs for {int(has_label_BT.sum())} labels"
-    engine_logprobs_BT, advantages_BT = (torch.zeros(has_label_BT.shape, dtype=torch.float32) for _ in range(2))
-    engine_logprobs_BT[has_label_BT] = torch.tensor([value for sample in samples for value in sample.engine_logprobs])
-    advantages_BT[has_label_BT] = torch.tensor([sample.advantage for sample in samples for _ in sample.engine_logprobs])
-    return RolloutBatch(packed=packed, engine_logprobs_BT=engine_logprobs_BT, advantages_BT=advantages_BT)
+    num_labels = int((packed.sequence_ids_BT >= 0).sum())
+    assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
+    return Batch(
+        packed=packed,
+        row_ids=(),
+        values={
+            "engine_logprobs_N": torch.tensor([value for sample in samples for value in sample.engine_logprobs]),
+            "advantages_N": torch.tensor([sample.advantage for sample in samples for _ in sample.engine_logprobs]),
+        },
+    )
 
 
-def rollout_minibatches(
-    step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1
-) -> tuple[RolloutMiniBatch, ...]:
-    """The tensors of everything that a rank was sent."""
+def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
+    """The tensors of everything that a rank was sent, one `StepBatch` an optimizer update."""
     return tuple(
-        RolloutMiniBatch(
+        StepBatch(
             microbatches=tuple(
                 rollout_batch(
                     samples,
@@ -238,8 +234,11 @@ def rollout_minibatches(
                 )
                 for samples in minibatch.microbatches
             ),
-            num_label_tokens_global=minibatch.num_label_tokens_global,
-            num_completions_global=minibatch.num_completions_global,
+            counts={
+                "rows": minibatch.num_completions_global,
+                "labels": minibatch.num_label_tokens_global,
+                "tokens": minibatch.num_tokens_global,
+            },
         )
         for minibatch in step.minibatches
     )

@@ -1,11 +1,20 @@
-"""One global batch: which rank takes which samples (preference pairs, conversations) in which microbatch."""
+"""One global batch: which rank takes which samples in which microbatch, and this rank's part of it as tensors.
+
+A sample is what a row of the data set became: a preference pair (two documents), a conversation (one).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import balanced, first_fit
+from open_instruct.packing.collate import collate, num_packed_tokens
+from open_instruct.records import ShardLayout, StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +73,106 @@ def plan_step(
     plan = StepPlan(assignments=balanced(num_tokens_of_sample, num_ranks=num_ranks, cut=cut))
     assert plan.num_microbatches <= max_microbatches
     return plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """How many samples and tokens go where.
+
+    A microbatch holds at most `max_samples_per_microbatch` samples of full length, so its token budget is that many
+    samples times their documents times `max_seq_length`.
+    """
+
+    documents_per_sample: int
+    max_samples_per_microbatch: int
+    max_microbatches: int
+    max_seq_length: int
+    packing: bool
+    pad_token_id: int
+    pad_to_multiple_of: int = 1
+    prefix_sharing: PrefixSharing = "off"
+
+    @property
+    def max_tokens_per_microbatch(self) -> int:
+        return self.documents_per_sample * self.max_samples_per_microbatch * self.max_seq_length
+
+    @property
+    def max_samples_per_rank(self) -> int:
+        return self.max_samples_per_microbatch * self.max_microbatches
+
+    @classmethod
+    def of(
+        cls,
+        optim: OptimSection,
+        data: DataSection,
+        layout: ShardLayout,
+        *,
+        documents_per_sample: int,
+        pad_token_id: int,
+        prefix_sharing: PrefixSharing = "off",
+    ) -> BatchShape:
+        """The shape that the flags ask for; tensor and context parallelism split rows, so they must divide evenly."""
+        return cls(
+            documents_per_sample=documents_per_sample,
+            max_samples_per_microbatch=optim.per_device_train_batch_size,
+            max_microbatches=optim.gradient_accumulation_steps,
+            max_seq_length=data.max_seq_length,
+            packing=data.packing,
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=layout.model_parallel_degree,
+            prefix_sharing=prefix_sharing if data.packing else "off",
+        )
+
+    def num_steps(self, num_samples: int, *, optim: OptimSection, layout: ShardLayout) -> int:
+        """Optimizer steps of the whole run."""
+        if optim.max_train_steps is not None:
+            return optim.max_train_steps
+        num_samples_per_step = self.max_samples_per_rank * layout.data_parallel_world_size
+        return optim.num_epochs * -(-num_samples // num_samples_per_step)
+
+
+def step_batch(
+    dataset: TokenDataset,
+    indices: Sequence[int],
+    *,
+    shape: BatchShape,
+    rank: int,
+    num_ranks: int,
+    scores: Mapping[str, np.ndarray] | None = None,
+) -> StepBatch:
+    """Cut the samples `indices` (one global batch) into microbatches and build those of `rank`; see `collate`.
+
+    Every rank computes the same plan from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`,
+    `labels` (tokens that are learned) and `tokens`.
+    """
+    rows = list(indices)
+    num_tokens = dataset.num_tokens[rows].tolist()
+    plan = plan_step(
+        [
+            num_packed_tokens(*lengths, dataset.documents_per_row, shape.prefix_sharing)
+            for lengths in zip(num_tokens, dataset.prompt_lengths[rows].tolist(), strict=True)
+        ],
+        num_ranks=num_ranks,
+        max_samples_per_microbatch=shape.max_samples_per_microbatch,
+        max_tokens_per_microbatch=shape.max_tokens_per_microbatch,
+        max_microbatches=shape.max_microbatches,
+        packing=shape.packing,
+    )
+    microbatches = []
+    for microbatch in plan.assignments[rank]:
+        of_microbatch = [rows[sample] for sample in microbatch]
+        microbatches.append(
+            collate(
+                [dataset[row] for row in of_microbatch],
+                of_microbatch,
+                packing=shape.packing,
+                pad_token_id=shape.pad_token_id,
+                pad_to_multiple_of=shape.pad_to_multiple_of,
+                prefix_sharing=shape.prefix_sharing,
+                scores=scores,
+            )
+        )
+    return StepBatch(
+        microbatches=tuple(microbatches),
+        counts={"rows": len(rows), "labels": int(dataset.num_label_tokens[rows].sum()), "tokens": sum(num_tokens)},
+    )

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from open_instruct.config.sections import DataSection
 from open_instruct.data.report import DataReport
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.parallel.process import on_main_process
 from open_instruct.training.console import Console
 from open_instruct.training.pretrained import Pretrained
 
-DatasetT = TypeVar("DatasetT")
-
-
 def load_datasets(
-    load: Callable[..., tuple[DatasetT, DataReport]],
+    rows: type[RowBuilder],
     data: DataSection,
     *,
     pretrained: Pretrained,
     seed: int,
     console: Console,
-) -> tuple[DatasetT, DatasetT | None]:
-    """The training rows, and the held-out rows if any are named; `load` is `load_token_dataset` for one kind of them.
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training rows, and the held-out rows if any are named; `rows` is the form that they have.
 
     Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
     does not share the cache folder).
@@ -30,10 +26,11 @@ def load_datasets(
     :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
     """
 
-    def load_one(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> DatasetT:
-        def read(speaks: bool) -> tuple[DatasetT, DataReport]:
+    def load_one(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> TokenDataset:
+        def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
             with Console(speaks=speaks).counting(title) as on_progress:
-                return load(
+                return load_token_dataset(
+                    rows,
                     mixer_list=mixer_list,
                     splits=splits,
                     tokenizer=pretrained.tokenizer,

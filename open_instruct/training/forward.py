@@ -15,20 +15,9 @@ from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.context_parallel import ContextGroup, context_of
 from open_instruct.models.logprob_head import head_settings
 from open_instruct.models.segments import Segments
+from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import KeptPositions, kept_positions
 from open_instruct.records import IGNORE_INDEX, PackedBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
-    """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, and whose it is.
-
-    `entropy_N` is that of the distribution the token was drawn from; it carries no gradient.
-    """
-
-    logprobs_N: torch.Tensor
-    sequence_ids_N: torch.Tensor
-    entropy_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,130 +1,32 @@
-"""Samples in the order of the run, cut into global batches and this rank's microbatches.
-
-A sample is what a row of the data set became: a preference pair (two documents) or a conversation (one).
-"""
+"""Samples in the order of the run, cut into global batches, of which each rank builds its own part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
 
-from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
 from open_instruct.data.saved_place import check_saved_place
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.packing.steps import plan_step
-from open_instruct.records import ShardLayout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchShape:
-    """How many samples and tokens go where.
-
-    A microbatch holds at most `max_samples_per_microbatch` samples of full length, so its token budget is that many
-    samples times their documents times `max_seq_length`.
-    """
-
-    documents_per_sample: int
-    max_samples_per_microbatch: int
-    max_microbatches: int
-    max_seq_length: int
-    packing: bool
-    pad_token_id: int
-    pad_to_multiple_of: int = 1
-    prefix_sharing: PrefixSharing = "off"
-
-    @property
-    def max_tokens_per_microbatch(self) -> int:
-        return self.documents_per_sample * self.max_samples_per_microbatch * self.max_seq_length
-
-    @property
-    def max_samples_per_rank(self) -> int:
-        return self.max_samples_per_microbatch * self.max_microbatches
-
-    @classmethod
-    def of(
-        cls,
-        optim: OptimSection,
-        data: DataSection,
-        layout: ShardLayout,
-        *,
-        documents_per_sample: int,
-        pad_token_id: int,
-        prefix_sharing: PrefixSharing = "off",
-    ) -> BatchShape:
-        """The shape that the flags ask for; tensor and context parallelism split rows, so they must divide evenly."""
-        return cls(
-            documents_per_sample=documents_per_sample,
-            max_samples_per_microbatch=optim.per_device_train_batch_size,
-            max_microbatches=optim.gradient_accumulation_steps,
-            max_seq_length=data.max_seq_length,
-            packing=data.packing,
-            pad_token_id=pad_token_id,
-            pad_to_multiple_of=layout.model_parallel_degree,
-            prefix_sharing=prefix_sharing if data.packing else "off",
-        )
-
-    def num_steps(self, num_samples: int, *, optim: OptimSection, layout: ShardLayout) -> int:
-        """Optimizer steps of the whole run."""
-        if optim.max_train_steps is not None:
-            return optim.max_train_steps
-        num_samples_per_step = self.max_samples_per_rank * layout.data_parallel_world_size
-        return optim.num_epochs * -(-num_samples // num_samples_per_step)
-
-
-class Step(Protocol):
-    """One rank's microbatches of one global batch; `num_tokens_global` counts the tokens of all ranks."""
-
-    @property
-    def microbatches(self) -> Sequence[Any]: ...
-
-    @property
-    def num_tokens_global(self) -> int: ...
-
-
-class MakeStep(Protocol):
-    """Cuts the samples `indices` (one global batch) into microbatches and builds those of `rank`."""
-
-    def __call__(
-        self, dataset: Any, indices: Sequence[int], *, shape: BatchShape, rank: int, num_ranks: int
-    ) -> Step: ...
-
-
-def samples_of_rank(
-    indices: Sequence[int], num_tokens: Sequence[int], *, shape: BatchShape, rank: int, num_ranks: int
-) -> list[list[int]]:
-    """For each microbatch of `rank`, which of the samples `indices` (one global batch) are in it.
-
-    `num_tokens`: what each of them takes in a row. Every rank computes the same plan from that alone, so nothing is
-    exchanged.
-    """
-    plan = plan_step(
-        num_tokens,
-        num_ranks=num_ranks,
-        max_samples_per_microbatch=shape.max_samples_per_microbatch,
-        max_tokens_per_microbatch=shape.max_tokens_per_microbatch,
-        max_microbatches=shape.max_microbatches,
-        packing=shape.packing,
-    )
-    return [[indices[sample] for sample in microbatch] for microbatch in plan.assignments[rank]]
+from open_instruct.packing.steps import BatchShape, step_batch
 
 
 class SampleLoader(DataLoaderBase):
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
-    The last batch of an epoch is the shorter rest: every sample is seen once an epoch.
+    The last batch of an epoch is the shorter rest: every sample is seen once an epoch. `scores` are frozen values of the
+    samples that the loss is given; see `collate`.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset[Any],
-        make_step: MakeStep,
+        dataset: TokenDataset,
         *,
+        scores: Mapping[str, np.ndarray] | None = None,
         shape: BatchShape,
         seed: int,
         work_dir: Path,
@@ -139,7 +41,7 @@ class SampleLoader(DataLoaderBase):
             dp_rank=dp_rank,
         )
         self.dataset = dataset
-        self.make_step = make_step
+        self.scores = scores
         self.shape = shape
         self.seed = seed
         self.num_samples_per_step = shape.max_samples_per_rank * dp_world_size
@@ -160,8 +62,13 @@ class SampleLoader(DataLoaderBase):
             start = batch * self.num_samples_per_step
             indices = self._order[start : start + self.num_samples_per_step].tolist()
             yield {
-                "step": self.make_step(
-                    self.dataset, indices, shape=self.shape, rank=self.dp_rank, num_ranks=self.dp_world_size
+                "step": step_batch(
+                    self.dataset,
+                    indices,
+                    shape=self.shape,
+                    rank=self.dp_rank,
+                    num_ranks=self.dp_world_size,
+                    scores=self.scores,
                 )
             }
 
@@ -170,7 +77,7 @@ class SampleLoader(DataLoaderBase):
         raise NotImplementedError
 
     def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int:
-        return batch["step"].num_tokens_global
+        return batch["step"].counts["tokens"]
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -6,7 +6,6 @@ Legend: N rows that are asked for, D documents of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +14,9 @@ from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.shards import reshard
+from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.training.console import Console
 from open_instruct.training.forward import sequence_logprobs
-from open_instruct.training.sample_loader import BatchShape, MakeStep
 
 
 class Scorer:
@@ -26,24 +25,21 @@ class Scorer:
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(
-        self, policy: TransformerTrainModule, make_step: MakeStep, *, shape: BatchShape, console: Console
-    ) -> None:
+    def __init__(self, policy: TransformerTrainModule, *, shape: BatchShape, console: Console) -> None:
         self.model = policy.model
         self.dp_group = policy.dp_process_group
         self.device = policy.device
-        self.make_step = make_step
         self.shape = shape
         self.console = console
 
     @torch.no_grad()
-    def score(self, dataset: TokenDataset[Any], rows: Sequence[int], *, title: str) -> np.ndarray:
+    def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
         """Sums over the replies of each document of `rows`: float32 array (N, D); of a pair, chosen then rejected."""
         rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
         # Rows of like length share a step, so that padding and waiting are short.
         order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
         position_of = {rows[j]: j for j in range(len(rows))}
-        num_documents = self.shape.documents_per_sample
+        num_documents = dataset.documents_per_row
         values_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=self.device)
         num_rows_per_step = self.shape.max_samples_per_rank * num_ranks
         was_training = self.model.training
@@ -51,7 +47,7 @@ class Scorer:
         with self.console.counting(title) as on_progress:
             for start in range(0, len(order), num_rows_per_step):
                 indices = [rows[j] for j in order[start : start + num_rows_per_step]]
-                step = self.make_step(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
+                step = step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
                 for batch in step.microbatches:
                     logprobs = sequence_logprobs(self.model, batch.packed, device=self.device)
                     positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
@@ -65,6 +61,6 @@ class Scorer:
         self.model.train(was_training)
         return values_ND.cpu().numpy()
 
-    def score_all(self, dataset: TokenDataset[Any], *, title: str) -> np.ndarray:
+    def score_all(self, dataset: TokenDataset, *, title: str) -> np.ndarray:
         """`score` of every row."""
         return self.score(dataset, range(len(dataset)), title=title)

@@ -1,0 +1,103 @@
+"""What an objective is: a row form, a loss over log-probs, and the facts that the walk around it needs.
+
+An objective knows no backend. It is given the log-probs of the labelled tokens and what the loader put beside them, and
+returns a loss that is divided by counts over the whole global batch, so that the result does not depend on how the batch
+is cut. Importing one loads no torch: that happens inside its functions.
+
+Legend: N labelled tokens of a microbatch or rows of a data set, D documents of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.config.sections import PrefixSharing
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.records import Batch, Metric
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from open_instruct.data.token_dataset import TokenDataset
+
+# The frozen scores of a reference policy, as `Batch.values` and evaluations name them (there with `_S` behind it).
+REFERENCE = "reference_logps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, and whose it is.
+
+    `entropy_N` is that of the distribution the token was drawn from; it carries no gradient.
+    """
+
+    logprobs_N: torch.Tensor
+    sequence_ids_N: torch.Tensor
+    entropy_N: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutputs:
+    """The microbatch's share of the loss of the global batch (a scalar with gradient), and its metrics."""
+
+    loss: torch.Tensor
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundLoss:
+    """The loss of a run: an objective's, with the settings of its flags.
+
+    `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature` divides the
+    logits; `with_entropy` asks for the entropy at every label. `first_loss` is the loss of a policy that equals its
+    reference, where that is a number; `remedy` says what it means that the first step had another.
+    """
+
+    function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
+    temperature: float = 1.0
+    with_entropy: bool = False
+    first_loss: float | None = None
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out scores: a row of eval.jsonl, and what is said of it."""
+
+    row: Mapping[str, float]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """One thing that can be learned from the rows of a data set.
+
+    Attributes:
+        name: of its command and its entry, as in `open-instruct NAME`.
+        config_class: its flags, in sections; see config/.
+        validate: checks everything that the flags alone can tell, and returns warnings.
+        rows: what a row must look like, and what is kept of it.
+        needs_reference: whether, under these flags, frozen log-probs of the start model go with each document.
+        only_scores: whether these flags ask for those alone, and no training.
+        bind: the loss under the flags of a run.
+        prefix_sharing: whether, under these flags, the documents of a row share their prompt.
+        evaluate: from summed log-probs of all held-out documents (float32, (N, D)) and the reference's; None where there
+            is nothing to tell of them.
+    """
+
+    name: str
+    config_class: type
+    validate: Callable[[Any], list[str]]
+    rows: type[RowBuilder]
+    bind: Callable[[Any], BoundLoss]
+    needs_reference: Callable[[Any], bool] = lambda config: False
+    only_scores: Callable[[Any], bool] = lambda config: False
+    prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
+    evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
+
+    @property
+    def program(self) -> str:
+        return f"{self.name}.py"

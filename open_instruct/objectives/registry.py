@@ -1,0 +1,22 @@
+"""The objectives by the name of their command. A line here and a file beside it add one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from open_instruct.objectives.objective import Objective
+
+# Where each is, and what it trains on.
+OBJECTIVES = {
+    "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
+    "sft": ("open_instruct.objectives.sft:SFT", "conversations, as a warm start"),
+}
+
+
+def objective_named(name: str) -> Objective:
+    """Import the objective of that name."""
+    module, _, attribute = OBJECTIVES[name][0].partition(":")
+    objective: Objective = getattr(importlib.import_module(module), attribute)
+    return objective

@@ -1,0 +1,47 @@
+"""Supervised tuning: the cross-entropy of the replies, a mean over their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
+from open_instruct.objectives.token_metrics import token_metrics
+from open_instruct.records import Batch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from open_instruct.data.token_dataset import TokenDataset
+
+
+def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+    """`-sum(log p) / labels` of the global batch."""
+    return LossOutputs(
+        loss=-scores.logprobs_N.sum() / counts["labels"],
+        metrics=token_metrics({"loss": -scores.logprobs_N.detach()}),
+    )
+
+
+def evaluate(
+    dataset: TokenDataset, logps_ND: np.ndarray, reference_ND: np.ndarray | None, config: SFTConfig
+) -> Evaluation:
+    """The same mean over held-out conversations."""
+    num_label_tokens = int(dataset.num_label_tokens.sum())
+    loss = -float(logps_ND.sum(dtype="float64")) / num_label_tokens
+    return Evaluation(
+        row={"eval/loss": loss, "eval/num_label_tokens": num_label_tokens, "eval/num_conversations": len(dataset)},
+        sentence=f"held-out loss {{when}}: {loss:.4f} over {len(dataset):,} conversations",
+    )
+
+
+SFT = Objective(
+    name="sft",
+    config_class=SFTConfig,
+    validate=validate_sft,
+    rows=SFTBuilder,
+    bind=lambda config: BoundLoss(function=cross_entropy),
+    evaluate=evaluate,
+)

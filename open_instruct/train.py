@@ -1,0 +1,102 @@
+"""The walk of every offline objective: parse, build, score what is frozen, fit, export.
+
+`dpo.py`, `sft.py` and the other entries are this file with an objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from open_instruct.config.training import TrainingConfig
+from open_instruct.entry import run_entry
+from open_instruct.objectives.objective import REFERENCE, Objective
+
+
+def run_objective(objective: Objective, argv: Sequence[str] | None = None) -> int:
+    """Train `objective` with the flags in `argv` (default: the command line) and return the exit code."""
+    return run_entry(
+        objective.config_class,
+        partial(train, objective=objective),
+        argv,
+        program=objective.program,
+        validate=objective.validate,
+    )
+
+
+def train(config: TrainingConfig, *, objective: Objective) -> int:
+    """The whole run, as every rank walks it. Returns the exit code."""
+    # torch, and all that hangs on it, loads only once the flags are known to be good.
+    from open_instruct.data.cache import cache_root
+    from open_instruct.packing.steps import BatchShape
+    from open_instruct.training.closing import export_policy, preempted
+    from open_instruct.training.datasets import load_datasets
+    from open_instruct.training.evaluation import Heldout
+    from open_instruct.training.plan_check import check_plan_of_run
+    from open_instruct.training.policy import build_policy
+    from open_instruct.training.pretrained import open_pretrained
+    from open_instruct.training.reference_cache import open_reference_cache, reference_logprobs
+    from open_instruct.training.run import open_run
+    from open_instruct.training.sample_loader import SampleLoader
+    from open_instruct.training.scoring import Scorer
+    from open_instruct.training.trainer import build_trainer
+
+    with open_run(config) as run:
+        pretrained = open_pretrained(
+            config.model,
+            max_seq_length=config.data.max_seq_length,
+            export_folder=run.directory.hf_model,
+            layout=run.layout,
+        )
+        check_plan_of_run(config, run, pretrained.folder)
+        rows, heldout_rows = load_datasets(
+            objective.rows, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
+        )
+        shape = BatchShape.of(
+            config.optim,
+            config.data,
+            run.layout,
+            documents_per_sample=objective.rows.documents_per_row,
+            pad_token_id=pretrained.pad_token_id,
+            prefix_sharing=objective.prefix_sharing(config),
+        )
+        num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
+
+        policy = build_policy(objective.bind(config), pretrained, run=run, config=config, num_steps=num_steps)
+        scorer = Scorer(policy, shape=shape, console=run.console)
+
+        scores = {}
+        heldout_reference_ND = None
+        if objective.needs_reference(config):
+            cache = open_reference_cache(cache_root(config.data.cache_dir), pretrained, model=config.model, shape=shape)
+            scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
+            if heldout_rows is not None:
+                heldout_reference_ND = reference_logprobs(
+                    scorer, heldout_rows, cache=cache, title="held-out reference log-probs"
+                )
+            if objective.only_scores(config):
+                run.console.say(f"reference log-probs of {len(cache):,} rows are in {cache.path}")
+                return 0
+
+        heldout = None
+        if heldout_rows is not None:
+            heldout = Heldout(heldout_rows, objective, reference_ND=heldout_reference_ND, config=config, run=run)
+            heldout.evaluate(scorer, step=0)
+
+        loader = SampleLoader(
+            rows,
+            scores=scores,
+            shape=shape,
+            seed=config.optim.seed,
+            work_dir=run.directory.path,
+            dp_group=policy.dp_process_group,
+        )
+        trainer = build_trainer(policy, loader, config=config, run=run, num_steps=num_steps)
+        trainer.fit()
+        if trainer.is_canceled:
+            return preempted(trainer, run)
+
+        if heldout is not None:
+            heldout.evaluate(scorer, step=trainer.global_step)
+        export_policy(policy, pretrained, run=run, config=config)
+        return 0
