@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
 CACHE_VERSION = 2
 
+
 class TokenDataset:
     """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows share their tokens.
 

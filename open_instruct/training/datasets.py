@@ -10,6 +10,7 @@ from open_instruct.parallel.process import on_main_process
 from open_instruct.training.console import Console
 from open_instruct.training.pretrained import Pretrained
 
+
 def load_datasets(
     rows: type[RowBuilder],
     data: DataSection,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer, squeezed
 from open_instruct.data.chat_templates import CHAT_TEMPLATES
-from open_instruct.data.preference_rows import Message
+from open_instruct.data.messages import Message
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 

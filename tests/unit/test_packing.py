@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
+from open_instruct.packing.collate import collate
 from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
-from open_instruct.packing.preference_pairs import preference_batch
 from open_instruct.packing.steps import StepPlan, plan_step
-from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, PreferenceExample, Span
+from open_instruct.records import IGNORE_INDEX, Batch, Document, PackedBatch, Span
 
 PAD = 99
 _ = IGNORE_INDEX
@@ -119,10 +120,12 @@ def documents(draw: Any) -> Document:
 
 
 @st.composite
-def preference_examples(draw: Any) -> PreferenceExample:
-    return PreferenceExample(
-        row_id=draw(st.integers(0, 999)), key="k", chosen=draw(documents()), rejected=draw(documents())
-    )
+def pairs_of_documents(draw: Any) -> tuple[Document, Document]:
+    return draw(documents()), draw(documents())
+
+
+def collated(pairs: Sequence[tuple[Document, ...]], **changes: Any) -> Batch:
+    return collate(pairs, range(len(pairs)), pad_token_id=PAD, **changes)
 
 
 def both_layouts(items: Sequence[Document], multiple: int) -> list[PackedBatch]:
@@ -183,12 +186,12 @@ def reply_logps(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @settings(deadline=None)
-@given(st.lists(preference_examples(), min_size=1, max_size=4), st.integers(1, 16))
-def test_log_probs_do_not_depend_on_the_layout(examples: list[PreferenceExample], multiple: int) -> None:
-    alone = [reply_logps(pack_documents([example.chosen])) for example in examples]
-    alone += [reply_logps(pack_documents([example.rejected])) for example in examples]
+@given(st.lists(pairs_of_documents(), min_size=1, max_size=4), st.integers(1, 16))
+def test_log_probs_do_not_depend_on_the_layout(pairs: list[tuple[Document, Document]], multiple: int) -> None:
+    alone = [reply_logps(pack_documents([chosen])) for chosen, _ in pairs]
+    alone += [reply_logps(pack_documents([rejected])) for _, rejected in pairs]
     for packing in (True, False):
-        batch = preference_batch(examples, packing=packing, pad_token_id=PAD, pad_to_multiple_of=multiple)
+        batch = collated(pairs, packing=packing, pad_to_multiple_of=multiple)
         sums, counts = reply_logps(batch.packed)
         torch.testing.assert_close(sums, torch.cat([one for one, _ in alone]), rtol=1e-12, atol=1e-12)
         assert counts.tolist() == [one.item() for _, one in alone]
@@ -198,15 +201,10 @@ def test_log_probs_do_not_depend_on_the_layout(examples: list[PreferenceExample]
 @pytest.mark.parametrize("multiple", [1, 64])
 def test_chosen_padding_does_not_leak_into_the_first_rejected_document(packing: bool, multiple: int) -> None:
     """Chosen and rejected of very unequal lengths: the reference is scored alone, the policy in a batch."""
-    examples = [
-        PreferenceExample(
-            row_id=row, key="k", chosen=document(1, 2, 3, reply=1), rejected=document(*range(10, 40 + row), reply=20)
-        )
-        for row in range(3)
-    ]
-    reference_chosen = torch.cat([reply_logps(pack_documents([example.chosen]))[0] for example in examples])
-    reference_rejected = torch.cat([reply_logps(pack_documents([example.rejected]))[0] for example in examples])
-    batch = preference_batch(examples, packing=packing, pad_token_id=PAD, pad_to_multiple_of=multiple)
+    pairs = [(document(1, 2, 3, reply=1), document(*range(10, 40 + row), reply=20)) for row in range(3)]
+    reference_chosen = torch.cat([reply_logps(pack_documents([chosen]))[0] for chosen, _ in pairs])
+    reference_rejected = torch.cat([reply_logps(pack_documents([rejected]))[0] for _, rejected in pairs])
+    batch = collated(pairs, packing=packing, pad_to_multiple_of=multiple)
     sums, counts = reply_logps(batch.packed)
     for name in ("dpo", "dpo_norm"):
         inputs = PreferenceLossInputs(
@@ -221,27 +219,37 @@ def test_chosen_padding_does_not_leak_into_the_first_rejected_document(packing: 
         torch.testing.assert_close(losses, torch.full_like(losses, math.log(2.0)), rtol=1e-9, atol=0.0)
 
 
-# --- preference batches ----------------------------------------------------------------------------
+# --- rows of several documents ----------------------------------------------------------------------------
 
 
 def test_chosen_come_first_then_rejected_in_pair_order() -> None:
-    examples = [
-        PreferenceExample(row_id=7, key="a", chosen=document(1, 2, reply=1), rejected=document(3, 4, 5, reply=1)),
-        PreferenceExample(row_id=3, key="b", chosen=document(6, 7, reply=1), rejected=document(8, 9, reply=1)),
+    pairs = [
+        (document(1, 2, reply=1), document(3, 4, 5, reply=1)),
+        (document(6, 7, reply=1), document(8, 9, reply=1)),
     ]
-    packed = preference_batch(examples, packing=True, pad_token_id=PAD, pad_to_multiple_of=4)
-    assert packed.row_ids == (7, 3) and packed.num_pairs == 2
+    packed = collate(pairs, (7, 3), packing=True, pad_token_id=PAD, pad_to_multiple_of=4)
+    assert packed.row_ids == (7, 3)
     assert packed.packed.input_ids_BT.tolist() == [[1, 2, 6, 7, 3, 4, 5, 8, 9, PAD, PAD, PAD]]
     assert packed.packed.document_lengths == (2, 2, 3, 2, 3)
     assert packed.packed.num_sequences == 4
-    padded = preference_batch(examples, packing=False, pad_token_id=PAD)
+    padded = collated(pairs, packing=False)
     assert padded.packed.input_ids_BT.tolist() == [[1, 2, PAD], [6, 7, PAD], [3, 4, 5], [8, 9, PAD]]
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_batch_of_no_pairs_is_one_unlabelled_document(packing: bool) -> None:
-    batch = preference_batch([], packing=packing, pad_token_id=PAD, pad_to_multiple_of=4)
-    assert batch.num_pairs == 0 and batch.packed.num_sequences == 0 and batch.packed.num_tokens == 0
+def test_scores_follow_their_documents(packing: bool) -> None:
+    pairs = [(document(1, 2, reply=1), document(3, 4, 5, reply=1)) for _ in range(2)]
+    scores_N2 = np.array([[row, 10 + row] for row in range(5)], dtype=np.float32)
+    batch = collate(pairs, (4, 2), packing=packing, pad_token_id=PAD, scores={"reference_logps": scores_N2})
+    assert {name: values.tolist() for name, values in batch.values.items()} == {"reference_logps_S": [4, 2, 14, 12]}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_batch_of_no_rows_is_one_unlabelled_document(packing: bool) -> None:
+    scores = {"reference_logps": np.zeros((3, 2), dtype=np.float32)}
+    batch = collate([], (), packing=packing, pad_token_id=PAD, pad_to_multiple_of=4, scores=scores)
+    assert batch.row_ids == () and batch.values["reference_logps_S"].shape == (0,)
+    assert batch.packed.num_sequences == 0 and batch.packed.num_tokens == 0
     assert batch.packed.input_ids_BT.tolist() == [[PAD] * 4]
     assert reply_logps(batch.packed)[0].shape == (0,)
 

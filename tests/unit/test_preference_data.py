@@ -15,15 +15,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.data import preference_dataset
 from open_instruct.data.cache import DamagedFile, cache_root, read_arrays, write_arrays
-from open_instruct.data.preference_dataset import PreferenceDataset, load_preference_dataset
+from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.report import DataReport
 from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 
 EOS = "<|endoftext|>"
-Load = Callable[..., tuple[PreferenceDataset, DataReport]]
+Load = Callable[..., tuple[TokenDataset, DataReport]]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
-    def load(*mixer_list: str | Path, **changes: Any) -> tuple[PreferenceDataset, DataReport]:
+    def load(*mixer_list: str | Path, **changes: Any) -> tuple[TokenDataset, DataReport]:
         arguments: dict[str, Any] = {
             "mixer_list": list(map(str, mixer_list)),
             "splits": ["train"],
@@ -55,7 +55,7 @@ def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
             "seed": 0,
             "cache_dir": tmp_path / "cache",
         }
-        return load_preference_dataset(**(arguments | changes))
+        return load_token_dataset(PreferenceBuilder, **(arguments | changes))
 
     return load
 
@@ -87,30 +87,28 @@ HEAD = len("<|user|>\n") + len("\n<|assistant|>\n")
 
 def test_a_pair_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     dataset, report = load(write(tmp_path / "rows.jsonl", row("hi", "hello", "no")), "1.0")
-    example = dataset[0]
+    chosen, rejected = dataset[0]
     prompt = "<|user|>\nhi\n<|assistant|>\n"
-    assert tokenizer.decode(list(example.chosen.token_ids)) == f"{prompt}hello{EOS}"
-    assert tokenizer.decode(list(example.rejected.token_ids)) == f"{prompt}no{EOS}"
-    assert example.chosen.responses[0].start == example.rejected.responses[0].start == HEAD + 2
-    assert (len(example.chosen.responses[0]), len(example.rejected.responses[0])) == (6, 3)
-    assert (len(example.chosen), len(example.rejected)) == (HEAD + 8, HEAD + 5)
-    assert (dataset.chosen_response_lengths.tolist(), dataset.rejected_response_lengths.tolist()) == ([6], [3])
-    assert dataset.chosen_lengths.tolist() == [HEAD + 8]
-    assert dataset.rejected_lengths.tolist() == [HEAD + 5]
-    assert dataset.num_tokens.tolist() == [example.num_tokens] == [2 * HEAD + 13]
+    assert tokenizer.decode(list(chosen.token_ids)) == f"{prompt}hello{EOS}"
+    assert tokenizer.decode(list(rejected.token_ids)) == f"{prompt}no{EOS}"
+    assert chosen.responses[0].start == rejected.responses[0].start == HEAD + 2
+    assert (len(chosen.responses[0]), len(rejected.responses[0])) == (6, 3)
+    assert (len(chosen), len(rejected)) == (HEAD + 8, HEAD + 5)
+    assert (dataset.label_lengths().tolist(), dataset.num_label_tokens.tolist()) == ([[6, 3]], [9])
+    assert dataset.prompt_lengths.tolist() == [HEAD + 2]
+    assert dataset.num_tokens.tolist() == [2 * HEAD + 13]
     assert report.num_tokens == 2 * HEAD + 13
 
 
 def test_keys_cover_ids_and_spans_and_nothing_else(load: Load, tmp_path: Path) -> None:
     rows = [row("q", "yes", "no"), row("q", "no", "yes"), row("q", "yes", "no"), row("other", "yes", "no")]
     dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0")
-    keys = [example.key for example in dataset]
-    assert keys == [dataset.key(i) for i in range(4)]
+    keys = [dataset.key(i) for i in range(4)]
     assert keys[0] == keys[2] and len(set(keys)) == 3
-    first = dataset[0]
-    start = first.chosen.responses[0].start
-    chosen, rejected = first.chosen.token_ids[start:], first.rejected.token_ids[start:]
-    content = array("i", [start, len(chosen), len(rejected), *first.chosen.token_ids[:start], *chosen, *rejected])
+    first, second = dataset[0]
+    start = first.responses[0].start
+    chosen, rejected = first.token_ids[start:], second.token_ids[start:]
+    content = array("i", [start, len(chosen), len(rejected), *first.token_ids[:start], *chosen, *rejected])
     assert keys[0] == hashlib.sha256(content.tobytes()).hexdigest()
     again, _ = load(tmp_path / "rows.jsonl", "1.0", chat_template_name="simple_chat")
     assert again.key(0) != keys[0]
@@ -120,7 +118,7 @@ def test_keys_cover_ids_and_spans_and_nothing_else(load: Load, tmp_path: Path) -
 def test_it_is_a_sequence(load: Load, tmp_path: Path) -> None:
     dataset, _ = load(numbered(tmp_path / "rows.jsonl", 3), "1.0")
     assert len(dataset) == 3
-    assert [example.row_id for example in dataset] == [0, 1, 2]
+    assert list(dataset) == [dataset[0], dataset[1], dataset[2]]
     assert dataset[-1] == dataset[2]
     with pytest.raises(IndexError):
         dataset[3]
@@ -137,7 +135,7 @@ def test_mixture_in_order_with_repeats(load: Load, tmp_path: Path) -> None:
     assert report.sources == ((str(one), 4, 10), (str(two), 6, 3))
     assert report.num_rows == report.num_kept == 7
     assert report.num_tokens == dataset.num_tokens.sum()
-    distinct = {i: dataset[i].num_tokens for i in [*range(4), 10, 11, 12]}
+    distinct = {i: sum(map(len, dataset[i])) for i in [*range(4), 10, 11, 12]}
     assert len(dataset.token_ids_T) < sum(distinct.values()), "repeats and prompts are stored once"
 
 
@@ -145,7 +143,7 @@ def test_a_change_of_the_mixture_keeps_the_keys_of_rows(load: Load, tmp_path: Pa
     one, two = numbered(tmp_path / "one.jsonl", 40), write(tmp_path / "two.jsonl", row("other", "a", "b"))
     half, _ = load(one, "0.5")
     more, _ = load(two, "1.0", one, "0.75")
-    assert {example.key for example in half} < {example.key for example in more}
+    assert {half.key(i) for i in range(len(half))} < {more.key(i) for i in range(len(more))}
 
 
 def test_a_count_of_one_is_in_the_report(load: Load, tmp_path: Path) -> None:
@@ -173,11 +171,11 @@ def test_replies_are_cut_on_the_right_and_prompts_never(
     room = HEAD + 2 + 5
     dataset, report = load(path, "1.0", max_seq_length=room)
     replies = [
-        tuple(tokenizer.decode(list(d.token_ids[d.responses[0].start :])) for d in (example.chosen, example.rejected))
-        for example in dataset
+        tuple(tokenizer.decode(list(document.token_ids[document.responses[0].start :])) for document in pair)
+        for pair in dataset
     ]
     assert replies == [("abcde", f"no{EOS}"), (f"yes{EOS}", f"no{EOS}"), (f"yes{EOS}", f"no{EOS}"), ("n", "o")]
-    assert dataset.chosen_lengths.max() <= room
+    assert max(len(document) for pair in dataset for document in pair) <= room
     assert report.filtered == {"same_tokens": 1, "prompt_too_long": 2}
     assert (report.num_truncated, report.num_kept) == (2, 4)
     assert report.num_rows == report.num_bad + report.num_filtered + report.num_kept == 7
@@ -284,14 +282,14 @@ def test_progress_counts_distinct_rows(load: Load, tmp_path: Path) -> None:
 # --- the cache ------------------------------------------------------------------------------------------
 
 
-def same(one: PreferenceDataset, other: PreferenceDataset) -> bool:
+def same(one: TokenDataset, other: TokenDataset) -> bool:
     return list(one) == list(other) and one.fingerprint == other.fingerprint
 
 
 def test_second_load_reads_the_file(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = numbered(tmp_path / "rows.jsonl", 9)
     first, report = load(path, "1.5")
-    monkeypatch.setattr(preference_dataset.PreferenceBuilder, "build", None)  # would fail if it were built again
+    monkeypatch.setattr(PreferenceBuilder, "build", None)  # would fail if it were built again
     second, again = load(path, "1.5")
     assert same(first, second)
     assert again.from_cache and not report.from_cache
@@ -414,7 +412,8 @@ def test_synthetic_pairs_are_valid_varied_and_disjoint(load: Load, tmp_path: Pat
     assert len(set(asked)) == 700
     low, high = np.percentile(dataset.num_tokens, [10, 90])
     assert high > 3 * low
-    longer = (dataset.chosen_lengths > dataset.rejected_lengths).mean()
+    chosen_lengths, rejected_lengths = dataset.label_lengths().T
+    longer = (chosen_lengths > rejected_lengths).mean()
     assert 0.3 < longer < 0.8, "length must not give the answer away"
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpointingMode
 
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.packing.collate import collate, num_packed_tokens
 from open_instruct.packing.documents import pack_documents
-from open_instruct.packing.preference_pairs import num_packed_tokens, preference_batch
 from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
 from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, rollout_batch, rollout_minibatches
-from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, PreferenceExample, RolloutSample, Span
+from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, RolloutSample, Span
 from open_instruct.training.forward import sequence_logprobs, token_logprobs
 from tests.unit.small_models import CPU, FAMILIES, VOCAB_SIZE, WINDOW, new_model, random_model
 
@@ -97,16 +97,12 @@ def test_groups_that_do_not_pay_are_taken_apart() -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
 def test_pairs_take_the_tokens_that_the_plan_counts(pairs: list[tuple[int, int, int]]) -> None:
-    examples = [
-        PreferenceExample(row_id=i, key="", chosen=chosen, rejected=rejected)
-        for i, (prompt, *replies) in enumerate(pairs)
-        for chosen, rejected in [group(prompt, replies, seed=i)]
-    ]
+    rows = [tuple(group(prompt, replies, seed=i)) for i, (prompt, *replies) in enumerate(pairs)]
     for sharing in ("off", "on", "auto"):
-        batch = preference_batch(examples, packing=True, pad_token_id=0, prefix_sharing=sharing).packed
+        batch = collate(rows, range(len(rows)), packing=True, pad_token_id=0, prefix_sharing=sharing).packed
         planned = sum(
-            num_packed_tokens(example.num_tokens, prompt, sharing)
-            for example, (prompt, _, _) in zip(examples, pairs, strict=True)
+            num_packed_tokens(sum(map(len, row)), prompt, 2, sharing)
+            for row, (prompt, _, _) in zip(rows, pairs, strict=True)
         )
         assert batch.num_tokens == planned == batch.input_ids_BT.numel()
 
@@ -210,12 +206,12 @@ def test_runs_of_one_prompt() -> None:
     assert runs_of_one_prompt(documents) == [(0, 1), (2,), (3, 4)]
 
 
-def test_values_of_rollouts_stand_where_their_labels_stand() -> None:
+def test_values_of_rollouts_are_in_the_order_of_their_labels() -> None:
     documents = [document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])]
     batch = rollout_batch([rollout(each) for each in documents], pad_token_id=0, prefix_sharing="on")
     assert batch.packed.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
-    torch.testing.assert_close(batch.engine_logprobs_BT, torch.tensor([[0, 0, -0.1, 0, -0.1, -0.2, 0]]))
-    assert batch.advantages_BT.tolist() == [[0, 0, 4, 0, 5, 5, 0]]
+    torch.testing.assert_close(batch.values["engine_logprobs_N"], torch.tensor([-0.1, -0.1, -0.2]))
+    assert batch.values["advantages_N"].tolist() == [4, 5, 5]
 
 
 # --- what is computed --------------------------------------------------------------------------------

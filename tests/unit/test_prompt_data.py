@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat, choose_chat_template
-from open_instruct.data.preference_rows import Message
-from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
+from open_instruct.data.messages import Message
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompt_stream import PromptStream
+from open_instruct.data.prompts import Prompts, load_prompt_dataset
 from open_instruct.data.report import DataReport
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError, RunError
@@ -27,7 +27,7 @@ from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.answers import Passthrough
 from open_instruct.verifiers.registry import known_verifiers
 
-Load = Callable[..., tuple[PromptDataset, DataReport]]
+Load = Callable[..., tuple[Prompts, DataReport]]
 VERIFIERS = {name: known_verifiers()[name] for name in ("gsm8k", "ifeval", "string_matcher")}
 NO_COMMAS = {"func_name": "validate_no_commas"}
 
@@ -40,7 +40,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
-    def load(*mixer_list: str | Path, **changes: Any) -> tuple[PromptDataset, DataReport]:
+    def load(*mixer_list: str | Path, **changes: Any) -> tuple[Prompts, DataReport]:
         arguments: dict[str, Any] = {
             "mixer_list": list(map(str, mixer_list)),
             "splits": ["train"],
@@ -242,7 +242,7 @@ def test_repeated_rows_share_their_tokens(load: Load, tmp_path: Path) -> None:
     counts = Counter(prompt.checks[0].ground_truth for prompt in dataset)
     assert sorted(counts.values()) == [2, 2, 3, 3]
     assert (report.num_kept, report.num_pairs) == (4, 10)
-    assert len(dataset.token_ids_T) == 4 * (HEAD + 2)
+    assert len(dataset.dataset.token_ids_T) == 4 * (HEAD + 2)
 
 
 def test_the_cache_gives_the_same_back(load: Load, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_the_fingerprint_covers_prompts_and_checks(load: Load, tmp_path: Path) -
 
 
 @pytest.fixture
-def dataset(load: Load, tmp_path: Path) -> PromptDataset:
+def dataset(load: Load, tmp_path: Path) -> Prompts:
     return load(numbered(tmp_path / "rows.jsonl", 5), "1.0")[0]
 
 
@@ -307,7 +307,7 @@ def asked(stream: PromptStream, count: int) -> list[int]:
     return [stream.next()[1].row_id for _ in range(count)]
 
 
-def test_each_epoch_is_another_permutation_of_all(dataset: PromptDataset) -> None:
+def test_each_epoch_is_another_permutation_of_all(dataset: Prompts) -> None:
     rows = asked(PromptStream(dataset, seed=0), 50)
     epochs = [rows[i : i + 5] for i in range(0, 50, 5)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
@@ -318,7 +318,7 @@ def test_each_epoch_is_another_permutation_of_all(dataset: PromptDataset) -> Non
         assert order == np.random.default_rng([0, epoch]).permutation(5).tolist()
 
 
-def test_tickets_count_what_is_asked(dataset: PromptDataset) -> None:
+def test_tickets_count_what_is_asked(dataset: Prompts) -> None:
     stream = PromptStream(dataset, seed=0)
     stream.exclude(2)
     drawn = [stream.next() for _ in range(9)]
@@ -326,7 +326,7 @@ def test_tickets_count_what_is_asked(dataset: PromptDataset) -> None:
     assert all(prompt == dataset[prompt.row_id] for _, prompt in drawn)
 
 
-def test_excluded_prompts_do_not_come_again(dataset: PromptDataset) -> None:
+def test_excluded_prompts_do_not_come_again(dataset: Prompts) -> None:
     stream, whole = PromptStream(dataset, seed=3), PromptStream(dataset, seed=3)
     assert asked(stream, 2) == asked(whole, 2)
     stream.exclude(4)
@@ -336,7 +336,7 @@ def test_excluded_prompts_do_not_come_again(dataset: PromptDataset) -> None:
     assert asked(stream, 20) == list(islice((row for row in asked(whole, 40) if row != 4), 20))
 
 
-def test_one_prompt_left_is_asked_again_and_again_and_none_is_an_error(dataset: PromptDataset) -> None:
+def test_one_prompt_left_is_asked_again_and_again_and_none_is_an_error(dataset: Prompts) -> None:
     stream = PromptStream(dataset, seed=0)
     for row_id in range(4):
         stream.exclude(row_id)
@@ -347,7 +347,7 @@ def test_one_prompt_left_is_asked_again_and_again_and_none_is_an_error(dataset: 
 
 
 @pytest.mark.parametrize("num_before", [0, 3, 5, 12])
-def test_a_resumed_stream_goes_on(dataset: PromptDataset, num_before: int) -> None:
+def test_a_resumed_stream_goes_on(dataset: Prompts, num_before: int) -> None:
     stream = PromptStream(dataset, seed=7)
     asked(stream, num_before)
     stream.exclude(1)
@@ -358,9 +358,7 @@ def test_a_resumed_stream_goes_on(dataset: PromptDataset, num_before: int) -> No
     assert [stream.next() for _ in range(17)] == [resumed.next() for _ in range(17)]
 
 
-def test_a_state_of_other_prompts_or_another_seed_is_refused(
-    load: Load, dataset: PromptDataset, tmp_path: Path
-) -> None:
+def test_a_state_of_other_prompts_or_another_seed_is_refused(load: Load, dataset: Prompts, tmp_path: Path) -> None:
     state = PromptStream(dataset, seed=0).state_dict()
     with pytest.raises(InputError, match=r"seed 0, this run has 1: give --seed 0"):
         PromptStream(dataset, seed=1).load_state_dict(state)

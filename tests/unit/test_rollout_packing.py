@@ -136,7 +136,7 @@ def test_a_step_of_nothing_is_one_empty_microbatch_everywhere() -> None:
         )
 
 
-def test_values_stand_where_their_labels_stand() -> None:
+def test_values_are_in_the_order_of_their_labels() -> None:
     batch = rollout_batch(
         [sample(2, 2, first=10, advantage=0.5), sample(1, 3, first=20, advantage=-1.0)],
         pad_token_id=0,
@@ -144,17 +144,18 @@ def test_values_stand_where_their_labels_stand() -> None:
     )
     assert batch.packed.input_ids_BT.tolist() == [[10, 11, 12, 13, 20, 21, 22, 23, 0, 0]]
     assert batch.packed.labels_BT.tolist() == [[-100, 12, 13, -100, 21, 22, 23, -100, -100, -100]]
-    assert batch.engine_logprobs_BT.tolist() == [[0, -12, -13, 0, -21, -22, -23, 0, 0, 0]]
-    assert batch.advantages_BT.tolist() == [[0, 0.5, 0.5, 0, -1, -1, -1, 0, 0, 0]]
-    assert batch.engine_logprobs_BT.dtype == batch.advantages_BT.dtype == torch.float32
-    assert batch.old_logprobs_BT is None and batch.reference_logprobs_BT is None
+    assert {name: values.tolist() for name, values in batch.values.items()} == {
+        "engine_logprobs_N": [-12, -13, -21, -22, -23],
+        "advantages_N": [0.5, 0.5, -1, -1, -1],
+    }
+    assert {values.dtype for values in batch.values.values()} == {torch.float32}
 
 
 def test_an_empty_microbatch_still_has_a_document() -> None:
     batch = rollout_batch([], pad_token_id=7, pad_to_multiple_of=4)
     assert batch.packed.input_ids_BT.tolist() == [[7, 7, 7, 7]]
     assert (batch.packed.num_sequences, batch.packed.num_tokens) == (0, 0)
-    assert batch.engine_logprobs_BT.tolist() == batch.advantages_BT.tolist() == [[0, 0, 0, 0]]
+    assert {values.shape for values in batch.values.values()} == {(0,)}
 
 
 def test_log_probs_that_do_not_match_their_tokens_are_our_own_mistake() -> None:
@@ -167,7 +168,6 @@ def test_tensors_of_a_step() -> None:
     samples = [sample(3, 2), sample(3, 6), sample(5, 1), sample(20, 15)]
     (step,) = steps_of(samples, 1, num_mini_batches=2)
     minibatches = rollout_minibatches(step, pad_token_id=0, pad_to_multiple_of=2)
-    assert [minibatch.num_completions_global for minibatch in minibatches] == [2, 2]
-    assert [minibatch.num_label_tokens_global for minibatch in minibatches] == [8, 16]
+    assert [(minibatch.counts["rows"], minibatch.counts["labels"]) for minibatch in minibatches] == [(2, 8), (2, 16)]
     assert [[b.packed.num_sequences for b in minibatch.microbatches] for minibatch in minibatches] == [[2], [1, 1]]
     assert all(b.packed.input_ids_BT.shape[1] % 2 == 0 for minibatch in minibatches for b in minibatch.microbatches)

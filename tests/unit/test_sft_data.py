@@ -14,17 +14,17 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template
 from open_instruct.data.chat_templates import CHAT_TEMPLATES
-from open_instruct.data.preference_rows import Message
+from open_instruct.data.messages import Message
 from open_instruct.data.report import DataReport
 from open_instruct.data.rows import MalformedRow
-from open_instruct.data.sft_dataset import SFTDataset, load_sft_dataset
-from open_instruct.data.sft_rows import parse_sft_row
+from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.models.tiny import train_tokenizer
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document
 
-Load = Callable[..., tuple[SFTDataset, DataReport]]
+Load = Callable[..., tuple[TokenDataset, DataReport]]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
-    def load(*mixer_list: str | Path, **changes: Any) -> tuple[SFTDataset, DataReport]:
+    def load(*mixer_list: str | Path, **changes: Any) -> tuple[TokenDataset, DataReport]:
         arguments: dict[str, Any] = {
             "mixer_list": list(map(str, mixer_list)),
             "splits": ["train"],
@@ -46,7 +46,7 @@ def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
             "seed": 0,
             "cache_dir": tmp_path / "cache",
         }
-        return load_sft_dataset(**(arguments | changes))
+        return load_token_dataset(SFTBuilder, **(arguments | changes))
 
     return load
 
@@ -69,7 +69,7 @@ def test_every_reply_of_a_conversation_is_learned(
     load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     dataset, report = load(write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e")), "1.0")
-    (document,) = dataset
+    ((document,),) = dataset
     eos = tokenizer.eos_token
     assert tokenizer.decode(list(document.token_ids)) == f"User: a\nAssistant: bc{eos}\nUser: d\nAssistant: e{eos}"
     assert learned(tokenizer, document) == [f" bc{eos}", f" e{eos}"]
@@ -81,7 +81,7 @@ def test_every_reply_of_a_conversation_is_learned(
 def test_labels_are_the_replies_and_nothing_else(load: Load, tmp_path: Path) -> None:
     """Packed, no label leads from one conversation into the next."""
     rows = write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e"), turns("f", "g"))
-    documents = list(load(rows, "1.0")[0])
+    documents = [document for (document,) in load(rows, "1.0")[0]]
     packed = pack_documents(documents, pad_token_id=0)
     labels = [label for label in packed.labels_BT.flatten().tolist() if label != IGNORE_INDEX]
     replies = [document.token_ids[span.start : span.stop] for document in documents for span in document.responses]
@@ -137,7 +137,7 @@ def test_cut_on_the_right_after_the_last_token_that_is_learned(
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e"))
     dataset, report = load(rows, "1.0", max_seq_length=max_seq_length)
-    document = dataset[0]
+    (document,) = dataset[0]
     assert [text.removesuffix(str(tokenizer.eos_token)) for text in learned(tokenizer, document)] == replies
     assert document.responses[-1].stop == len(document) == num_tokens
     assert ("1 row cut to --max_seq_length" in report.lines()) == (num_tokens < 44)
@@ -156,7 +156,7 @@ def test_repeated_rows_and_the_cache(load: Load, tmp_path: Path) -> None:
     dataset, report = load(rows, "2.0")
     assert (len(dataset), report.num_kept) == (6, 3)
     assert [dataset.key(i) for i in range(3)] == [dataset.key(i) for i in range(3, 6)]
-    assert dataset.num_label_tokens.tolist() == [sum(map(len, document.responses)) for document in dataset]
+    assert dataset.num_label_tokens.tolist() == [sum(map(len, document.responses)) for (document,) in dataset]
     again, from_cache = load(rows, "2.0")
     assert from_cache.from_cache and list(again) == list(dataset) and again.fingerprint == dataset.fingerprint
     with pytest.raises(IndexError):
