@@ -23,6 +23,7 @@ from open_instruct.config.sections import (
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "tensorboard")
+MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: Any, *names: str) -> list[str]:
@@ -159,6 +160,18 @@ def memory_problems(memory: MemorySection) -> Iterator[str]:
         )
 
 
+def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
+    if num_tokens > MAX_MICROBATCH_TOKENS:
+        yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
+
+
+def unread_module_problems(config: Any) -> Iterator[str]:
+    mode = config.memory.activation_checkpointing
+    if mode != "selected_modules":
+        for given in changed(config, "activation_checkpointing_modules"):
+            yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
+
+
 def run_problems(run: RunSection) -> Iterator[str]:
     if not run.output_dir.strip():
         yield "--output_dir is empty: name a folder"
@@ -184,12 +197,11 @@ def training_problems(config: Any) -> Iterator[str]:
     yield from memory_problems(config.memory)
     yield from run_problems(config.run)
     yield from logging_problems(config.logging)
-    if config.memory.activation_checkpointing != "selected_modules":
-        for given in changed(config, "activation_checkpointing_modules"):
-            yield (
-                f"{given}: is read only with --activation_checkpointing selected_modules, and it is "
-                f"{config.memory.activation_checkpointing}; leave one out"
-            )
+    yield from unread_module_problems(config)
+    yield from microbatch_problems(
+        config.optim.per_device_train_batch_size * config.data.max_seq_length,
+        "lower --per_device_train_batch_size or --max_seq_length",
+    )
     if config.parallel.context_parallel_degree > 1 and not config.data.packing:
         yield (
             f"--context_parallel_degree {config.parallel.context_parallel_degree}: only packed rows are split over "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from dataclasses import dataclass
@@ -128,11 +129,12 @@ def model_shape(name_or_path: str) -> ModelShape:
     Raises:
         InputError: there is no such model; a field is missing, or the family is not supported.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return read_config(path / "config.json")
-    if path.is_file():
-        return read_config(path)
+    with contextlib.suppress(OSError, RuntimeError):  # a name that no file can have, or of a user that is not there
+        path = Path(name_or_path).expanduser()
+        if path.is_dir():
+            return read_config(path / "config.json")
+        if path.is_file():
+            return read_config(path)
     # Not at the top: the table is made of this module's records.
     from open_instruct.planning.public_models import find_public_model, public_names
 
@@ -158,7 +160,7 @@ def read_config(file: Path) -> ModelShape:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; give a folder with config.json, or a config.json") from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, nested too deep, or not UTF-8
         raise InputError(f"{file}: not JSON ({error}); give a folder with config.json, or a config.json") from None
     if not isinstance(fields, dict):
         raise InputError(f"{file} holds a JSON {type(fields).__name__}; a model config is an object")
