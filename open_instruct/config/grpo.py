@@ -26,17 +26,21 @@ from open_instruct.config.validation import (
     fraction,
     logging_problems,
     memory_problems,
+    microbatch_problems,
     mixer_problems,
     mixer_warnings,
     optimizer_problems,
     parallel_problems,
     refuse,
     run_problems,
+    unread_module_problems,
 )
 
 TOKEN_DENOMINATOR_LOSSES = ("dapo", "cispo")
 # A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
+# vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
+LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(kw_only=True)
@@ -91,6 +95,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *parallel_problems(config.parallel),
             *_fleet_problems(config),
             *memory_problems(config.memory),
+            *unread_module_problems(config),
             *_evaluation_problems(config),
             *run_problems(config.run),
             *logging_problems(config.logging),
@@ -113,7 +118,16 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout = config.rollout
     yield from at_least(rollout, 1, "num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "total_episodes")
     yield from at_least(rollout, 0, "async_steps")
-    yield from above_zero(rollout, "temperature")
+    if rollout.temperature < LEAST_TEMPERATURE:
+        yield (
+            f"--temperature {spelled(rollout.temperature)}: must be at least {LEAST_TEMPERATURE}, which is what the "
+            "engine takes for anything lower, unlike the learner"
+        )
+    if rollout.inflight_updates and rollout.async_steps == 0:
+        yield (
+            "--inflight_updates: with --async_steps 0 nothing is being generated when weights change; leave it out, or "
+            "raise --async_steps"
+        )
     if rollout.vllm_top_p != 1.0:
         yield (
             f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, and "
@@ -190,6 +204,9 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
             f"{config.data.max_prompt_token_length} + --response_length {config.data.response_length} = "
             f"{config.data.max_seq_length}; use at least that, or leave it out"
         )
+    yield from microbatch_problems(
+        config.max_tokens_per_microbatch, "lower --max_prompt_token_length, --response_length or --pack_length"
+    )
     if loss.num_mini_batches > config.rollout.num_unique_prompts_rollout:
         yield (
             f"--num_mini_batches {loss.num_mini_batches} is more than the {config.rollout.num_unique_prompts_rollout} "
@@ -207,6 +224,12 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     )
     yield from at_least(fleet, 0, "max_restarts")
     yield from fraction(fleet, "vllm_gpu_memory_utilization", low_open=True)
+    if fleet.ray_address is not None:
+        for given in changed(config, "ray_dashboard_host"):
+            yield (
+                f"{given}: the cluster at --ray_address has its own dashboard, or none; leave it out, or give it to "
+                "`ray start --head --dashboard-host`"
+            )
     learners = parallel.num_learners_per_node
     if not learners or min(learners) < 1:
         yield (
@@ -228,6 +251,11 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     evaluation = config.evaluation
     yield from at_least(evaluation, 0, "local_eval_every", "eval_temperature")
+    if 0 < evaluation.eval_temperature < LEAST_TEMPERATURE:
+        yield (
+            f"--eval_temperature {spelled(evaluation.eval_temperature)}: must be at least {LEAST_TEMPERATURE}, or 0 "
+            "for the likeliest token"
+        )
     yield from at_least(evaluation, 1, "eval_num_samples")
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.eval_num_samples:

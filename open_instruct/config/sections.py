@@ -12,6 +12,10 @@ from typing import Any, Literal
 
 PrefixSharing = Literal["auto", "on", "off"]
 
+# A loss that compares means over tokens wants a larger one than a loss that compares sums; docs/losses.md says where
+# they are from.
+DEFAULT_BETAS = {"dpo": 0.1, "dpo_norm": 5.0, "simpo": 2.0, "wpo": 0.1, "ipo": 1.0, "hinge": 0.1}
+
 
 def flag(help: str, default: Any = MISSING) -> Any:
     """A dataclass field that is a flag. A list default is copied for every instance."""
@@ -70,10 +74,19 @@ class PreferenceLossSection:
     """Loss"""
 
     loss_type: Literal["dpo", "dpo_norm", "simpo", "wpo", "ipo", "hinge"] = flag("the preference loss", "dpo_norm")
-    beta: float = flag("strength of the pull towards the reference policy (scale of the reward)", 0.1)
+    beta: float = flag(
+        "strength of the pull towards the reference policy (scale of the reward); default: the loss's own, "
+        + ", ".join(f"{beta} for {name}" for name, beta in DEFAULT_BETAS.items()),
+        None,
+    )
     label_smoothing: float = flag("probability that a label is flipped; dpo, dpo_norm, wpo and simpo", 0.0)
     gamma_beta_ratio: float = flag("simpo: target margin divided by beta", 0.3)
     cache_logprobs_only: bool = flag("compute and store the reference log-probs, then stop", False)
+
+    def __post_init__(self) -> None:
+        # At once, so that config.yaml, and what a resumed run is compared with, have the number.
+        if self.beta is None:
+            self.beta = DEFAULT_BETAS[self.loss_type]
 
 
 @dataclass(kw_only=True)

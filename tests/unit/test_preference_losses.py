@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.sections import DEFAULT_BETAS, PreferenceLossSection
 from open_instruct.errors import InputError
 from open_instruct.losses.preference import LOSSES, PreferenceLossInputs, PreferenceLossOutputs, preference_loss
 
@@ -294,6 +294,7 @@ def test_no_pairs(name: str) -> None:
 
 
 def test_the_flag_offers_exactly_the_losses_there_are() -> None:
+    assert set(DEFAULT_BETAS) == set(LOSSES)
     assert set(get_args(get_type_hints(PreferenceLossSection)["loss_type"])) == set(LOSSES)
     assert all(name == loss.name for name, loss in LOSSES.items())
     assert [name for name, loss in LOSSES.items() if loss.has_label_smoothing] == SMOOTHABLE
