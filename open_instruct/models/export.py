@@ -32,6 +32,7 @@ from open_instruct.models.export_files import (
     plan_files,
     prepare_folder,
     put_in_place,
+    replacing_problem,
     write_index,
     writing_rounds,
 )
@@ -101,13 +102,14 @@ def check_destination(source_folder: str | Path, out_folder: str | Path) -> None
     """Refuse, before training, a folder that an export must not replace. Changes nothing.
 
     Raises:
-        InputError: `out_folder` is the source, a file, or a folder of something other than an export.
+        InputError: `out_folder` is the source, a file, or a folder of something other than an export, or cannot be
+            replaced: it is a link or a mount, or its parent cannot be written.
     """
     source, out = Path(source_folder), Path(out_folder)
+    if problem := replacing_problem(out):
+        raise InputError(f"cannot export to {out}: {problem}")
     if out.exists() and source.is_dir() and out.samefile(source):
         raise InputError(f"cannot export to {out}: it is the checkpoint that training starts from; choose another")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"cannot export to {out}: it is a file; choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise InputError(f"cannot export to {out}: it holds something other than an earlier export; choose another")
 

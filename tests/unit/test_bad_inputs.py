@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.dpo import main
+from open_instruct.models.export_files import replacing_problem
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.process import stop_process
 
@@ -166,6 +167,36 @@ def test_a_folder_continues_only_its_own_run(
     assert [json.loads(row)["step"] for row in rows] == [1]
     (tmp_path / "out" / "step1" / "model_and_optim" / "__0_0.distcp").write_bytes(b"damaged")
     assert "cannot be read" in stderr_of(exit_code=1)
+
+
+@pytest.mark.parametrize("name", ["hf_model", ".hf_model.partial"])
+@pytest.mark.parametrize(
+    ("put", "told"),
+    [
+        (lambda place: place.symlink_to(place.parent.parent), "is a link to"),
+        (lambda place: place.symlink_to("nowhere"), "is a link to nowhere"),
+        (lambda place: place.write_text("mine"), "is a file"),
+    ],
+    ids=["link", "dangling", "file"],
+)
+def test_where_no_export_can_go_no_training_starts(
+    stderr_of: Callable[..., str], tmp_path: Path, name: str, put: Callable[[Path], Any], told: str
+) -> None:
+    place = tmp_path / "out" / name
+    place.parent.mkdir()
+    put(place)
+    assert f"{place} {told}" in stderr_of()
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_mount_or_a_folder_that_cannot_be_written_takes_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "not" / "yet" / "there"
+    assert replacing_problem(out) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert f"{tmp_path} cannot be written" in str(replacing_problem(out))
+    assert "is a mount" in str(replacing_problem(Path("/proc")))
 
 
 def test_a_checkpoint_that_cannot_be_written(
