@@ -31,6 +31,7 @@ def train(config: DPOConfig) -> int:
     from open_instruct.data.preference_dataset import load_preference_dataset
     from open_instruct.losses.preference import LOSSES
     from open_instruct.olmo_core_train_modules import DPOTrainModule
+    from open_instruct.parallel.wording import counted
     from open_instruct.training.closing import export_policy, preempted
     from open_instruct.training.datasets import load_datasets
     from open_instruct.training.evaluation import Heldout
@@ -77,7 +78,7 @@ def train(config: DPOConfig) -> int:
                     scorer, heldout_pairs, cache=cache, title="held-out reference log-probs"
                 )
             if config.loss.cache_logprobs_only:
-                run.console.say(f"reference log-probs of {len(cache):,} rows are in {cache.path}")
+                run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
                 return 0
 
         heldout = None

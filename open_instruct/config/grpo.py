@@ -140,9 +140,10 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
         )
     if 1 <= rollout.total_episodes < config.num_completions_per_step:
         yield (
-            f"--total_episodes {rollout.total_episodes} is less than one step: {rollout.num_unique_prompts_rollout} "
-            f"prompts x {rollout.num_samples_per_prompt_rollout} samples = {config.num_completions_per_step}; raise it "
-            "or make a step smaller"
+            f"--total_episodes {rollout.total_episodes} is less than one step: --num_unique_prompts_rollout "
+            f"{rollout.num_unique_prompts_rollout} x --num_samples_per_prompt_rollout "
+            f"{rollout.num_samples_per_prompt_rollout} = {config.num_completions_per_step}; raise it or make a step "
+            "smaller"
         )
     if any(not text for text in rollout.stop_strings):
         yield "--stop_strings holds an empty text, which would end every completion at once; leave it out"
@@ -260,7 +261,7 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.eval_num_samples:
             yield (
-                f"--eval_pass_at_k {k}: needs at least {max(k, 1)} completions of a prompt, and --eval_num_samples is "
+                f"--eval_pass_at_k {k}: needs --eval_num_samples of at least {max(k, 1)}, and it is "
                 f"{evaluation.eval_num_samples}; each k is between 1 and that"
             )
     if not config.data.dataset_mixer_eval_list:
@@ -278,8 +279,8 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     left_over = config.rollout.total_episodes % config.num_completions_per_step
     if left_over:
         yield (
-            f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} steps of "
-            f"{config.num_completions_per_step} and {left_over} more, which are not asked for"
+            f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} x "
+            f"{config.num_completions_per_step} (a step) and {left_over} more, which are not asked for"
         )
     if "wandb" not in config.logging.report_to:
         for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
 from open_instruct.errors import RunError
+from open_instruct.parallel.wording import counted
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.plain import Generates, Judges, is_rejected, requests_of, solved_rows
 from open_instruct.rollout.samples import RolloutStepBatch
@@ -267,8 +268,8 @@ class Conductor:
 def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> str:
     rewards = [reward for group in rejected for reward in group.rewards]
     return (
-        f"--active_sampling rejected {len(rejected)} groups of step {step}, each with the same reward for all of its "
-        f"completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn from. The "
-        "prompts are too easy or too hard for this policy: use others, raise --num_samples_per_prompt_rollout, or "
+        f"--active_sampling rejected {counted(len(rejected), 'group')} of step {step}, each with the same reward for "
+        f"all of its completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn "
+        "from. The prompts are too easy or too hard for this policy: use others, raise --num_samples_per_prompt_rollout, or "
         "leave --active_sampling out"
     )

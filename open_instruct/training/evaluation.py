@@ -11,6 +11,7 @@ from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.data.preference_dataset import PreferenceDataset
 from open_instruct.data.sft_dataset import SFTDataset
 from open_instruct.losses.preference import LOSSES, PreferenceLossInputs, preference_loss
+from open_instruct.parallel.wording import counted
 from open_instruct.training.preference_steps import PairLogprobs
 from open_instruct.training.run import Run
 from open_instruct.training.scoring import Scorer
@@ -37,7 +38,7 @@ class Heldout:
         _write(row, self.run)
         self.run.console.say(
             f"held-out preference accuracy at step {step}: {row['eval/preference_accuracy']:.3f} "
-            f"of {len(self.dataset):,} pairs"
+            f"of {counted(len(self.dataset), 'pair')}"
         )
 
 
@@ -55,7 +56,7 @@ def evaluate_loss(dataset: SFTDataset, scorer: Scorer, *, step: int, run: Run) -
         },
         run,
     )
-    run.console.say(f"held-out loss at step {step}: {loss:.4f} over {len(dataset):,} conversations")
+    run.console.say(f"held-out loss at step {step}: {loss:.4f} over {counted(len(dataset), 'conversation')}")
 
 
 def _write(row: dict[str, float], run: Run) -> None:

@@ -13,6 +13,7 @@ from open_instruct.parallel.data_parallel import (
     build_data_parallel_config,
     build_tensor_parallel_config,
 )
+from open_instruct.parallel.wording import counted
 from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.training.pretrained import Pretrained
@@ -63,7 +64,7 @@ def build_policy(
     )
     report = stream_load(module.model, pretrained.files, pretrained.names)
     run.console.say(
-        f"loaded {report.num_tensors} tensors ({module.model.num_params / 1e6:,.1f}M parameters) "
+        f"loaded {counted(report.num_tensors, 'tensor')} ({module.model.num_params / 1e6:,.1f}M parameters) "
         f"in {report.wall_time_s:.1f} s"
     )
     return module

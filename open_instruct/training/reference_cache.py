@@ -22,6 +22,7 @@ from open_instruct.config.sections import ModelSection
 from open_instruct.data.preference_dataset import PreferenceDataset
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.wording import counted
 from open_instruct.training.preference_steps import PairLogprobs
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.scoring import Scorer
@@ -95,7 +96,7 @@ def reference_logprobs(
     for row in range(len(dataset)):
         first_of.setdefault(dataset.key(row), row)
     missing = [row for key, row in first_of.items() if key not in cache]
-    scorer.console.say(f"{title}: {len(first_of) - len(missing):,} rows cached, {len(missing):,} to compute")
+    scorer.console.say(f"{title}: {counted(len(first_of) - len(missing), 'row')} cached, {len(missing):,} to compute")
     if missing:
         values_N2 = scorer.score(dataset, missing, title=title)
         cache.add([dataset.key(row) for row in missing], values_N2)

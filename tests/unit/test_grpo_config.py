@@ -46,7 +46,10 @@ def test_learners_are_a_list_of_numbers() -> None:
     [
         ("--vllm_top_p 0.9", "biased"),
         ("--num_samples_per_prompt_rollout 1", "at least 2"),
-        ("--total_episodes 10", "less than one step: 16 prompts x 4 samples = 64"),
+        (
+            "--total_episodes 10",
+            "less than one step: --num_unique_prompts_rollout 16 x --num_samples_",
+        ),
         ("--temperature 0", "--temperature 0.0: must be at least 0.01"),
         ("--temperature 0.005", "--temperature 0.005: must be at least 0.01"),
         (
@@ -91,4 +94,4 @@ def test_pass_at_k_needs_k_samples() -> None:
 
 def test_a_last_step_that_is_not_whole_is_warned_about() -> None:
     (warning,) = validate_grpo(config_of("--total_episodes", "100"))
-    assert "1 steps of 64 and 36 more" in warning
+    assert "1 x 64 (a step) and 36 more" in warning
