@@ -270,6 +270,6 @@ def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[Roll
     return (
         f"--active_sampling rejected {counted(len(rejected), 'group')} of step {step}, each with the same reward for "
         f"all of its completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn "
-        "from. The prompts are too easy or too hard for this policy: use others, raise --num_samples_per_prompt_rollout, or "
-        "leave --active_sampling out"
+        "from. The prompts are too easy or too hard for this policy: use others, raise "
+        "--num_samples_per_prompt_rollout, or leave --active_sampling out"
     )

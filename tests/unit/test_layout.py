@@ -633,8 +633,7 @@ def test_the_page_shows_what_the_command_prints(
 
 @pytest.mark.parametrize(
     ("count", "noun", "text"),
-    [(1, "rank", "1 rank"), (0, "pair", "0 pairs"), (2, "reply", "2 replies"), (2, "microbatch", "2 microbatches")]
-    + [(1234, "row", "1,234 rows")],
+    [(1, "rank", "1 rank"), (0, "pair", "0 pairs"), (2, "reply", "2 replies"), (1234, "row", "1,234 rows")],
 )
 def test_a_count_and_its_noun(count: int, noun: str, text: str) -> None:
     assert counted(count, noun) == text
