@@ -637,3 +637,8 @@ def test_the_page_shows_what_the_command_prints(
 )
 def test_a_count_and_its_noun(count: int, noun: str, text: str) -> None:
     assert counted(count, noun) == text
+
+
+def test_a_memory_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout_command(["--gpus_per_node", "8", "--device_memory_gib", "40"]) == 2
+    assert "--device_memory_gib is read only with --num_params" in capsys.readouterr().err
