@@ -126,6 +126,15 @@ def test_multi_node_port_and_processes_can_be_chosen(stubs: Stubs) -> None:
     ]
 
 
+def test_one_node_meets_on_its_loopback(stubs: Stubs) -> None:
+    stubs.add("torchrun")
+    given = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"}
+    assert stubs.run("scripts/launch_multi_node.sh", "x.py", **given).returncode == 0
+    assert stubs.calls == [
+        "torchrun --nnodes 1 --node_rank 0 --nproc_per_node gpu --rdzv_backend loopback --rdzv_endpoint localhost x.py"
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "message"),
     [
