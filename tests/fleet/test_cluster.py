@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.cluster import short_folder, start_cluster
 from open_instruct.rollout.placement import FleetShape, learner_layout, place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -301,7 +300,7 @@ class TestWhoMayTalkToRay:
     @pytest.fixture(scope="class")
     def guarded(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         """The address of a cluster with a token."""
-        folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        folder = str(short_folder())
         with socket.create_server(("127.0.0.1", 0)) as probe:
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}

@@ -8,13 +8,14 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from open_instruct.rollout.cluster import short_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -76,7 +77,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str]:
     """Ray on both, with two CPU slots on the first host, which is the driver's, and one on the other."""
     ray = str(Path(sys.executable).with_name("ray"))
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    folder = short_folder()
     address = f"{ADDRESSES[0]}:{PORT}"
     head = ["--head", f"--port={PORT}", f"--temp-dir={folder}", "--include-dashboard=false", "--num-cpus=2"]
     other = [f"--address={address}", "--num-cpus=1"]
@@ -84,7 +85,7 @@ def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str
     try:
         for enter, node_address, options in zip(hosts, ADDRESSES, (head, other), strict=True):
             command = [*enter, ray, "start", *options, f"--node-ip-address={node_address}", "--block"]
-            with (Path(folder) / f"{node_address}.log").open("wb") as log:
+            with (folder / f"{node_address}.log").open("wb") as log:
                 nodes.append(
                     subprocess.Popen(
                         [*command, "--object-store-memory=80000000"], env=environment, stdout=log, stderr=log
