@@ -17,7 +17,7 @@ def variables_of(pid: int) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
-def test_an_empty_home_and_a_deep_folder_for_temporary_files_stay_so(
+def test_only_caches_are_left_in_home_and_in_a_deep_folder_for_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unix sockets cannot lie in a folder with so long a name."""
@@ -40,8 +40,8 @@ def test_an_empty_home_and_a_deep_folder_for_temporary_files_stay_so(
     (fleet_folder,) = fleet_folders
     finished(process, exit_code=0)
     assert not fleet_folder.exists()
-    assert list(home.rglob("*")) == []
-    # torch makes a folder for what it compiles, to be found again by later runs.
+    # What later runs of vLLM and torch find again: what is known of a kind of model, and what was compiled.
+    assert {path.relative_to(home).parts[:2] for path in home.rglob("*")} <= {(".cache",), (".cache", "vllm")}
     left = [
         path for path in temporary.rglob("*") if not path.relative_to(temporary).parts[0].startswith("torchinductor_")
     ]
