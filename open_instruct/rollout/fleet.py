@@ -163,7 +163,7 @@ def _weight_sync_backend(config: GRPOConfig, placement: Placement) -> str:
     circumstances = {
         "on_cuda": placement.on_gpus,
         "single_device": placement.shape.shares_device,
-        "same_host": placement.is_on_one_host(),
+        "same_host": placement.whereabouts().share_memory(),
     }
     check_backend(config.fleet, **circumstances)
     return choose_backend(config.fleet.weight_sync_backend, **circumstances)

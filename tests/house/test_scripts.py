@@ -126,6 +126,15 @@ def test_multi_node_port_and_processes_can_be_chosen(stubs: Stubs) -> None:
     ]
 
 
+def test_one_node_meets_on_its_loopback(stubs: Stubs) -> None:
+    stubs.add("torchrun")
+    given = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"}
+    assert stubs.run("scripts/launch_multi_node.sh", "x.py", **given).returncode == 0
+    assert stubs.calls == [
+        "torchrun --nnodes 1 --node_rank 0 --nproc_per_node gpu --rdzv_backend loopback --rdzv_endpoint localhost x.py"
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "message"),
     [
@@ -243,6 +252,7 @@ def add_ray_cluster(stubs: Stubs) -> dict[str, str]:
         port = str(free.getsockname()[1])
     stubs.add("scontrol", 'if [[ $1 == show ]]; then printf "node07\\nnode08\\nnode09\\n"; fi')
     stubs.add("srun", "while [[ $1 == --* ]]; do shift; done", 'exec "$@"')
+    stubs.add("install")
     stubs.add(
         "ray",
         'trap \'echo "ended: ray $2" >>"$CALLS"; kill $!; exit 0\' TERM',
@@ -264,13 +274,15 @@ def test_ray_slurm_starts_ray_on_every_node_and_the_program_on_the_first(stubs: 
     address = f"127.0.0.1:{job['RAY_PORT']}"
     head = (
         f"ray start --head --node-ip-address=127.0.0.1 --port={job['RAY_PORT']} --include-dashboard=false "
-        "--temp-dir=/tmp/ray-41234 --block"
+        "--temp-dir=/tmp/ray-41234/r --block"
     )
     worker = f"ray start --address={address} --block"
     program = f"python open_instruct/x.py a.yaml --output_dir out dir --ray_address {address}"
     assert sorted(stubs.calls) == sorted(
         [
             "scontrol show hostnames node[07-08]",
+            "srun --nodes=3 --ntasks=3 install -d -m 700 /tmp/ray-41234",
+            "install -d -m 700 /tmp/ray-41234",
             f"srun --nodes=1 --ntasks=1 --nodelist=node07 {head}",
             head,
             f"srun --nodes=2 --ntasks=2 --nodelist=node08,node09 {worker}",
