@@ -161,9 +161,9 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
     yield from above_zero(reward, "verifier_timeout_s", "verification_reward")
     yield from at_least(reward, 1, "num_verifier_processes")
     for word in reward.verifier:
-        module, colon, name = word.partition(":")
+        module, colon, name = word.rpartition(":")
         if not (module and colon and name):
-            yield f"--verifier {word}: takes module:Class, such as my_package.rewards:UnitTests"
+            yield f"--verifier {word}: takes FILE.py:Class or module:Class, such as my_rewards.py:UnitTests"
     if not reward.apply_r1_style_format_reward:
         for given in changed(config, "r1_style_format_reward", "additive_format_reward"):
             yield f"{given}: is read only with --apply_r1_style_format_reward; add that, or leave this out"

@@ -88,6 +88,7 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
             config.reward.verifier,
             num_processes=config.reward.num_verifier_processes,
             timeout_s=config.reward.verifier_timeout_s,
+            say=console.warn,
         )
         stack.callback(verifiers.close)
         cluster = stack.enter_context(
