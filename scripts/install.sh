@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv and installs open-instruct into it, torch first. `make` calls this; run it by hand as scripts/install.sh,
-# also in a container or in CI. On Linux with Python 3.11 to 3.13 it installs the very files of scripts/locks/, by hash.
+# also in a container or in CI. On Linux with CPython 3.11 to 3.13 it installs the files that scripts/locks/ has hashes of.
 #
 #   PYTHON                interpreter to build on (default: the first of python3.11, python3, python3.12, python3.13
 #                         that is 3.11 or newer)
@@ -45,15 +45,16 @@ pip_install() {
         "registry), give the same command again: it goes on from here."
 }
 
-# The locks have wheels for these alone.
+# The platforms of scripts/lock.py.
 locks_fit() {
     case "$(uname -s) $(uname -m)" in
         "Linux x86_64" | "Linux aarch64") ;;
         *) return 1 ;;
     esac
     "$VENV/bin/python" -c 'import platform, sys
-fits = (3, 11) <= sys.version_info < (3, 14) and sys.implementation.name == "cpython"
-sys.exit(not (fits and platform.libc_ver()[0] == "glibc"))'
+libc, version = platform.libc_ver()
+fits = (3, 11) <= sys.version_info < (3, 14) and sys.implementation.name == "cpython" and libc == "glibc"
+sys.exit(not (fits and tuple(map(int, version.split("."))) >= (2, 34)))'
 }
 
 # The wheels of a lock and no others, whatever index pip is configured with. A lock is complete: nothing is added to it.
@@ -144,8 +145,10 @@ install_ours() {
         # With the setuptools of the lock; an isolated build would fetch another, by no hash.
         pip_install --no-deps --no-build-isolation --editable .
     else
-        say "open-instruct and what it needs: one to three minutes. scripts/locks has no wheels for" \
-            "$("$VENV/bin/python" --version) on $(uname -s) $(uname -m); versions are those that pyproject.toml allows"
+        say "open-instruct and what it needs: one to three minutes"
+        say "versions are the newest that pyproject.toml allows, by no hash: scripts/locks serves CPython 3.11 to 3.13 on" \
+            "Linux (x86_64, aarch64; glibc 2.34 or newer), and this is $("$VENV/bin/python" --version) on" \
+            "$(uname -s) $(uname -m)"
         pip_install --editable '.[dev]'
     fi
 }

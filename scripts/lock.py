@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LOCKS = REPOSITORY / "scripts" / "locks"
 PYPI = "https://pypi.org/simple"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+GLIBC = (2, 34)  # RHEL 9, Ubuntu 22.04, Debian 12; older ones have no wheels of all that vLLM needs
 TORCH_AND_CUDA = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 # vLLM's CUDA build refuses newer setuptools; left to itself, uv takes a cuda-python without wheels for Python 3.13.
 CONSTRAINTS = "setuptools<81\ncuda-python>=13\n"
@@ -34,7 +35,10 @@ CONSTRAINTS = "setuptools<81\ncuda-python>=13\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """One that the locks serve: Linux with glibc, CPython. As in Platform(minor=11, machine="x86_64")."""
+    """One that the locks serve: CPython on Linux with this glibc or a newer one.
+
+    Example: Platform(minor=11, machine="x86_64") is Python 3.11 on an ordinary server.
+    """
 
     minor: int
     machine: str
@@ -54,8 +58,8 @@ class Platform:
 
     @property
     def tags(self) -> frozenset[Tag]:
-        legacy = [f"manylinux{year}_{self.machine}" for year in ("1", "2010", "2014")]
-        systems = [*(f"manylinux_2_{n}_{self.machine}" for n in range(5, 40)), *legacy, f"linux_{self.machine}"]
+        names = [*(f"manylinux_2_{n}" for n in range(5, GLIBC[1] + 1)), "manylinux1", "manylinux2010", "manylinux2014"]
+        systems = [f"{name}_{self.machine}" for name in [*names, "linux"]]
         python = (3, self.minor)
         own = cpython_tags(python, platforms=systems)
         return frozenset([*own, *compatible_tags(python, f"cp3{self.minor}", systems)])

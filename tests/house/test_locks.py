@@ -97,6 +97,15 @@ def test_a_lock_names_no_place(path: Path) -> None:
     assert not re.search(r"://|--(?!hash=)|@|/(?:opt|home|root|tmp)\b", path.read_text())
 
 
+def test_the_installer_asks_for_the_platforms_of_the_locks(lock: ModuleType) -> None:
+    installer = (REPOSITORY / "scripts" / "install.sh").read_text()
+    minors = sorted({platform.minor for platform in lock.PLATFORMS})
+    assert f"(3, {minors[0]}) <= sys.version_info < (3, {minors[-1] + 1})" in installer
+    assert f">= {lock.GLIBC}" in installer
+    assert f"CPython 3.{minors[0]} to 3.{minors[-1]}" in (REPOSITORY / "docs" / "security.md").read_text()
+    assert all(f'"Linux {platform.machine}"' in installer for platform in lock.PLATFORMS)
+
+
 # --- scripts/lock.py --------------------------------------------------------------------------------
 
 
