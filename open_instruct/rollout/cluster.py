@@ -12,13 +12,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.rollout.placement import FleetShape, Placement, Say, place
 from open_instruct.rollout.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
 
 MAX_FOLDER_CHARACTERS = 26  # of the 107 that the path of a Unix socket may have; Ray adds over 60
 MAX_OBJECT_STORE_BYTES = 2 << 30  # batches of tokens pass through it, never weights
@@ -87,7 +90,7 @@ def _join(address: str) -> None:
 
     try:
         with _keeping_sigterm():
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         way = "start one with `ray start --head`, or leave the flag out for a local one"
         said = _first_line(error)
@@ -180,6 +183,7 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> None:
                 num_cpus=max(shape.num_cpu_slots, os.cpu_count() or 1),
                 log_to_driver=False,
                 configure_logging=False,
+                job_config=_imports(),
                 object_store_memory=_object_store_bytes(),
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
@@ -203,6 +207,17 @@ def _keeping_sigterm() -> Iterator[None]:
     finally:
         if handler is not None:  # one that was not set from Python
             signal.signal(signal.SIGTERM, handler)
+
+
+def _imports() -> JobConfig:
+    """Actors find this package where the driver found it, and nothing in the working folder.
+
+    Ray puts that folder first on the path of every actor, where a file of the user's would shadow a library; it has no
+    public way to say otherwise.
+    """
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job=True, _py_driver_sys_path=[str(Path(__file__).resolve().parents[2])])
 
 
 def _check_loopback(say: Say) -> None:

@@ -101,10 +101,11 @@ print(json.dumps({"nodes": sum(node["Alive"] for node in ray.nodes()), "free": r
 """
 
 
-def run(program: str, *arguments: str) -> Any:
+def run(program: str, *arguments: str, cwd: Path | None = None) -> Any:
     """The last line that a Python program prints, as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
+        cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -377,3 +378,26 @@ def answers(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+IMPORTING = """
+import importlib.util, json
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.placement import FleetShape
+
+shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
+with start_cluster(FleetSection(), shape, say=print):
+    import ray
+
+    def found():
+        return [importlib.util.find_spec(name) is not None for name in ("planted", "open_instruct")]
+
+    answer = ray.get(ray.remote(found).remote())
+print(json.dumps(answer))
+"""
+
+
+def test_actors_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").touch()
+    assert run(IMPORTING, cwd=tmp_path) == [False, True]
