@@ -12,8 +12,8 @@ With r = policy / policy at the start of the step, A the advantage of the comple
     gspo     dapo's, with s = exp(mean of log r over the completion) in place of every r of it, averaged
              over each completion                                  GSPO, arXiv 2507.18071, eq. 5 to 7
 
-Ratios are those of log-ratios clamped to +-20: beyond, the loss is flat, so that values and gradients stay finite however
-far the policies are apart.
+Ratios are those of log-ratios clamped to +-20. Beyond, a loss is flat, so that its value and gradient stay finite
+however far the policies are apart.
 
 Legend: N labelled tokens of a microbatch, S sequences (completions). All log-probs are in nats.
 """
