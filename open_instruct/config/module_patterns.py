@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 
 def names_module(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of `patterns` is the module's name; a * stands for anything but a dot, so for one part of a name.
+    """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so a * stops at dots.
 
     Example: "blocks.*.attention" is "blocks.3.attention", and not "blocks.3.attention.w_q".
     """
-    return any(re.fullmatch("[^.]*".join(map(re.escape, pattern.split("*"))), name) for pattern in patterns)
+    parts = name.split(".")
+    return any(
+        len(pattern.split(".")) == len(parts) and all(map(fnmatchcase, parts, pattern.split(".")))
+        for pattern in patterns
+    )
