@@ -71,7 +71,7 @@ def train(config: DPOConfig) -> int:
         scorer = Scorer(policy, preference_step, shape=shape, console=run.console)
         reference = heldout_reference = None
         if LOSSES[config.loss.loss_type].needs_reference:
-            cache = open_reference_cache(cache_root(config.data.cache_dir), pretrained, model=config.model)
+            cache = open_reference_cache(cache_root(config.data.cache_dir), pretrained, model=config.model, shape=shape)
             reference = reference_logprobs(scorer, pairs, cache=cache, title="reference log-probs")
             if heldout_pairs is not None:
                 heldout_reference = reference_logprobs(

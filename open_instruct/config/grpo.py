@@ -26,6 +26,7 @@ from open_instruct.config.validation import (
     fraction,
     logging_problems,
     memory_problems,
+    memory_warnings,
     microbatch_problems,
     mixer_problems,
     mixer_warnings,
@@ -274,6 +275,7 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
+    yield from memory_warnings(config.memory)
     yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
     yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
     left_over = config.rollout.total_episodes % config.num_completions_per_step

@@ -142,17 +142,11 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     yield from fraction(memory, "activation_memory_budget", low_open=True)
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
-    if memory.activation_memory_budget < 1:
-        if memory.activation_checkpointing != "none":
-            yield (
-                f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
-                "recomputed: keep one of them"
-            )
-        elif not memory.compile_model:
-            yield (
-                f"{budget} is carried out by the compiler: add --compile_model (CUDA only), or use "
-                "--activation_checkpointing full instead"
-            )
+    if memory.activation_memory_budget < 1 and memory.activation_checkpointing != "none":
+        yield (
+            f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
+            "recomputed: keep one of them"
+        )
     if memory.activation_checkpointing == "selected_modules" and not memory.activation_checkpointing_modules:
         yield (
             "--activation_checkpointing_modules is empty: name at least one pattern, such as 'blocks.*.feed_forward', "
@@ -170,6 +164,12 @@ def unread_module_problems(config: Any) -> Iterator[str]:
     if mode != "selected_modules":
         for given in changed(config, "activation_checkpointing_modules"):
             yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
+
+
+def memory_warnings(memory: MemorySection) -> Iterator[str]:
+    if memory.compiles and not memory.compile_model:
+        budget = spelled(memory.activation_memory_budget)
+        yield f"--activation_memory_budget {budget} is carried out by the compiler, so it turns --compile_model on"
 
 
 def run_problems(run: RunSection) -> Iterator[str]:
@@ -216,6 +216,7 @@ def training_warnings(config: Any) -> Iterator[str]:
     """What is allowed in such a config but is seldom meant."""
     yield from mixer_warnings("mixer_list", config.data.mixer_list)
     yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
+    yield from memory_warnings(config.memory)
     if "wandb" not in config.logging.report_to:
         for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
             yield f"{given} is read only with --report_to wandb"

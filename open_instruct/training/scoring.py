@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.shards import reshard
 from open_instruct.training.console import Console
 from open_instruct.training.forward import sequence_logprobs
 from open_instruct.training.sample_loader import BatchShape, MakeStep
+from open_instruct.training.train_module import SegmentTrainModule
 
 
 class Scorer:
@@ -26,10 +26,8 @@ class Scorer:
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(
-        self, policy: TransformerTrainModule, make_step: MakeStep, *, shape: BatchShape, console: Console
-    ) -> None:
-        self.model = policy.model
+    def __init__(self, policy: SegmentTrainModule, make_step: MakeStep, *, shape: BatchShape, console: Console) -> None:
+        self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
         self.device = policy.device
         self.make_step = make_step

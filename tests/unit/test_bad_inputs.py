@@ -141,7 +141,10 @@ def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Calla
         ({"fsdp_shard_degree": 3}, "--fsdp_shard_degree 3"),
         ({"tensor_parallel_degree": 2}, "--tensor_parallel_degree 2"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
-        ({"activation_memory_budget": 0.5}, "--compile_model"),
+        (
+            {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.mlp"},
+            "--activation_checkpointing_modules blocks.*.mlp",
+        ),
         ({"loss_type": "simpo", "cache_logprobs_only": "true"}, "cache_logprobs_only"),
         ({"output_dir": "/dev/null/run"}, "--output_dir"),
         ({"learning_rate": "fast"}, "--learning_rate"),
@@ -208,6 +211,14 @@ def test_a_checkpoint_that_cannot_be_written(
     monkeypatch.setattr("olmo_core.train.checkpoint.save_state_dict", full)
     told = stderr_of(exit_code=1)
     assert "step 1 cannot be written" in told and "No space left" in told and "same command" in told
+
+
+def test_a_learning_rate_that_breaks_the_weights(stderr_of: Callable[..., str], tmp_path: Path) -> None:
+    """The loss and the gradient of the only step are finite; what is broken is what comes of it."""
+    told = stderr_of(exit_code=1, learning_rate=1e30, warmup_ratio=0.0)
+    assert "some weights are not finite, or larger than" in told.splitlines()[-1]
+    assert "the checkpoint of step 1 was not written" in told and "This run has no checkpoint" in told
+    assert not list((tmp_path / "out").glob("step*")) and not (tmp_path / "out" / "hf_model").exists()
 
 
 def test_only_reference_logprobs(stderr_of: Callable[..., str], tmp_path: Path) -> None:
