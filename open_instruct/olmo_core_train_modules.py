@@ -44,7 +44,7 @@ class SFTTrainModule(SegmentTrainModule):
     """
 
     def microbatch_loss(self, microbatch: SFTBatch, step: SFTStep) -> tuple[torch.Tensor, dict[str, Metric]]:
-        logprobs_N = token_logprobs(self.model, microbatch.packed, device=self.device).logprobs_N
+        logprobs_N = token_logprobs(self.computing_model, microbatch.packed, device=self.device).logprobs_N
         return -logprobs_N.sum() / step.num_label_tokens_global, token_metrics({"loss": -logprobs_N.detach()})
 
 
@@ -67,7 +67,7 @@ class DPOTrainModule(SegmentTrainModule):
 
     def preference_outputs(self, microbatch: PreferenceBatch) -> PreferenceLossOutputs:
         """Losses and rewards of each pair of `microbatch` under the current policy."""
-        logprobs = sequence_logprobs(self.model, microbatch.packed, device=self.device)
+        logprobs = sequence_logprobs(self.computing_model, microbatch.packed, device=self.device)
         chosen_logps_P, rejected_logps_P = logprobs.sums_S.view(2, -1)
         chosen_lengths_P, rejected_lengths_P = logprobs.lengths_S.view(2, -1)
         return preference_loss(
@@ -92,7 +92,8 @@ class DPOTrainModule(SegmentTrainModule):
             return
         # Policy and reference are the same weights before the first update: the cheapest proof that
         # packing, labels and the reference cache agree.
-        in_float32 = self.dp_config is None or self.dp_config.param_dtype == "float32"
+        computes_in = self.dp_config.param_dtype if self.dp_config else next(self.computing_model.parameters()).dtype
+        in_float32 = computes_in in ("float32", torch.float32)
         tolerance = (1e-3 if in_float32 else 5e-2) * max(1.0, expected)
         if abs(loss - expected) > tolerance:
             raise RunError(
@@ -172,7 +173,7 @@ class GRPOTrainModule(SegmentTrainModule):
                 microbatches=tuple(
                     replace(
                         microbatch,
-                        old_logprobs_BT=self._logprobs_BT(self.model, microbatch) if needs_old else None,
+                        old_logprobs_BT=self._logprobs_BT(self.computing_model, microbatch) if needs_old else None,
                         reference_logprobs_BT=None
                         if self.reference is None
                         else self._logprobs_BT(self.reference, microbatch),
@@ -238,7 +239,7 @@ class GRPOTrainModule(SegmentTrainModule):
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         loss = self.loss
         tokens = token_logprobs(
-            self.model,
+            self.computing_model,
             microbatch.packed,
             device=self.device,
             temperature=self.temperature,

@@ -103,7 +103,7 @@ def take_again(
     from open_instruct.grpo_learner import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
-    from open_instruct.rollout.replay import OF_THE_RUN, work_of
+    from open_instruct.rollout.replay import OF_THE_RUN, check_token_ids, work_of
     from open_instruct.training.console import Console
     from open_instruct.training.pretrained import open_pretrained
     from open_instruct.training.run import Run
@@ -127,6 +127,7 @@ def take_again(
             )
 
         pretrained = opened(weights.model)
+        check_token_ids(groups, pretrained.hf_config.vocab_size)
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.trainer.stand_before(step, checkpoint=weights.checkpoint)

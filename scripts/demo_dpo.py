@@ -45,7 +45,17 @@ def main() -> int:
     console.print(f"{TRAIN_ROWS}: {NUM_TRAIN_ROWS} pairs; {HELD_OUT_ROWS}: {NUM_HELD_OUT_ROWS} pairs")
 
     step(3, "DPO on four processes: two copies, each in two shards (HSDP)")
-    run("torchrun", "--nproc_per_node", NUM_RANKS, "open_instruct/dpo.py", *dpo_flags())
+    run(
+        "torchrun",
+        "--rdzv_backend",
+        "loopback",
+        "--rdzv_endpoint",
+        "localhost",
+        "--nproc_per_node",
+        NUM_RANKS,
+        "open_instruct/dpo.py",
+        *dpo_flags(),
+    )
 
     step(4, "the exported model replies, in transformers")
     shortest = min(rows_of(HELD_OUT_ROWS), key=lambda row: len(json.dumps(row)))

@@ -42,7 +42,17 @@ def main() -> int:
     console.print(f"{DATA}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out sums")
 
     step(3, "a warm start on the examples")
-    run("torchrun", "--nproc_per_node", 2, "open_instruct/sft.py", *sft_flags())
+    run(
+        "torchrun",
+        "--rdzv_backend",
+        "loopback",
+        "--rdzv_endpoint",
+        "localhost",
+        "--nproc_per_node",
+        2,
+        "open_instruct/sft.py",
+        *sft_flags(),
+    )
 
     step(4, "GRPO: learners in two shards, and a vLLM engine")
     run("python", "open_instruct/grpo_olmo_core_actor.py", *grpo_flags())

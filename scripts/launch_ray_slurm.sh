@@ -49,8 +49,10 @@ export RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0
 # When Ray is told to end, the run has ended: there is nothing to drain, and no time for it before a time limit.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
-# Short: the sockets in it must fit into 107 characters. Another user's /tmp/ray could not be written to.
+# Short: the sockets in it must fit into 107 characters. Ray opens its own folder to all users, so that one lies within
+# a folder that is this user's alone; where another user has made it before, this fails.
 folder=/tmp/ray-$SLURM_JOB_ID
+srun --nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" install -d -m 700 "$folder"
 
 ray_steps=()
 tear_down() {
@@ -74,7 +76,7 @@ trap pass_on TERM
 
 say "Ray on ${#hosts[@]} nodes; the head is ${hosts[0]} at $address:$port"
 srun --nodes=1 --ntasks=1 --nodelist="${hosts[0]}" \
-    ray start --head --node-ip-address="$address" --port="$port" --include-dashboard=false --temp-dir="$folder" --block &
+    ray start --head --node-ip-address="$address" --port="$port" --include-dashboard=false --temp-dir="$folder/r" --block &
 head=$!
 ray_steps+=("$head")
 

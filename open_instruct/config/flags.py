@@ -17,6 +17,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from open_instruct.errors import InputError
 
 NONE_WORDS = ("none", "null", "~")
+# Seeds and time-outs fit, no flag counts further, and what is computed from a few such numbers is still a float.
+LARGEST_INT = 2**31 - 1
+LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,14 @@ class Flag:
         Raises:
             InputError: what is accepted and what was given; the caller adds which flag and where.
         """
+        if not all(map(_is_text, words)):
+            raise InputError("holds a null byte or one that is not UTF-8; give text")
         if self.kind is list:
             return [self._item_of(word) for word in words]
         if not words:
             raise InputError(f"needs a value: {self.accepted}")
         if len(words) > 1:
-            raise InputError(f"takes one value, so '{words[1]}' after '{words[0]}' belongs to no flag")
+            raise InputError(f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no flag")
         (word,) = words
         if self.optional and word.lower() in NONE_WORDS:
             return None
@@ -90,20 +95,19 @@ class Flag:
             number = _finite_number(self.kind, word)
             if number is not None:
                 return number
-        raise InputError(f"takes {self.accepted}, not '{word}'{self._hint(word)}")
+        raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
 
     def _item_of(self, word: str) -> Any:
         item = word if self.item_kind is str else _finite_number(self.item_kind, word)
         if item is None:
-            raise InputError(f"takes {self.accepted}, not '{word}'")
+            raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
         return item
 
     def _hint(self, word: str) -> str:
-        if self.kind is int:
-            number = _finite_number(float, word)
-            if number is not None and number == int(number):
-                return f" (write {int(number)})"
-        return ""
+        number = _finite_number(float, word) if int in (self.kind, self.item_kind) else None
+        if number is None or number != int(number):
+            return ""
+        return f" (write {int(number)})" if abs(number) <= LARGEST_INT else f" (at most {LARGEST_INT})"
 
 
 def spelled(value: Any) -> str:
@@ -117,13 +121,24 @@ def spelled(value: Any) -> str:
     return str(value)
 
 
+def quoted(word: str) -> str:
+    """`'word'`, of a long one the beginning."""
+    return f"'{word}'" if len(word) <= LONGEST_SHOWN else f"'{word[:LONGEST_SHOWN]}…'"
+
+
+def _is_text(word: str) -> bool:
+    # Bytes of the command line that are not UTF-8 come as lone surrogates, which nothing can print or write.
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in word)
+
+
 def _finite_number(kind: type, word: str) -> Any:
-    """`word` as an int or float; None when it is not one, or is infinite or not a number."""
+    """`word` as an int or float; None when it is not one, or is infinite, too large or not a number."""
     try:
         number = kind(word)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    within = abs(number) <= LARGEST_INT if kind is int else math.isfinite(number)
+    return number if within else None
 
 
 def sections_of(config_class: type) -> dict[str, type]:
@@ -152,7 +167,8 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 section=section,
                 kind=kind,
                 choices=choices,
-                optional=optional,
+                # A section that is made without a value may put one there itself.
+                optional=optional or default is None,
                 required=required,
                 default=None if required else default,
                 help=field.metadata["help"],

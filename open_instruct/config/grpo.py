@@ -26,17 +26,22 @@ from open_instruct.config.validation import (
     fraction,
     logging_problems,
     memory_problems,
+    memory_warnings,
+    microbatch_problems,
     mixer_problems,
     mixer_warnings,
     optimizer_problems,
     parallel_problems,
     refuse,
     run_problems,
+    unread_module_problems,
 )
 
 TOKEN_DENOMINATOR_LOSSES = ("dapo", "cispo")
 # A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
+# vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
+LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(kw_only=True)
@@ -91,6 +96,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *parallel_problems(config.parallel),
             *_fleet_problems(config),
             *memory_problems(config.memory),
+            *unread_module_problems(config),
             *_evaluation_problems(config),
             *run_problems(config.run),
             *logging_problems(config.logging),
@@ -113,7 +119,16 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout = config.rollout
     yield from at_least(rollout, 1, "num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "total_episodes")
     yield from at_least(rollout, 0, "async_steps")
-    yield from above_zero(rollout, "temperature")
+    if rollout.temperature < LEAST_TEMPERATURE:
+        yield (
+            f"--temperature {spelled(rollout.temperature)}: must be at least {LEAST_TEMPERATURE}, which is what the "
+            "engine takes for anything lower, unlike the learner"
+        )
+    if rollout.inflight_updates and rollout.async_steps == 0:
+        yield (
+            "--inflight_updates: with --async_steps 0 nothing is being generated when weights change; leave it out, or "
+            "raise --async_steps"
+        )
     if rollout.vllm_top_p != 1.0:
         yield (
             f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, and "
@@ -126,9 +141,10 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
         )
     if 1 <= rollout.total_episodes < config.num_completions_per_step:
         yield (
-            f"--total_episodes {rollout.total_episodes} is less than one step: {rollout.num_unique_prompts_rollout} "
-            f"prompts x {rollout.num_samples_per_prompt_rollout} samples = {config.num_completions_per_step}; raise it "
-            "or make a step smaller"
+            f"--total_episodes {rollout.total_episodes} is less than one step: --num_unique_prompts_rollout "
+            f"{rollout.num_unique_prompts_rollout} x --num_samples_per_prompt_rollout "
+            f"{rollout.num_samples_per_prompt_rollout} = {config.num_completions_per_step}; raise it or make a step "
+            "smaller"
         )
     if any(not text for text in rollout.stop_strings):
         yield "--stop_strings holds an empty text, which would end every completion at once; leave it out"
@@ -146,9 +162,9 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
     yield from above_zero(reward, "verifier_timeout_s", "verification_reward")
     yield from at_least(reward, 1, "num_verifier_processes")
     for word in reward.verifier:
-        module, colon, name = word.partition(":")
+        module, colon, name = word.rpartition(":")
         if not (module and colon and name):
-            yield f"--verifier {word}: takes module:Class, such as my_package.rewards:UnitTests"
+            yield f"--verifier {word}: takes FILE.py:Class or module:Class, such as my_rewards.py:UnitTests"
     if not reward.apply_r1_style_format_reward:
         for given in changed(config, "r1_style_format_reward", "additive_format_reward"):
             yield f"{given}: is read only with --apply_r1_style_format_reward; add that, or leave this out"
@@ -190,6 +206,9 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
             f"{config.data.max_prompt_token_length} + --response_length {config.data.response_length} = "
             f"{config.data.max_seq_length}; use at least that, or leave it out"
         )
+    yield from microbatch_problems(
+        config.max_tokens_per_microbatch, "lower --max_prompt_token_length, --response_length or --pack_length"
+    )
     if loss.num_mini_batches > config.rollout.num_unique_prompts_rollout:
         yield (
             f"--num_mini_batches {loss.num_mini_batches} is more than the {config.rollout.num_unique_prompts_rollout} "
@@ -207,6 +226,12 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     )
     yield from at_least(fleet, 0, "max_restarts")
     yield from fraction(fleet, "vllm_gpu_memory_utilization", low_open=True)
+    if fleet.ray_address is not None:
+        for given in changed(config, "ray_dashboard_host"):
+            yield (
+                f"{given}: the cluster at --ray_address has its own dashboard, or none; leave it out, or give it to "
+                "`ray start --head --dashboard-host`"
+            )
     learners = parallel.num_learners_per_node
     if not learners or min(learners) < 1:
         yield (
@@ -228,11 +253,16 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     evaluation = config.evaluation
     yield from at_least(evaluation, 0, "local_eval_every", "eval_temperature")
+    if 0 < evaluation.eval_temperature < LEAST_TEMPERATURE:
+        yield (
+            f"--eval_temperature {spelled(evaluation.eval_temperature)}: must be at least {LEAST_TEMPERATURE}, or 0 "
+            "for the likeliest token"
+        )
     yield from at_least(evaluation, 1, "eval_num_samples")
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.eval_num_samples:
             yield (
-                f"--eval_pass_at_k {k}: needs at least {max(k, 1)} completions of a prompt, and --eval_num_samples is "
+                f"--eval_pass_at_k {k}: needs --eval_num_samples of at least {max(k, 1)}, and it is "
                 f"{evaluation.eval_num_samples}; each k is between 1 and that"
             )
     if not config.data.dataset_mixer_eval_list:
@@ -245,13 +275,14 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
+    yield from memory_warnings(config.memory)
     yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
     yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
     left_over = config.rollout.total_episodes % config.num_completions_per_step
     if left_over:
         yield (
-            f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} steps of "
-            f"{config.num_completions_per_step} and {left_over} more, which are not asked for"
+            f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} x "
+            f"{config.num_completions_per_step} (a step) and {left_over} more, which are not asked for"
         )
     if "wandb" not in config.logging.report_to:
         for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):

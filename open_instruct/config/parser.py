@@ -185,7 +185,7 @@ def _compose(path: str) -> Any:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; the first word may name a YAML file of flags") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or no possible name of a file
         raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
@@ -195,6 +195,8 @@ def _compose(path: str) -> Any:
         raise InputError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{path}: lists or mappings nested too deep; give lines of 'flag: value'") from None
 
 
 def _node_kind(node: Any) -> str:

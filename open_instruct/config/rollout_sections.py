@@ -63,7 +63,9 @@ class RewardSection:
     """Rewards"""
 
     verification_reward: float = flag("reward of a completion that its verifiers accept in full", 1.0)
-    verifier: list[str] = flag("verifiers of your own, as module:Class, beside those that are installed", [])
+    verifier: list[str] = flag(
+        "verifiers of your own, as FILE.py:Class or module:Class, beside those that are installed", []
+    )
     verifier_timeout_s: float = flag("seconds that one verdict may take before it counts as 0", 10.0)
     num_verifier_processes: int = flag("processes for verifiers that run foreign code", 2)
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)

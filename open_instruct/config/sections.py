@@ -12,6 +12,10 @@ from typing import Any, Literal
 
 PrefixSharing = Literal["auto", "on", "off"]
 
+# A loss that compares means over tokens wants a larger one than a loss that compares sums; docs/losses.md says where
+# they are from.
+DEFAULT_BETAS = {"dpo": 0.1, "dpo_norm": 5.0, "simpo": 2.0, "wpo": 0.1, "ipo": 1.0, "hinge": 0.1}
+
 
 def flag(help: str, default: Any = MISSING) -> Any:
     """A dataclass field that is a flag. A list default is copied for every instance."""
@@ -70,10 +74,19 @@ class PreferenceLossSection:
     """Loss"""
 
     loss_type: Literal["dpo", "dpo_norm", "simpo", "wpo", "ipo", "hinge"] = flag("the preference loss", "dpo_norm")
-    beta: float = flag("strength of the pull towards the reference policy (scale of the reward)", 0.1)
+    beta: float = flag(
+        "strength of the pull towards the reference policy (scale of the reward); default: the loss's own, "
+        + ", ".join(f"{beta} for {name}" for name, beta in DEFAULT_BETAS.items()),
+        None,
+    )
     label_smoothing: float = flag("probability that a label is flipped; dpo, dpo_norm, wpo and simpo", 0.0)
     gamma_beta_ratio: float = flag("simpo: target margin divided by beta", 0.3)
     cache_logprobs_only: bool = flag("compute and store the reference log-probs, then stop", False)
+
+    def __post_init__(self) -> None:
+        # At once, so that config.yaml, and what a resumed run is compared with, have the number.
+        if self.beta is None:
+            self.beta = DEFAULT_BETAS[self.loss_type]
 
 
 @dataclass(kw_only=True)
@@ -122,7 +135,9 @@ class ParallelSection:
     fsdp_num_replicas: int | None = flag("copies of the model; default: the number of nodes", None)
     tensor_parallel_degree: int = flag("GPUs that split every matrix", 1)
     context_parallel_degree: int = flag("GPUs that split every packed row (also: --sequence_parallel_size)", 1)
-    single_gpu_mode: bool = flag("one device, no sharding, the model cast to --param_dtype (for debugging)", False)
+    single_gpu_mode: bool = flag(
+        "one device, no sharding; a copy in --param_dtype computes, what is trained is float32", False
+    )
     dist_timeout_s: int = flag("seconds a rank waits for the others before it gives up", 1800)
 
 
@@ -134,15 +149,24 @@ class MemorySection:
         "recompute activations in the backward pass: of whole blocks, or of chosen modules", "none"
     )
     activation_checkpointing_modules: list[str] = flag(
-        "name patterns for 'selected_modules'", ["blocks.*.feed_forward"]
+        "names of modules for 'selected_modules'; a * stands for anything but a dot",
+        [
+            *("blocks.*.attention_norm", "blocks.*.attention", "blocks.*.attention_residual_stream"),
+            *("blocks.*.feed_forward_norm", "blocks.*.feed_forward", "blocks.*.feed_forward_residual_stream"),
+        ],
     )
     activation_memory_budget: float = flag(
-        "below 1.0: the share of activations to keep, chosen by the compiler (needs --compile_model)", 1.0
+        "below 1.0: the share of activations to keep, chosen by the compiler (turns --compile_model on)", 1.0
     )
     compile_model: bool = flag("torch.compile each block (CUDA only)", False)
     plan_check: bool = flag(
         "refuse to start where weights, gradients and optimizer states alone are more than a device's memory", True
     )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled: the compiler spends a memory budget."""
+        return self.compile_model or self.activation_memory_budget < 1
 
 
 @dataclass(kw_only=True)

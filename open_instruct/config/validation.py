@@ -23,6 +23,7 @@ from open_instruct.config.sections import (
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "tensorboard")
+MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: Any, *names: str) -> list[str]:
@@ -141,22 +142,34 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     yield from fraction(memory, "activation_memory_budget", low_open=True)
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
-    if memory.activation_memory_budget < 1:
-        if memory.activation_checkpointing != "none":
-            yield (
-                f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
-                "recomputed: keep one of them"
-            )
-        elif not memory.compile_model:
-            yield (
-                f"{budget} is carried out by the compiler: add --compile_model (CUDA only), or use "
-                "--activation_checkpointing full instead"
-            )
+    if memory.activation_memory_budget < 1 and memory.activation_checkpointing != "none":
+        yield (
+            f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
+            "recomputed: keep one of them"
+        )
     if memory.activation_checkpointing == "selected_modules" and not memory.activation_checkpointing_modules:
         yield (
             "--activation_checkpointing_modules is empty: name at least one pattern, such as 'blocks.*.feed_forward', "
             "or use --activation_checkpointing full"
         )
+
+
+def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
+    if num_tokens > MAX_MICROBATCH_TOKENS:
+        yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
+
+
+def unread_module_problems(config: Any) -> Iterator[str]:
+    mode = config.memory.activation_checkpointing
+    if mode != "selected_modules":
+        for given in changed(config, "activation_checkpointing_modules"):
+            yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
+
+
+def memory_warnings(memory: MemorySection) -> Iterator[str]:
+    if memory.compiles and not memory.compile_model:
+        budget = spelled(memory.activation_memory_budget)
+        yield f"--activation_memory_budget {budget} is carried out by the compiler, so it turns --compile_model on"
 
 
 def run_problems(run: RunSection) -> Iterator[str]:
@@ -184,12 +197,11 @@ def training_problems(config: Any) -> Iterator[str]:
     yield from memory_problems(config.memory)
     yield from run_problems(config.run)
     yield from logging_problems(config.logging)
-    if config.memory.activation_checkpointing != "selected_modules":
-        for given in changed(config, "activation_checkpointing_modules"):
-            yield (
-                f"{given}: is read only with --activation_checkpointing selected_modules, and it is "
-                f"{config.memory.activation_checkpointing}; leave one out"
-            )
+    yield from unread_module_problems(config)
+    yield from microbatch_problems(
+        config.optim.per_device_train_batch_size * config.data.max_seq_length,
+        "lower --per_device_train_batch_size or --max_seq_length",
+    )
     if config.parallel.context_parallel_degree > 1 and not config.data.packing:
         yield (
             f"--context_parallel_degree {config.parallel.context_parallel_degree}: only packed rows are split over "
@@ -204,6 +216,7 @@ def training_warnings(config: Any) -> Iterator[str]:
     """What is allowed in such a config but is seldom meant."""
     yield from mixer_warnings("mixer_list", config.data.mixer_list)
     yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
+    yield from memory_warnings(config.memory)
     if "wandb" not in config.logging.report_to:
         for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
             yield f"{given} is read only with --report_to wandb"

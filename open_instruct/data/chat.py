@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.data.chat_templates import CHAT_TEMPLATES, REQUIRED_TOKENS
+from open_instruct.data.foreign_json import one_line, read_object
 from open_instruct.data.messages import Message
 from open_instruct.data.rows import MalformedRow, near_files
 from open_instruct.errors import InputError
@@ -28,6 +32,11 @@ if TYPE_CHECKING:
 
 # Some templates write today's date; a run must not depend on the day it is started.
 _TEMPLATE_DATE = "26 Jul 2024"
+
+MAX_TOKENS = 2**24
+# A template comes with a model: it runs in Jinja's sandbox, and may loop or write without end there.
+RENDER_TIMEOUT_S = 30.0
+MAX_RENDERED = 2**24  # characters beside those of the conversation
 
 
 def load_tokenizer(name_or_path: str, *, flag: str = "--tokenizer_name_or_path") -> PreTrainedTokenizerFast:
@@ -49,6 +58,7 @@ def load_tokenizer(name_or_path: str, *, flag: str = "--tokenizer_name_or_path")
                 f"{flag}: {name_or_path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
                 "tokenizer_config.json, from the checkpoint that the model was trained from."
             )
+        _check_token_ids(path / "tokenizer.json")
     elif name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2:
         raise InputError(f"{flag}: {name_or_path}: no such folder.{near_files(path)}")
     try:
@@ -56,19 +66,34 @@ def load_tokenizer(name_or_path: str, *, flag: str = "--tokenizer_name_or_path")
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(path) if is_local else name_or_path, trust_remote_code=False)
+        is_fast = tokenizer.is_fast
+        pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b")] if is_fast else []
+        text = tokenizer.backend_tokenizer.decode(pieces[0] + pieces[1]) if is_fast else ""
     except Exception as error:  # the library raises many kinds, of its own, of its parsers and of its downloads
         raise InputError(
-            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {error}"
+            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}"
         ) from error
-    if not tokenizer.is_fast:
+    if not is_fast:
         raise InputError(f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.")
-    pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b")]
-    if (text := tokenizer.backend_tokenizer.decode(pieces[0] + pieces[1])) != "ab":
+    if text != "ab":
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "
             f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space."
         )
     return tokenizer
+
+
+def _check_token_ids(file: Path) -> None:
+    """The library makes a place for every id up to the largest, so one that is far off takes minutes and gigabytes."""
+    fields = read_object(file)
+    model = fields.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    added = fields.get("added_tokens")
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
+            raise InputError(f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to {MAX_TOKENS - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +117,11 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerFast, name: str | None) -
         own = own.get("default") if isinstance(own, dict) else own
         if not own:
             raise InputError(f"the tokenizer has no chat template: choose one by --chat_template_name ({names}).")
+        if not isinstance(own, str):
+            raise InputError(
+                f"the tokenizer's own chat template is a {type(own).__name__}, not text: mend tokenizer_config.json, "
+                f"or choose one by --chat_template_name ({names})."
+            )
         template = ChatTemplate(name="the tokenizer's own", text=own)
     elif name in CHAT_TEMPLATES:
         template = ChatTemplate(name=name, text=CHAT_TEMPLATES[name])
@@ -105,7 +135,7 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerFast, name: str | None) -
 
 
 def _check_template(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, *, is_own: bool) -> None:
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
 
     named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
     missing = [] if is_own else [key for key, token in named.items() if key in template.text and token is None]
@@ -118,11 +148,42 @@ def _check_template(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, 
             "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos."
         )
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], chat_template=template.text, tokenize=False)
+        with _ends_in_time(template):
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "?"}], chat_template=template.text, tokenize=False
+            )
     except TemplateSyntaxError as error:
         raise InputError(f"{template.name} chat template, line {error.lineno}: {error.message}") from error
-    except TemplateError:
-        pass  # it may want other turns than these
+    except InputError:
+        raise
+    except Exception:
+        pass  # it may want other turns than these, and say so in any way; the rows will tell
+
+
+@contextmanager
+def _ends_in_time(template: ChatTemplate) -> Iterator[None]:
+    """Interrupts a template that does not end, in the main thread, where Python lets one be interrupted.
+
+    Raises:
+        InputError: the time is over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise InputError(
+            f"{template.name} chat template does not end: it ran for {RENDER_TIMEOUT_S:g} s on one conversation; "
+            f"choose one by --chat_template_name ({', '.join(CHAT_TEMPLATES)})"
+        )
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 class ChatFormat:
@@ -200,21 +261,24 @@ class ChatFormat:
         return trimmed if self.ends_turn(trimmed) else reply_text
 
     def _apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
         try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": message["role"], "content": message["content"]} for message in messages],
-                chat_template=self.template.text,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                date_string=_TEMPLATE_DATE,
-            )
-        except (TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
+            with _ends_in_time(self.template):
+                text = self.tokenizer.apply_chat_template(
+                    [{"role": message["role"], "content": message["content"]} for message in messages],
+                    chat_template=self.template.text,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    date_string=_TEMPLATE_DATE,
+                )
+        except InputError:
+            raise
+        except Exception as error:  # foreign code, which may raise anything
             raise MalformedRow(
-                "template", f"{self.template.name} chat template refuses the conversation: {error}"
+                "template", f"{self.template.name} chat template refuses the conversation: {one_line(error)}"
             ) from error
         assert isinstance(text, str)
+        if len(text) > MAX_RENDERED + 2 * sum(len(message["content"]) for message in messages):
+            raise MalformedRow("template", f"{self.template.name} chat template writes {len(text):,} characters")
         return text
 
     def ends_turn(self, reply_text: str) -> bool:

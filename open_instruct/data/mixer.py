@@ -11,6 +11,7 @@ from pathlib import PurePath
 import numpy as np
 
 from open_instruct.errors import InputError
+from open_instruct.parallel.wording import counted
 
 MAX_SELECTED_ROWS = 1_000_000_000
 
@@ -53,7 +54,7 @@ class MixerEntry:
         count = exact if isinstance(exact, int) else math.floor(exact + 0.5)
         if count == 0:
             raise InputError(
-                f"{self.flag}: {self.name} {self.amount} takes zero of its {num_rows:,} rows; "
+                f"{self.flag}: {self.name} {self.amount} takes zero of its {counted(num_rows, 'row')}; "
                 "take a larger fraction or a count of rows, or leave the data set out."
             )
         return count

@@ -12,6 +12,7 @@ from typing import Any
 from open_instruct.data.messages import Message, parse_conversation
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.rows import MalformedRow
+from open_instruct.parallel.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
 
 def _where_prompts_differ(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:
     if len(chosen) != len(rejected):
-        return f"the prompts differ: 'chosen' has {len(chosen)} turns, 'rejected' has {len(rejected)}"
+        return f"the prompts differ: 'chosen' has {counted(len(chosen), 'turn')}, 'rejected' has {len(rejected)}"
     turn = next(i for i, (one, other) in enumerate(zip(chosen, rejected, strict=True), start=1) if one != other)
     return f"the prompts differ at turn {turn}; every turn but the last must be the same in 'chosen' and 'rejected'"
 

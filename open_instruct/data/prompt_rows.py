@@ -106,7 +106,7 @@ def _verifier(name: Any, known: Mapping[str, Verifier] | None) -> str:
             "unknown_verifier",
             f"'dataset': there is no verifier {name!r}; "
             + (f"did you mean {near[0]!r}? " if near else "")
-            + f"Known are {', '.join(sorted(known))}; add your own by --verifier module:Class",
+            + f"Known are {', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
         )
     return name
 

@@ -13,6 +13,7 @@ from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.parallel.wording import counted
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.verifier import Verifier
 
@@ -74,7 +75,7 @@ class PromptBuilder(RowBuilder):
         return f"--max_prompt_token_length {self.max_seq_length - 1}"
 
     def remedy(self) -> str:
-        return f"raise it: the shortest prompt has {self.shortest_prompt or 0:,} tokens"
+        return f"raise it: the shortest prompt has {counted(self.shortest_prompt or 0, 'token')}"
 
 
 def load_prompt_dataset(

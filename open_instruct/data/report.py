@@ -10,6 +10,7 @@ from typing import Literal
 
 from open_instruct.data.rows import BadRow
 from open_instruct.errors import InputError
+from open_instruct.parallel.wording import counted
 
 NUM_BAD_ROWS_SHOWN = 5
 
@@ -42,7 +43,7 @@ class BadRowLog:
         return InputError(
             "\n".join(
                 [
-                    f"{_rows(total)} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):",
+                    f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):",
                     *(f"  {row}" for row in self.first),
                     *more,
                     "Mend these rows, or leave them out with --on_bad_row skip.",
@@ -89,18 +90,21 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report for a person, one thing a line."""
-        lines = [f"{name}: {taken:,} taken of {_rows(rows)}" for name, rows, taken in self.sources]
+        lines = [f"{name}: {taken:,} taken of {counted(rows, 'row')}" for name, rows, taken in self.sources]
         text, num_texts = ("conversation", 2 * self.num_pairs) if self.unit == "pair" else (self.unit, self.num_pairs)
         mean = self.num_tokens / num_texts if num_texts else 0
         lines.append(
-            f"{self.num_pairs:,} {self.unit}s, {self.num_tokens:,} tokens, {mean:.0f} tokens a {text} on average"
+            f"{counted(self.num_pairs, self.unit)}, {counted(self.num_tokens, 'token')}, "
+            f"{counted(round(mean), 'token')} a {text} on average"
         )
         if self.num_truncated:
             part = " with a reply" if self.unit == "pair" else ""
-            lines.append(f"{_rows(self.num_truncated)}{part} cut to --max_seq_length")
-        lines += [f"{_rows(count)} left out: {FILTERED_WORDS[kind]}" for kind, count in self.filtered.items()]
+            lines.append(f"{counted(self.num_truncated, 'row')}{part} cut to --max_seq_length")
+        lines += [f"{counted(count, 'row')} left out: {FILTERED_WORDS[kind]}" for kind, count in self.filtered.items()]
         if self.bad:
-            lines.append(f"{_rows(self.num_bad)} skipped as malformed ({_counts(self.bad.items())}); the first:")
+            lines.append(
+                f"{counted(self.num_bad, 'row')} skipped as malformed ({_counts(self.bad.items())}); the first:"
+            )
             lines += [f"  {row}" for row in self.bad_rows]
         lines += [f"warning: {warning}" for warning in self.warnings]
         if self.cache_file:
@@ -118,10 +122,6 @@ class DataReport:
         for key in ("bad_rows", "warnings"):
             fields[key] = tuple(fields[key])
         return cls(**fields)
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
 
 
 def _counts(items: Iterable[tuple[str, int]]) -> str:

@@ -21,6 +21,7 @@ from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport, Unit
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.errors import InputError
+from open_instruct.parallel.wording import counted
 
 _ROWS_AT_ONCE = 512
 
@@ -91,7 +92,7 @@ class RowBuilder(ABC):
 
     def remedy(self) -> str:
         """What to change when nothing is left."""
-        return f"raise --max_seq_length: the shortest prompt alone has {self.shortest_prompt or 0:,} tokens"
+        return f"raise --max_seq_length: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
 
     def build(
         self,
@@ -224,4 +225,6 @@ class RowBuilder(ABC):
         if not self.filtered:
             return self.bad.error(num_rows)
         counts = ", ".join(f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items())
-        return InputError(f"no {self.unit} of {num_rows:,} rows is left at {self.limit()} ({counts}); {self.remedy()}.")
+        return InputError(
+            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); {self.remedy()}."
+        )

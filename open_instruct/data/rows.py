@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from open_instruct.data.foreign_json import one_line, unique_keys
 from open_instruct.errors import InputError
 
 FILE_SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -171,10 +172,10 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
             "not_utf8", f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
         ) from error
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise MalformedRow("not_json", f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; brackets thousands deep
+    except (ValueError, RecursionError) as error:  # a key twice; an integer of thousands of digits; brackets too deep
         raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error
     if not isinstance(value, dict):
         raise MalformedRow("not_object", f"the row is a JSON {_json_kind(value)}, not an object")
@@ -195,18 +196,37 @@ def _rows_of_batches(batches: Iterable[Any], indices: Sequence[int], file: str) 
     """Rows `indices` of a stream of pyarrow record batches."""
     first = 0
     cursor = 0
-    for batch in batches:
+    for batch in _readable(batches, file):
         stop = first + batch.num_rows
         wanted = []
         while cursor < len(indices) and indices[cursor] < stop:
             wanted.append(int(indices[cursor]))
             cursor += 1
         if wanted:
-            for index, value in zip(wanted, batch.take([i - first for i in wanted]).to_pylist(), strict=True):
-                yield RawRow(file=file, line=index + 1, value=value)
+            yield from _parsed(batch, wanted, first, file)
         if cursor == len(indices):
             return
         first = stop
+
+
+def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
+    try:
+        values = batch.take([index - first for index in wanted]).to_pylist()
+    except Exception as error:  # such as text that is not UTF-8: then one by one, to find the rows
+        if len(wanted) > 1:
+            for index in wanted:
+                yield from _parsed(batch, [index], first, file)
+        else:
+            yield BadRow(file=file, line=wanted[0] + 1, kind="not_readable", reason=f"damaged: {one_line(error)}")
+        return
+    yield from (RawRow(file=file, line=index + 1, value=value) for index, value in zip(wanted, values, strict=True))
+
+
+def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
+    try:
+        yield from batches
+    except Exception as error:  # pyarrow's kinds of errors have no common ancestor
+        raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
 class _ParquetRows:
@@ -214,12 +234,12 @@ class _ParquetRows:
 
     def __init__(self, path: Path, name: str, flag: str) -> None:
         self.name = name
-        pyarrow = _load_package("pyarrow", name, flag)
+        _load_package("pyarrow", name, flag)
         parquet = _load_package("pyarrow.parquet", name, flag)
         try:
             self._file = parquet.ParquetFile(path, memory_map=True)
-        except pyarrow.ArrowException as error:
-            raise InputError(f"{flag}: {name} is not a Parquet file, or is damaged: {error}") from error
+        except Exception as error:
+            raise InputError(f"{flag}: {name} is not a Parquet file, or is damaged: {one_line(error)}") from error
         self.fingerprint = _file_digest(path)
 
     def __len__(self) -> int:
@@ -242,8 +262,9 @@ class _ArrowRows:
             except pyarrow.ArrowInvalid:
                 mapped.seek(0)
                 self._table = pyarrow.ipc.open_stream(mapped).read_all()
-        except pyarrow.ArrowException as error:
-            raise InputError(f"{flag}: {name} is not an Arrow file, or is damaged: {error}") from error
+            self._table.validate(full=True)  # reading past what is mapped would end the process
+        except Exception as error:
+            raise InputError(f"{flag}: {name} is not an Arrow file, or is damaged: {one_line(error)}") from error
         self.fingerprint = _file_digest(path)
 
     def __len__(self) -> int:

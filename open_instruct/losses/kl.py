@@ -9,12 +9,16 @@ With d = log policy - log reference at a token that the policy sampled (J. Schul
     3  exp(l - stop(l)) * d   the value of 0; the factor is 1 and adds the score function's gradient d * grad l, so the
                               expected gradient is that of the KL
 
+Estimate 2 takes no d below -20: float32 overflows at -89, and then its gradient is not a number. Beyond it is flat.
+
 Legend: N labelled tokens of a microbatch.
 """
 
 from __future__ import annotations
 
 import torch
+
+from open_instruct.losses.logprobs import MAX_LOG_RATIO
 
 
 def kl_estimates(estimator: str, logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:
@@ -28,6 +32,7 @@ def kl_estimates(estimator: str, logprobs_N: torch.Tensor, reference_logprobs_N:
     if estimator == "1":
         return difference_N.square() / 2
     if estimator == "2":
+        difference_N = difference_N.clamp(min=-MAX_LOG_RATIO)
         return torch.expm1(-difference_N) + difference_N
     assert estimator == "3", estimator
     return torch.exp(logprobs_N - logprobs_N.detach()) * difference_N

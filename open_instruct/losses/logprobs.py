@@ -7,6 +7,14 @@ from __future__ import annotations
 
 import torch
 
+MAX_LOG_RATIO = 20.0
+"""Of what is exponentiated: e^20 is 5e8. Float32 overflows from 89 on, and then finite losses have NaN gradients."""
+
+
+def clamped_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp of a log-ratio that is clamped to +-`MAX_LOG_RATIO` first; beyond, its gradient is 0."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
 
 def sum_by_sequence(
     logprobs_BK: torch.Tensor, sequence_ids_BK: torch.Tensor, num_sequences: int

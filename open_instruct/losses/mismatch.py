@@ -1,7 +1,7 @@
 """What is done where the learner and the engine that sampled disagree: rho = learner / engine, token by token.
 
 The learner's log-probs are those at the start of the step, so rho holds both the rounding of two
-implementations and the staleness of the weights that sampled. It carries no gradient.
+implementations and the staleness of the weights that sampled. It carries no gradient; log rho is clamped to +-20.
 
 Tokens that are left out still count in the loss's denominator: it is known before the forward pass and is the same
 however the batch is cut; and where little of a batch can be trusted its step is short, instead of resting on the few
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+
+from open_instruct.losses.logprobs import clamped_exp
 
 HISTOGRAM_EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 
@@ -52,14 +54,14 @@ def correct_mismatch(
     "sequence_mask" (1, 1, 1), whose geometric mean is 0.67.
     """
     log_rho_N = (learner_logprobs_N - engine_logprobs_N).detach()
-    rho_N = log_rho_N.exp()
+    rho_N = clamped_exp(log_rho_N)
     if kind == "none":
         weights_N = torch.ones_like(rho_N)
     elif kind == "clamp":
         weights_N = rho_N.clamp(max=cap)
     else:
         if kind == "sequence_mask":
-            judged_N = sequence_means(log_rho_N, sequence_ids_N, num_sequences).exp()[sequence_ids_N]
+            judged_N = clamped_exp(sequence_means(log_rho_N, sequence_ids_N, num_sequences))[sequence_ids_N]
         else:
             assert kind == "token_mask", kind
             judged_N = rho_N

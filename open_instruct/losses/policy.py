@@ -12,6 +12,9 @@ With r = policy / policy at the start of the step, A the advantage of the comple
     gspo     dapo's, with s = exp(mean of log r over the completion) in place of every r of it, averaged
              over each completion                                  GSPO, arXiv 2507.18071, eq. 5 to 7
 
+Ratios are those of log-ratios clamped to +-20. Beyond, a loss is flat, so that its value and gradient stay finite
+however far the policies are apart.
+
 Legend: N labelled tokens of a microbatch, S sequences (completions). All log-probs are in nats.
 """
 
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from open_instruct.losses.logprobs import clamped_exp
 from open_instruct.losses.mismatch import sequence_means
 
 
@@ -61,7 +65,7 @@ class PolicyLoss:
 
 
 def _clipped(inputs: PolicyLossInputs, log_ratio_N: torch.Tensor, lower: float, higher: float) -> PolicyLossOutputs:
-    ratio_N = log_ratio_N.exp()
+    ratio_N = clamped_exp(log_ratio_N)
     clipped_N = ratio_N.clamp(1 - lower, 1 + higher)
     unclipped_loss_N, clipped_loss_N = -ratio_N * inputs.advantages_N, -clipped_N * inputs.advantages_N
     return PolicyLossOutputs(
@@ -75,7 +79,7 @@ def _dapo(inputs: PolicyLossInputs, lower: float, higher: float) -> PolicyLossOu
 
 
 def _cispo(inputs: PolicyLossInputs, lower: float, higher: float) -> PolicyLossOutputs:
-    ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).detach().exp()
+    ratio_N = clamped_exp((inputs.logprobs_N - inputs.old_logprobs_N).detach())
     clipped_N = ratio_N.clamp(1 - lower, 1 + higher)
     return PolicyLossOutputs(
         losses_N=-clipped_N * inputs.advantages_N * inputs.logprobs_N,

@@ -98,10 +98,20 @@ def materialize(
 
 
 @torch.no_grad()
-def find_unloaded(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters that still hold a NaN in this rank's shard: nothing was read into them."""
-    # amin passes NaN on and needs no mask of the tensor's size.
-    return [name for name, local in _local_parameters(model) if local.numel() and bool(local.amin().isnan())]
+def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
+    """The parameters with a value that is no number in this rank's shard, and that value: "NaN" or "inf".
+
+    NaN is also what stands where nothing was read into.
+    """
+    found = {}
+    for name, local in _local_parameters(model):
+        if local.numel() == 0:
+            continue
+        # The ends of the range pass NaN on, and need no mask of the tensor's size.
+        ends = torch.stack(local.aminmax())
+        if not bool(ends.isfinite().all()):
+            found[name] = "NaN" if bool(ends.isnan().any()) else "inf"
+    return found
 
 
 def _local_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

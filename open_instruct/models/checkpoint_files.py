@@ -11,7 +11,6 @@ The format: 8 bytes (little-endian length of the header), the header (JSON: name
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import struct
@@ -19,10 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from open_instruct.data.foreign_json import parse_object, read_object
 from open_instruct.errors import InputError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -170,25 +170,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         InputError: the file is not safetensors, or is shorter or longer than its header says.
     """
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= header_bytes <= MAX_HEADER_BYTES:
-            raise InputError(_not_safetensors(path, file_bytes))
-        if file.read(1) != b"{":
-            raise InputError(_not_safetensors(path, file_bytes))
-        header_text = b"{" + file.read(header_bytes - 1)
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= header_bytes <= MAX_HEADER_BYTES or file.read(1) != b"{":
+                raise InputError(_not_safetensors(path, file_bytes))
+            header_text = b"{" + file.read(header_bytes - 1)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     data_start = 8 + header_bytes
     if len(header_text) < header_bytes:
         raise InputError(_truncated(path, file_bytes, data_start))
-    try:
-        header = json.loads(header_text)
-        header.pop("__metadata__", None)
-        tensors = {name: _stored(path, data_start, name, entry) for name, entry in header.items()}
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{_not_safetensors(path, file_bytes)} (its header does not parse: {error})") from None
-    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].offset))
+    header = parse_object(header_text, f"{path} is not a safetensors file: its header")
+    header.pop("__metadata__", None)
+    tensors = {name: _stored(path, data_start, name, entry) for name, entry in header.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)))
     end = data_start
     for name, tensor in ordered.items():
         if tensor.offset != end:
@@ -201,27 +199,42 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return ordered
 
 
-def _stored(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
-        raise InputError(f"{path}: tensor {name!r} has dtype {entry['dtype']}; known: {', '.join(DTYPES)}")
-    dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
-    begin, end = entry["data_offsets"]
+def _stored(path: Path, data_start: int, name: str, entry: Any) -> StoredTensor:
+    if not name.isprintable():
+        raise InputError(f"{path}: damaged header: the tensor name {name!r} cannot be printed; fetch the file again")
+    fields = entry if isinstance(entry, dict) else {}
+    dtype_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not isinstance(dtype_name, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise InputError(
+            f"{path}: damaged header: tensor {name!r} has no dtype, shape and two data_offsets; fetch the file again"
+        )
+    if dtype_name not in DTYPES:
+        raise InputError(f"{path}: tensor {name!r} has dtype {dtype_name!r}; known: {', '.join(DTYPES)}")
+    dtype, (begin, end) = DTYPES[dtype_name], offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise InputError(
-            f"{path}: damaged header: tensor {name!r} of shape {shape} and dtype {entry['dtype']} "
+            f"{path}: damaged header: tensor {name!r} of shape {tuple(shape)} and dtype {dtype_name} "
             f"cannot take {end - begin} bytes; fetch the file again"
         )
-    return StoredTensor(path=path, dtype=dtype, shape=shape, offset=data_start + begin, num_bytes=end - begin)
+    return StoredTensor(path=path, dtype=dtype, shape=tuple(shape), offset=data_start + begin, num_bytes=end - begin)
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether JSON says whole numbers that a file can have room for."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**62 for size in value)
 
 
 def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
-    try:
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        path_of = {name: index_path.parent / file_name for name, file_name in weight_map.items()}
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{index_path} is not JSON ({error}): fetch it again") from None
-    except (KeyError, TypeError, AttributeError):
-        raise InputError(f"{index_path} has no 'weight_map' from tensor names to file names") from None
+    weight_map = read_object(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
+        raise InputError(f"{index_path} has no 'weight_map' from tensor names to file names: fetch it again")
+    for name, file_name in weight_map.items():
+        if Path(file_name).name != file_name or not file_name.endswith(".safetensors") or not file_name.isprintable():
+            raise InputError(
+                f"{index_path}: tensor {name!r} is said to be in {file_name!r}; only names of safetensors files beside "
+                "the index may stand there: fetch the checkpoint again, from a source that you trust"
+            )
+    path_of = {name: index_path.parent / file_name for name, file_name in weight_map.items()}
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(set(path_of.values())):
         if not path.is_file():

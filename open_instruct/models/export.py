@@ -11,6 +11,7 @@ leaves the earlier one as it was.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import time
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from open_instruct.data.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
 from open_instruct.models.export_files import (
     FileWriter,
@@ -32,9 +34,11 @@ from open_instruct.models.export_files import (
     plan_files,
     prepare_folder,
     put_in_place,
+    replacing_problem,
     write_index,
     writing_rounds,
 )
+from open_instruct.models.hf_config import without_code
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
 from open_instruct.models.names import HF_LM_HEAD, TensorNames, clean_name
 from open_instruct.models.shards import Delivery, deliver, reshard
@@ -77,12 +81,19 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        wanted = {
-            hf_name: tuple(tensor.shape)
-            for hf_name, tensor in AutoModelForCausalLM.from_config(names.hf_config).state_dict().items()
-            if not (names.tied and hf_name == HF_LM_HEAD)
-        }
+    try:
+        with torch.device("meta"):
+            # Attention is named, or transformers would fetch a kernel that the config may name; it notes both there.
+            theirs = AutoModelForCausalLM.from_config(
+                copy.deepcopy(names.hf_config), attn_implementation="eager", dtype=torch.float32
+            ).state_dict()
+    except Exception as error:  # whatever its modules make of a value
+        raise InputError(
+            f"transformers cannot build the model that config.json describes: {one_line(error)}"
+        ) from error
+    wanted = {
+        hf_name: tuple(tensor.shape) for hf_name, tensor in theirs.items() if not (names.tied and hf_name == HF_LM_HEAD)
+    }
     hf_name_of = dict(names)
     written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}
     differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
@@ -101,13 +112,14 @@ def check_destination(source_folder: str | Path, out_folder: str | Path) -> None
     """Refuse, before training, a folder that an export must not replace. Changes nothing.
 
     Raises:
-        InputError: `out_folder` is the source, a file, or a folder of something other than an export.
+        InputError: `out_folder` is the source, a file, or a folder of something other than an export, or cannot be
+            replaced: it is a link or a mount, or its parent cannot be written.
     """
     source, out = Path(source_folder), Path(out_folder)
+    if problem := replacing_problem(out):
+        raise InputError(f"cannot export to {out}: {problem}")
     if out.exists() and source.is_dir() and out.samefile(source):
         raise InputError(f"cannot export to {out}: it is the checkpoint that training starts from; choose another")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"cannot export to {out}: it is a file; choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise InputError(f"cannot export to {out}: it holds something other than an earlier export; choose another")
 
@@ -131,8 +143,8 @@ def export_hf(
         model: on any mesh: FSDP, HSDP, tensor parallel, or plain.
         hf_config: the configuration, written if `source_folder` holds no config.json of its own.
         names: the model's names.
-        source_folder: what training started from; its config.json (with the dtype changed) and
-            generation_config.json are kept.
+        source_folder: what training started from; its config.json (with the dtype changed, and without what names
+            code) and generation_config.json are kept.
         out_folder: replaced as a whole in the end, if it is an earlier export.
         dtype: stored dtype; None stores each parameter as it is.
         max_file_bytes: of tensor data in one file.
@@ -218,9 +230,9 @@ def _swap(out: Path) -> list[str]:
 
 
 def _write_config(folder: Path, source: Path, hf_config: Any, dtypes: set[torch.dtype]) -> None:
-    """The configuration as it was, word for word, but for the dtype of the weights."""
+    """The configuration as it was, but for the dtype of the weights, and without what names code."""
     path = source / "config.json"
-    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else hf_config.to_dict()
+    fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict())
     if len(dtypes) == 1:
         # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
         key = "dtype" if "dtype" in fields else "torch_dtype"

@@ -179,6 +179,21 @@ def prepare_folder(out: Path, num_bytes: int) -> None:
     partial_folder_of(out).mkdir()
 
 
+def replacing_problem(out: Path) -> str | None:
+    """Why a finished export could not be moved to `out`, if that can be told beforehand; changes nothing."""
+    for path in (out, partial_folder_of(out), _previous_folder_of(out)):
+        if path.is_symlink():
+            return f"{path} is a link to {os.readlink(path)}; an export takes the place of a folder: remove the link"
+        if path.exists() and not path.is_dir():
+            return f"{path} is a file; remove it, or choose another folder"
+        if path.is_mount():
+            return f"{path} is a mount of its own, which cannot be replaced; mount the folder above it"
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} cannot be written; change its permissions or choose another folder"
+    return None
+
+
 def put_in_place(out: Path) -> None:
     """Let the finished partial folder take the place of `out`. Raises OSError."""
     previous = _previous_folder_of(out)

@@ -30,7 +30,7 @@ from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockTyp
 from transformers import PretrainedConfig
 
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import supported_families
+from open_instruct.models.hf_config import MAX_POSITIONS, MAX_SIZE, check_size, supported_families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+MAX_NUMBER = 1e12  # of RoPE's parameters; float32 can still tell the frequencies apart
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Fields that change what a model computes, with the only values that the forward pass here stands for.
@@ -168,6 +169,8 @@ def _check_fields(hf_config: PretrainedConfig) -> None:
                 f"config.json: {field} = {value!r} is not supported for {hf_config.model_type!r}; "
                 f"supported: {' or '.join(repr(v) for v in supported if v is not None) or 'absent'}"
             )
+    _number(hf_config.rms_norm_eps, "rms_norm_eps")
+    check_size("head_dim", head_dim(hf_config), MAX_SIZE, "config.json")
     if hf_config.num_attention_heads % hf_config.num_key_value_heads:
         raise InputError(
             f"config.json: num_attention_heads = {hf_config.num_attention_heads} is not a multiple of "
@@ -178,7 +181,7 @@ def _check_fields(hf_config: PretrainedConfig) -> None:
 def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
     """One attention type a layer."""
     num_layers: int = hf_config.num_hidden_layers
-    layer_types: list[str] = list(getattr(hf_config, "layer_types", None) or [FULL] * num_layers)
+    layer_types: list[str] = getattr(hf_config, "layer_types", None) or [FULL] * num_layers
     supported = (FULL, SLIDING) if family.has_layer_types else (FULL,)
     for layer, layer_type in enumerate(layer_types):
         if layer_type not in supported:
@@ -191,8 +194,8 @@ def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
             f"config.json: layer_types has {len(layer_types)} entries for num_hidden_layers = {num_layers}"
         )
     window = getattr(hf_config, "sliding_window", None)
-    if SLIDING in layer_types and (not isinstance(window, int) or window < 1):
-        raise InputError(f"config.json: sliding_window = {window!r}; layers of sliding attention need a positive one")
+    if SLIDING in layer_types:
+        check_size("sliding_window", window, MAX_POSITIONS, "config.json")
     return layer_types
 
 
@@ -233,14 +236,13 @@ def head_dim(hf_config: PretrainedConfig) -> int:
 
 def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig:
     # transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
-    parameters: Mapping[str, Any] = hf_config.rope_parameters or {}
-    where = "rope_parameters"
+    parameters, where = hf_config.rope_parameters or {}, "rope_parameters"
     if FULL in parameters or SLIDING in parameters:
-        parameters, where = parameters[layer_type] or {}, f"rope_parameters.{layer_type}"
-    if parameters.get("rope_theta") is None:
-        raise InputError(f"config.json: {where}.rope_theta is missing")
+        parameters, where = parameters.get(layer_type), f"rope_parameters.{layer_type}"
+    if not isinstance(parameters, dict):
+        raise InputError(f"config.json: {where} = {parameters!r}; an object with rope_theta is needed")
     return RoPEConfig(
-        theta=parameters["rope_theta"],
+        theta=_number(parameters.get("rope_theta"), f"{where}.rope_theta", above=1),
         full_precision=family.rope_in_float32,
         scaling=_rope_scaling(parameters, where),
     )
@@ -248,7 +250,7 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
 
 def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScalingConfig | None:
     rope_type = parameters.get("rope_type", "default")
-    if rope_type not in ROPE_FIELDS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_FIELDS:
         raise InputError(
             f"config.json: {where}.rope_type = {rope_type!r} is not supported; "
             f"supported: {', '.join(map(repr, ROPE_FIELDS))}"
@@ -259,29 +261,34 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RoPEScalingConfi
         if not known and value is not None and value not in neutral.get(field, ()):
             raise InputError(f"config.json: {where}.{field} = {value!r} is not supported with rope_type {rope_type!r}")
 
-    def number(field: str) -> float:
+    def number(field: str, default: float | None = None, *, above: float = 0) -> Any:
         value = parameters.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise InputError(
-                f"config.json: {where}.{field} = {value!r}; rope_type {rope_type!r} needs a positive number"
-            )
-        return value
+        return _number(default if value is None else value, f"{where}.{field}", above=above)
 
     if rope_type == "linear":
         return PIRoPEScalingConfig(factor=number("factor"))
     if rope_type == "llama3":
+        low = number("low_freq_factor")
         return StepwiseRoPEScalingConfig(
             factor=number("factor"),
-            old_context_len=int(number("original_max_position_embeddings")),
-            low_freq_proportion=1 - 1 / number("low_freq_factor"),
-            high_freq_proportion=1 / number("high_freq_factor"),
+            old_context_len=int(number("original_max_position_embeddings", above=1)),
+            low_freq_proportion=1 - 1 / low,
+            high_freq_proportion=1 / number("high_freq_factor", above=low),
         )
     if rope_type == "yarn":
         return YaRNScaling(
             factor=number("factor"),
-            old_context_len=int(number("original_max_position_embeddings")),
-            beta_fast=parameters.get("beta_fast") or 32,
-            beta_slow=parameters.get("beta_slow") or 1,
-            attention_factor=parameters.get("attention_factor"),
+            old_context_len=int(number("original_max_position_embeddings", above=1)),
+            beta_fast=number("beta_fast", 32),
+            beta_slow=number("beta_slow", 1),
+            attention_factor=None if parameters.get("attention_factor") is None else number("attention_factor"),
         )
     return None
+
+
+def _number(value: Any, where: str, *, above: float = 0) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
+        raise InputError(
+            f"config.json: {where} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed"
+        )
+    return value

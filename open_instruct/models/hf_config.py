@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.data.foreign_json import one_line, read_object
 from open_instruct.errors import InputError
 
 if TYPE_CHECKING:
@@ -14,81 +14,101 @@ if TYPE_CHECKING:
 MODEL_TYPES: dict[str, str] = {"olmo2": "OLMo 2", "olmo3": "OLMo 3", "qwen3": "Qwen 3", "llama": "Llama 3"}
 """The `model_type` of every supported family, and the name people call it by."""
 
+# Larger than any model; what is beyond would fill the memory before anything is held against the weights.
+MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
+SIZES: dict[str, int] = {
+    "num_hidden_layers": MAX_LAYERS,
+    "hidden_size": MAX_SIZE,
+    "intermediate_size": MAX_SIZE,
+    "num_attention_heads": MAX_SIZE,
+    "num_key_value_heads": MAX_SIZE,
+    "vocab_size": MAX_SIZE,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+# Fields by which transformers finds code to run: in the folder or on the hub, as a class or as a kernel.
+CODE_FIELDS = frozenset(
+    {
+        *("auto_map", "custom_pipelines", "transformers_weights"),
+        *("attn_implementation", "experts_implementation"),
+        *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
+    }
+)
+
 
 def supported_families() -> str:
     """One phrase for error messages: "OLMo 2 (model_type 'olmo2'), …"."""
     return ", ".join(f"{family} (model_type {model_type!r})" for model_type, family in MODEL_TYPES.items())
 
 
-def load_hf_config(path_or_name: str) -> PretrainedConfig:
-    """Read the configuration of a checkpoint.
+def without_code(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that describe a model, without those that name code (private ones, such as
+    `_attn_implementation`, among them)."""
+    return {name: value for name, value in fields.items() if name not in CODE_FIELDS and not name.startswith("_")}
 
-    Args:
-        path_or_name: a local folder holding config.json, or the name of a model on the Hugging Face hub.
+
+def load_hf_config(path: str) -> PretrainedConfig:
+    """Read the configuration in a checkpoint's folder; whatever in it names code is left out.
+
+    A generation_config.json beside it, which engines read, is checked too.
 
     Raises:
         InputError: there is no such folder or file, it is not JSON, its `model_type` is not of a supported
-            family, or transformers refuses a value in it.
+            family, a size is impossible, or transformers refuses a value in it.
     """
-    if Path(path_or_name).expanduser().is_dir():
-        return _load_local(Path(path_or_name).expanduser() / "config.json")
-    if Path(path_or_name).exists():
-        raise InputError(f"{path_or_name} is a file; give the folder that holds config.json and the safetensors files")
-    if not _could_be_hub_name(path_or_name):
-        raise InputError(
-            f"{path_or_name}: no such folder; give a folder with config.json, or a hub name like 'org/model'"
-        )
-    return _load_from_hub(path_or_name)
-
-
-def _could_be_hub_name(name: str) -> bool:
-    """Hub names are 'model' or 'org/model'; whatever else is written like a path is one."""
-    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not name.endswith("/") and name != ""
-
-
-def _load_local(file: Path) -> PretrainedConfig:
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        raise InputError(f"{path}: no such folder; give the folder that holds config.json and the safetensors files")
+    if not folder.is_dir():
+        raise InputError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
+    file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file}: no such file; a checkpoint folder needs the config.json it was saved with")
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); copy it again") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}, line {error.lineno}: not JSON ({error.msg}); copy it again") from None
-    if not isinstance(fields, dict):
-        raise InputError(f"{file} holds a JSON {type(fields).__name__}; a model config is an object")
-    _check_model_type(fields.get("model_type"), str(file))
-    return _from_pretrained(str(file.parent), str(file))
+    fields = read_object(file)
+    check_model_type(fields.get("model_type"), str(file))
 
+    if "configuration_files" in fields:  # tokenizers and engines would follow it
+        raise InputError(f"{file}: configuration_files lets readers take another file in its place; remove that field")
+    for name, largest in SIZES.items():
+        if fields.get(name) is not None:
+            check_size(name, fields[name], largest, str(file))
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
+        raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}")
 
-def _load_from_hub(name: str) -> PretrainedConfig:
-    config = _from_pretrained(name, f"config of {name!r}")
-    _check_model_type(config.model_type, f"config of {name!r}")
+    # transformers takes a second to import: only once we know that there is something to read.
+    from transformers import CONFIG_MAPPING, GenerationConfig
+
+    config = _built(CONFIG_MAPPING[fields["model_type"]], without_code(fields), file)
+    if (generation := folder / "generation_config.json").is_file():
+        _built(GenerationConfig, read_object(generation), generation)
     return config
 
 
-def _check_model_type(model_type: Any, where: str) -> None:
+def check_model_type(model_type: Any, where: str) -> str:
+    """`model_type`; raises InputError unless it is of a supported family."""
     if model_type is None:
         raise InputError(f"{where} has no 'model_type'; supported families are {supported_families()}")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise InputError(f"{where}: model_type {model_type!r} is not supported; supported are {supported_families()}")
+    return model_type
 
 
-def _from_pretrained(path_or_name: str, where: str) -> PretrainedConfig:
-    # transformers takes a second to import: only once we know that there is something to read.
-    from transformers import AutoConfig
+def check_size(name: str, value: Any, largest: int, where: str) -> int:
+    """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+        raise InputError(f"{where}: {name} = {_shown(value)}; it must be a whole number from 1 to {largest}")
+    return value
 
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _built(kind: Any, fields: dict[str, Any], file: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(path_or_name, trust_remote_code=False)
-    except OSError as error:
-        raise InputError(
-            f"{path_or_name!r} is neither a local folder nor a model that can be fetched from the Hugging Face hub "
-            f"({_first_line(error)})"
-        ) from None
+        return kind.from_dict(fields)
     except Exception as error:  # transformers' validators raise many types, all of them about a value in the file
-        raise InputError(f"{where}: transformers cannot read it: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(error).__name__
+        raise InputError(f"{file}: transformers cannot read it: {one_line(error)}") from None

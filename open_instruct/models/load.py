@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from open_instruct.errors import InputError
-from open_instruct.models.build import find_unloaded, local_part
+from open_instruct.models.build import find_not_finite, local_part
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, clean_name, is_harmless_extra
 from open_instruct.models.shards import Box, own_box
@@ -118,7 +118,8 @@ def stream_load(
     held beside the shards but `chunk_bytes`. Ranks agree on the outcome, so an error is raised on all.
 
     Raises:
-        InputError: a tensor in the files holds NaN, or a separate head differs from the embeddings it is tied to.
+        InputError: a tensor in the files holds NaN or inf, or a separate head differs from the embeddings that it is
+            tied to.
     """
     started_s = time.perf_counter()
     num_bytes_read, loaded = 0, []
@@ -136,8 +137,9 @@ def stream_load(
     missed = set(names.olmo_core_names) - set(loaded)
     assert not missed, f"the model has no parameter {sorted(missed)[:MAX_NAMED]}"
     problems = [
-        f"{files.file_of(names.hf_name(name))}: tensor {names.hf_name(name)} holds NaN: the checkpoint is damaged"
-        for name in find_unloaded(model)
+        f"{files.file_of(names.hf_name(name))}: tensor {names.hf_name(name)} holds {value}: the checkpoint is damaged; "
+        "fetch it again, or start from another"
+        for name, value in find_not_finite(model).items()
     ]
     if names.tied and HF_LM_HEAD in files:
         problems += _untied_head(model, files, chunk_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, gcd
+from math import ceil, gcd, isqrt
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
@@ -30,6 +30,7 @@ __all__ = [
 
 # fp32: the weights, their gradients, and Adam's two moments.
 TRAINING_STATE_BYTES_PER_PARAM = 16
+MAX_LEARNERS = 100_000
 
 
 def resolve_layout(
@@ -176,7 +177,8 @@ def unsharded_memory_warning(
 
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending: of 12, `(1, 2, 3, 4, 6, 12)`."""
-    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
+    low = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
+    return tuple(sorted({*low, *(number // candidate for candidate in low)}))
 
 
 def _is_count(value: object) -> bool:
@@ -193,6 +195,8 @@ def _checked_nodes(gpus_per_node: Sequence[int]) -> tuple[int, ...]:
             raise InputError(
                 f"node {index} has {num_gpus!r} GPUs; give a whole number of at least 1 for each node, such as 8 8"
             )
+    if sum(nodes) > MAX_LEARNERS:
+        raise InputError(f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out")
     return nodes
 
 

@@ -20,6 +20,7 @@ from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
 from open_instruct.parallel.picture import print_layout
 from open_instruct.records import ShardLayout
 
+DEFAULT_MEMORY_GIB = 80.0
 DESCRIPTION = """\
 Show how a model would be sharded: which GPUs share one copy of it (a shard group), which hold
 the same shard of it (a replica group), and which of the traffic leaves a node. Nothing is started.
@@ -89,7 +90,10 @@ def _resolve(flags: argparse.Namespace) -> tuple[ShardLayout, float | None]:
         single_device=flags.single_gpu_mode,
     )
     if flags.num_params is None:
+        if flags.device_memory_gib is not None:
+            raise InputError("--device_memory_gib is read only with --num_params; add that, or leave it out")
         return layout, None
+    flags.device_memory_gib = flags.device_memory_gib or DEFAULT_MEMORY_GIB
     warning = unsharded_memory_warning(layout, num_params=flags.num_params, device_memory_gib=flags.device_memory_gib)
     if warning is not None:
         layout = replace(layout, warnings=(*layout.warnings, warning))
@@ -150,7 +154,6 @@ def _build_parser() -> _Parser:
     parser.add_argument(
         "--device_memory_gib",
         type=_gib,
-        default=80.0,
         metavar="GIB",
         help="memory of one GPU, for --num_params (default: 80)",
     )

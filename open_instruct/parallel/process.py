@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 
 T = TypeVar("T")
 
@@ -41,11 +43,17 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     # Packed rows differ in length from step to step. In bfloat16 on a CPU oneDNN keeps a compiled product for
     # each shape it has met, by default 1,024 of them, which takes gigabytes.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+    alone: dict[str, Any] = {}
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        # Nobody comes to meet it: torch would listen for them on every interface.
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     # OLMo-core's own default backend calls CUDA even where there is none.
     init_distributed(
         backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         timeout=timedelta(seconds=timeout_s),
         shared_filesytem=True,  # the parameter's spelling
+        **alone,
     )
     seed_all(seed)
     local_rank = get_local_rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -48,7 +49,9 @@ def reduce_metrics(
         if metrics[name].reduction == "sum":
             reduced[name] = next(numbers)
         elif metrics[name].reduction == "max":
-            reduced[name] = max(next(numbers) for _ in range(world_size))
+            # A NaN counts as the largest; to max() it depends on the order.
+            values = [next(numbers) for _ in range(world_size)]
+            reduced[name] = max(values, key=lambda value: (math.isnan(value), value))
         else:
             total, weight_sum = next(numbers), next(numbers)
             reduced[name] = total / weight_sum if weight_sum > 0 else float("nan")

@@ -12,10 +12,11 @@ def one_of(values: Iterable[object]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`counted(1, "node")` is "1 node", `counted(2, "node")` is "2 nodes", `counted(2, "copy")` is "2 copies"."""
+    """`counted(1, "node")` is "1 node", `counted(2000, "node")` "2,000 nodes", `counted(2, "copy")` "2 copies"."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count:,} {many}"
 
 
 def group_name(index: int) -> str:

@@ -32,10 +32,10 @@ CHUNKS_RECORDED = 2
 
 
 BLOCK_MODULES = (
-    *("", "attention", "attention.q_norm", "attention.k_norm", "attention_norm"),
-    *("feed_forward", "feed_forward_norm"),
+    *("", "attention", "attention.q_norm", "attention.k_norm", "attention_norm", "attention_residual_stream"),
+    *("feed_forward", "feed_forward_norm", "feed_forward_residual_stream"),
 )
-"""What of a block can be checkpointed by itself; "" is the block."""
+"""What of a block can be checkpointed by itself; "" is the block. A sum keeps nothing, whether it is or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

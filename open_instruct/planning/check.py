@@ -19,9 +19,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a run says of its plan. `refusal` is None unless the run surely cannot fit."""
+    """What a run says of its plan: `warning` where it will not fit, `refusal` where it surely cannot."""
 
     line: str
+    warning: str | None = None
     refusal: str | None = None
 
 
@@ -71,8 +72,10 @@ def _verdict(setting: Setting) -> Verdict:
         f"(most in: {plan.peak.name})"
     )
     state = sum(state_bytes(setting.shape, plan.layout, plan.workload))
-    if state <= plan.memory_bytes:
+    if plan.fits:
         return Verdict(line=line)
+    if state <= plan.memory_bytes:
+        return Verdict(line=line, warning=f"the plan does not fit: memory will most likely run out. {_remedy(plan)}")
     return Verdict(
         line=line,
         refusal=(

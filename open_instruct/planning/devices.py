@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from open_instruct.errors import InputError
 
 MEMORY = "memory_gib="
+MOST_GIB = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,8 @@ def _positive(given: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not (0 < number < math.inf):
-        raise InputError(f"--gpu {given}: {text!r} is no positive number of GiB; give one, such as {MEMORY}40")
+    if not (0 < number <= MOST_GIB):
+        raise InputError(
+            f"--gpu {given}: {text!r} is no number of GiB above 0, or above {MOST_GIB:,.0f}; such as {MEMORY}40"
+        )
     return number

@@ -102,11 +102,17 @@ class _Plan:
             PARAMETERS: self.parameters,
             GRADIENTS: self.gradients if gradients else 0,
             OPTIMIZER: self.optimizer if optimizer else 0,
-            REFERENCE: self.parameters if has_resident_reference else 0,
+            REFERENCE: self._reference_bytes() if has_resident_reference else 0,
             ENGINE: engine,
             BUFFERS: self._rope_bytes(),
             CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
         }
+
+    def _reference_bytes(self) -> int:
+        """Sharded as the policy's masters are; on a single device it is only in the dtype that is computed in."""
+        if self.layout.single_device:
+            return self.shape.num_params * self.workload.compute_bytes
+        return self.parameters
 
     def _rope_bytes(self) -> int:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
@@ -130,14 +136,13 @@ class _Plan:
 
     def _step_temporaries(self) -> int:
         own = [local_size(parameter, self.layout).own for parameter in self.shape.parameters]
-        number_bytes = self.workload.compute_bytes if self.layout.single_device else MASTER_BYTES
         if self.workload.optimizer == "skip_step_adamw":
-            return 3 * sum(own) * number_bytes
+            return 3 * sum(own) * MASTER_BYTES
         if self.workload.optimizer == "muon":
             # A matrix is gathered for its orthogonalisation, in bfloat16: itself, two products and the next iterate.
             whole = [p.num_params for p in self.shape.parameters if uses_muon(p, self.workload)]
             return 4 * 2 * max(whole, default=0)
-        return 0 if self.workload.on_cuda else 2 * max(own) * number_bytes
+        return 0 if self.workload.on_cuda else 2 * max(own) * MASTER_BYTES
 
     def weight_sync(self) -> Moment:
         """Buckets of whole tensors, twice: one is filled while another travels; of each a rank has its own part.

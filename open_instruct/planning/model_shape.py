@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from open_instruct.data.foreign_json import read_object
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import MODEL_TYPES, supported_families
+from open_instruct.models.hf_config import MAX_SIZE, SIZES, check_model_type, check_size
 
 QKNorm = Literal["none", "head", "full"]
 
@@ -128,11 +129,12 @@ def model_shape(name_or_path: str) -> ModelShape:
     Raises:
         InputError: there is no such model; a field is missing, or the family is not supported.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return read_config(path / "config.json")
-    if path.is_file():
-        return read_config(path)
+    with contextlib.suppress(OSError, RuntimeError):  # a name that no file can have, or of a user that is not there
+        path = Path(name_or_path).expanduser()
+        if path.is_dir():
+            return read_config(path / "config.json")
+        if path.is_file():
+            return read_config(path)
     # Not at the top: the table is made of this module's records.
     from open_instruct.planning.public_models import find_public_model, public_names
 
@@ -154,29 +156,18 @@ def read_config(file: Path) -> ModelShape:
     Raises:
         InputError: the file cannot be read, a field is missing or impossible, or the family is not supported.
     """
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; give a folder with config.json, or a config.json") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise InputError(f"{file}: not JSON ({error}); give a folder with config.json, or a config.json") from None
-    if not isinstance(fields, dict):
-        raise InputError(f"{file} holds a JSON {type(fields).__name__}; a model config is an object")
+    fields = read_object(file)
     return shape_of_fields(fields, name=str(file.parent if file.name == "config.json" else file), where=str(file))
 
 
 def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
     """`read_config` for the fields of a config.json; `where` stands in errors."""
-    family = fields.get("model_type")
-    if family not in MODEL_TYPES:
-        raise InputError(f"{where}: model_type {family!r} is not supported; supported are {supported_families()}")
+    family = check_model_type(fields.get("model_type"), where)
 
     def count(field: str, default: int | None = None) -> int:
         value = fields.get(field)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{where}: {field} = {value!r}; a shape needs a whole number of at least 1")
-        return value
+        return check_size(field, value, SIZES.get(field, MAX_SIZE), where)
 
     num_layers, num_heads, d_model = count("num_hidden_layers"), count("num_attention_heads"), count("hidden_size")
     num_kv_heads = count("num_key_value_heads", num_heads)

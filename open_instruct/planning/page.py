@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from open_instruct.parallel.picture import print_layout
+from open_instruct.parallel.wording import counted
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory import Phase
 from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of, unit_of
@@ -146,7 +147,7 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
         return
     context = plan.layout.context_parallel_degree
     split = f" with context degree {context}" if context > 1 else ""
-    yield from _title(f"The layouts of {plan.layout.world_size} GPUs{split}, the fastest that fits first")
+    yield from _title(f"The layouts of {counted(plan.layout.world_size, 'GPU')}{split}, the fastest that fits first")
     yield Text(f"{'shard':>7} ×{'replicas':>9} ×{'tensor':>7}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
     for index, other in enumerate(advice.ranked):
         is_this = other.layout == plan.layout

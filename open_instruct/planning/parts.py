@@ -6,7 +6,7 @@ from open_instruct.parallel.wording import counted
 from open_instruct.planning.memory import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, REFERENCE, Phase
 from open_instruct.planning.passes import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
 from open_instruct.planning.plan import Plan
-from open_instruct.planning.state import MASTER_BYTES
+from open_instruct.planning.state import MASTER_BYTES, cast_copy_bytes
 from open_instruct.planning.wording import GIB
 
 # First what stays from step to step, then what comes and goes.
@@ -49,13 +49,14 @@ def meaning_of(label: str, plan: Plan) -> str:
     num_tokens = workload.with_full_rows().tokens_per_microbatch
     split = layout.shard_group_size * layout.tensor_parallel_degree
     share = f"this GPU's 1/{split}" if split > 1 else "all of them"
-    number_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
+    with_copy = f" and {size} in the copy that computes" if (size := cast_copy_bytes(layout, workload)) else ""
+    reference_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
     moments = "Muon's one or AdamW's two moments" if workload.optimizer == "muon" else "AdamW's two moments"
     return {
-        PARAMETERS: f"the weights that are trained, {share}, {number_bytes} bytes each",
-        GRADIENTS: f"what the backward pass finds for each weight, {share}, {number_bytes} bytes each",
-        OPTIMIZER: f"{moments} of each weight, {share}, {number_bytes} bytes a moment",
-        REFERENCE: f"the weights of the policy that is compared with, {share}, {number_bytes} bytes each",
+        PARAMETERS: f"the weights that are trained, {share}, {MASTER_BYTES} bytes each{with_copy}",
+        GRADIENTS: f"what the backward pass finds for each weight, {share}, {MASTER_BYTES} bytes each",
+        OPTIMIZER: f"{moments} of each weight, {share}, {MASTER_BYTES} bytes a moment",
+        REFERENCE: f"the weights of the policy that is compared with, {share}, {reference_bytes} bytes each",
         ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
         GATHERED: (
             f"whole weights of the block at work, put together from {counted(layout.shard_group_size, 'GPU')} in "

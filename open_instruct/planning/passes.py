@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from open_instruct.planning.activations import FLOAT32, Pass, block_profile, head_profile, pass_of
 from open_instruct.planning.model_shape import ModelShape, Unit
-from open_instruct.planning.state import MASTER_BYTES, gathered_params, local_size
+from open_instruct.planning.state import MASTER_BYTES, cast_copy_bytes, gathered_params, local_size
 from open_instruct.planning.tape import Profile
 from open_instruct.planning.workload import Workload
 from open_instruct.records import ShardLayout
@@ -45,6 +45,7 @@ class Passes:
         self.head: Profile = head_profile(shape, self.sizes)
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
+        self.has_copy = cast_copy_bytes(layout, workload) > 0
         num_rows = -(-self.sizes.num_tokens // self.sizes.tensor_degree)
         self.stream_bytes = num_rows * shape.d_model * self.c
         self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
@@ -115,7 +116,7 @@ class Passes:
             GATHERED: root + prefetched,
             REDUCED: left_over,
             ACTIVATIONS: kept,
-            HEAD: self.head.backward_peak.total + head_stream,
+            HEAD: self.head.backward_peak.total + head_stream + self._handed_over(self.head.weight_gradient_bytes),
         }
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
@@ -129,7 +130,7 @@ class Passes:
                 GATHERED: ahead + self._gathered(block),
                 REDUCED: waiting + reduced_bytes + self._unreduced(peak.weight_gradients),
                 ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
-                TEMPORARIES: peak.temporaries + (0 if self.is_sharded else peak.weight_gradients),
+                TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
             yield {
                 **self._with_gradients(held, num_layers - layer),
@@ -146,7 +147,7 @@ class Passes:
             **after_blocks,
             GATHERED: root,
             REDUCED: waiting + self._reduced(block) + self._unreduced(looked_up),
-            TEMPORARIES: self.stream_bytes + (0 if self.is_sharded else looked_up),
+            TEMPORARIES: self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0),
         }
         if not self.is_sharded:
             return
@@ -170,7 +171,7 @@ class Passes:
         """
         if self.accumulates:
             return held
-        of_head = 0 if self.is_sharded else self.head.weight_gradient_bytes
+        of_head = self._made_in_place(self.head.weight_gradient_bytes)
         return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.last_block)}
 
     # Sizes of a unit; None has none.
@@ -215,12 +216,22 @@ class Passes:
         """Gradients that wait to be reduced. Without FSDP they are at once where the optimizer reads them."""
         return num_bytes if self.is_sharded else 0
 
+    def _handed_over(self, num_bytes: int) -> int:
+        """What gradients of so many bytes grow by when they go from the copy that computes to the masters.
+
+        An earlier microbatch's are there already, and take them in.
+        """
+        return num_bytes * (MASTER_BYTES - self.c) // self.c if self.has_copy and not self.accumulates else 0
+
+    def _made_in_place(self, num_bytes: int) -> int:
+        """Without FSDP: gradients of so many bytes, where the optimizer reads them. Others are still to be reduced."""
+        return 0 if self.is_sharded else num_bytes + self._handed_over(num_bytes)
+
     def _shard(self, unit: Unit | None) -> int:
         """Its gradients as the optimizer reads them."""
         if unit is None:
             return 0
-        number_bytes = MASTER_BYTES if self.is_sharded else self.c
-        return sum(local_size(parameter, self.layout).padded for parameter in unit.parameters) * number_bytes
+        return sum(local_size(parameter, self.layout).padded for parameter in unit.parameters) * MASTER_BYTES
 
 
 def _with_budget(shape: ModelShape, sizes: Pass, workload: Workload) -> Profile:

@@ -174,10 +174,10 @@ def _device(asked: PlanSection) -> Device:
 def _writable(file: str | None) -> Path | None:
     if file is None:
         return None
-    path = Path(file).expanduser()
     try:
+        path = Path(file).expanduser()
         is_possible = path.absolute().parent.is_dir() and not path.is_dir()
-    except OSError:  # such as a name that is too long
+    except (OSError, ValueError, RuntimeError):  # a name too long, with a null byte, or of a user that is not there
         is_possible = False
     if not is_possible:
         raise InputError(f"--html {file}: is a folder, or lies in none; name a file in a folder that exists")

@@ -64,8 +64,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
     workload = plan.workload
     updates = f"{counted(workload.num_updates, 'update')} of " if workload.num_updates > 1 else ""
     yield (
-        f"each step: {updates}{counted(workload.num_microbatches, 'microbatch')}".replace("microbatchs", "microbatches")
-        + f" of {workload.tokens_per_microbatch:,} tokens on each data-parallel rank, "
+        f"each step: {updates}{counted(workload.num_microbatches, 'microbatch')} of "
+        f"{workload.tokens_per_microbatch:,} tokens on each data-parallel rank, "
         f"{plan.tokens_per_step:,} tokens in all, sequences up to {workload.longest_sequence:,}"
     )
     if workload.pack_tokens > workload.tokens_per_microbatch:
@@ -73,8 +73,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
     if workload.shared_prefix_tokens:
         yield (
             f"prompts of {workload.shared_prefix_tokens + 1:,} tokens are computed once for "
-            f"{workload.documents_per_group} replies: {workload.tokens_per_microbatch:,} tokens in a row stand for "
-            f"{workload.row_tokens_per_microbatch:,}"
+            f"{counted(workload.documents_per_group, 'reply')}: {workload.tokens_per_microbatch:,} tokens in a row "
+            f"stand for {workload.row_tokens_per_microbatch:,}"
         )
     checkpointing = {
         "none": "every activation is kept",

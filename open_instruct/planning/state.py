@@ -3,7 +3,8 @@
 Sources, in PyTorch 2.13 and OLMo-core 3.0:
 
 - Master weights are float32; so are gradients, which are reduced in float32, and AdamW's two moments. In
-  single-GPU mode nothing is sharded, and the model itself, its gradients and moments are in `--param_dtype`.
+  single-GPU mode nothing is sharded, and where `--param_dtype` is not float32 a copy of the model in it stays beside
+  the masters (`training/cast_copy.py`), whose gradients go to the masters as they are made.
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
   axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.
 - Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into
@@ -41,15 +42,20 @@ class LocalSize:
 
 def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states on `rank`, after a first step. Rank 0 never has least."""
-    number_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
+    copy_bytes = cast_copy_bytes(layout, workload)
     parameters = gradients = optimizer = 0
     for parameter, count in _distinct(shape):
         local = local_size(parameter, layout, rank=rank)
-        parameters += count * local.padded * number_bytes
-        gradients += count * local.padded * number_bytes
+        parameters += count * local.padded * (MASTER_BYTES + copy_bytes)
+        gradients += count * local.padded * MASTER_BYTES
         num_moments, num_steps = (1, 0) if uses_muon(parameter, workload) else (2, 1)
-        optimizer += count * (num_moments * local.own * number_bytes + num_steps * STEP_BYTES)
+        optimizer += count * (num_moments * local.own * MASTER_BYTES + num_steps * STEP_BYTES)
     return parameters, gradients, optimizer
+
+
+def cast_copy_bytes(layout: ShardLayout, workload: Workload) -> int:
+    """Bytes a parameter of the copy that computes for the masters on a single device; 0 where there is none."""
+    return workload.compute_bytes if layout.single_device and workload.compute_bytes < MASTER_BYTES else 0
 
 
 def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:

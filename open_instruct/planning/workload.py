@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from typing import Literal
 
 from open_instruct.config.dpo import REFERENCE_FREE_LOSSES, DPOConfig
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.module_patterns import names_module
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.sft import SFTConfig
@@ -227,7 +227,7 @@ def _completions_that_fit(config: GRPOConfig, pack_tokens: int, prefix_tokens: i
 def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
     """Whether --activation_checkpointing_modules names this module of a layer; "" is the layer itself."""
     name = f"blocks.{layer}.{module}".rstrip(".")
-    return any(fnmatch(name, pattern) for pattern in patterns)
+    return names_module(patterns, name)
 
 
 def _checkpointing(memory: MemorySection) -> tuple[Checkpointing, tuple[str, ...], float]:

@@ -1,13 +1,47 @@
-"""At which address processes reach each other: this machine's own, or the one that another machine sees."""
+"""At which address processes reach each other: this machine's own, or the one that other machines see."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
 import sys
+from dataclasses import dataclass
 
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+from open_instruct.parallel.listening import LOOPBACK
+
+GET_INTERFACE_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine: containers may have one name on several machines, and several names at one address."""
+
+    address: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where the driver, the learners and the engines of a run are.
+
+    Example: engines alone on host B are `Whereabouts(driver=A, learners={A}, engines={B})`.
+    """
+
+    driver: Host
+    learners: frozenset[Host]
+    engines: frozenset[Host]
+
+    def share_memory(self) -> bool:
+        """Learners and engines are on one host; the driver holds no weights."""
+        return len(self.learners | self.engines) == 1
+
+    def meeting_address(self) -> str:
+        """Of the driver, for all others. Loopback only where everything is on its host: learners that meet on
+        loopback would offer the engines no other address for the weights.
+        """
+        return LOOPBACK if self.learners | self.engines == {self.driver} else self.driver.address
 
 
 def address_towards(host: str, port: int) -> str:
@@ -22,3 +56,18 @@ def address_towards(host: str, port: int) -> str:
 def outward_address() -> str:
     """This process's address as its peers reach it: the one towards the meeting point of its process group."""
     return address_towards(os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "1")))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address; None where the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(probe, GET_INTERFACE_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
 import signal
 import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.rollout.addresses import LOOPBACK
+from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.rollout.placement import FleetShape, Placement, Say, place
 from open_instruct.rollout.watchdog import Watchdog
 
-MAX_FOLDER_CHARACTERS = 30  # of the 107 that the path of a Unix socket may have; Ray adds over 60
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
+
+MAX_FOLDER_CHARACTERS = 26  # of the 107 that the path of a Unix socket may have; Ray adds over 60
 MAX_OBJECT_STORE_BYTES = 2 << 30  # batches of tokens pass through it, never weights
 MIN_OBJECT_STORE_BYTES = 96 << 20
 SHARE_OF_MEMORY = 0.05
 CONNECT_TIMEOUT_S = 10.0
+RAY_FOLDER = "r"
+TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +84,32 @@ def start_cluster(
 def _join(address: str) -> None:
     if address != "auto":
         _check_address(address)
+    if token := _given_token():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # else Ray does not show it
     import ray
 
     try:
         with _keeping_sigterm():
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         way = "start one with `ray start --head`, or leave the flag out for a local one"
-        raise InputError(f"--ray_address {address}: {_first_line(error)}; {way}") from error
+        said = _first_line(error)
+        if isinstance(error, ray.exceptions.AuthenticationError) or said.startswith("Failed to connect"):
+            said = (
+                "what answers there does not let this process in. If the cluster has a token, give it here too, as "
+                f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: {token or 'none'})"
+            )
+            way = f"if it is no cluster, {way}"
+        raise InputError(f"--ray_address {address}: {said}; {way}") from error
+
+
+def _given_token() -> str | None:
+    """Where a token for Ray comes from, in Ray's own order; None where there is none."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        if os.environ.get(name):
+            return name
+    home = Path.home() / ".ray" / "auth_token"
+    return str(home) if home.exists() else None
 
 
 def _check_address(address: str) -> None:
@@ -106,21 +131,45 @@ def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> 
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=logs_folder)
     try:
-        with watchdog.marking():
-            _start(fleet, shape, folder)
-        try:
-            yield
-        finally:
-            _disconnect()
+        with _own_token(folder):
+            with watchdog.marking():
+                _start(fleet, shape, folder / RAY_FOLDER)
+            try:
+                yield
+            finally:
+                _disconnect()
     finally:
         watchdog.finish()
+
+
+@contextlib.contextmanager
+def _own_token(folder: Path) -> Iterator[None]:
+    """Who talks to the run's Ray must have read a file in `folder`, which none but this user can."""
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(_token())
+    before = {name: os.environ.pop(name, None) for name in TOKEN_VARIABLES}
+    # Without these Ray takes the user's token, or leaves one in the home folder that others can read.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@functools.cache
+def _token() -> str:
+    """One for this process: Ray reads its token once."""
+    return secrets.token_hex(32)
 
 
 def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> None:
     # Ray takes its node's outward address for the loopback one, and then listens on every interface, unless
     # this says that there is to be no cluster of several machines. It is read when Ray is imported.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default, which it warns of unless it is asked for
     import ray
 
     dashboard: dict[str, Any] = {"include_dashboard": False}
@@ -134,6 +183,7 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> None:
                 num_cpus=max(shape.num_cpu_slots, os.cpu_count() or 1),
                 log_to_driver=False,
                 configure_logging=False,
+                job_config=_imports(),
                 object_store_memory=_object_store_bytes(),
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
@@ -159,6 +209,17 @@ def _keeping_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
+def _imports() -> JobConfig:
+    """Actors find this package where the driver found it, and nothing in the working folder.
+
+    Ray puts that folder first on the path of every actor, where a file of the user's would shadow a library; it has no
+    public way to say otherwise.
+    """
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job=True, _py_driver_sys_path=[str(Path(__file__).resolve().parents[2])])
+
+
 def _check_loopback(say: Say) -> None:
     import ray
 
@@ -174,7 +235,10 @@ def _disconnect() -> None:
 
 
 def short_folder() -> Path:
-    """A new temporary folder, in whose path there is room for the names of Ray's sockets."""
+    """A new temporary folder for this user alone, in whose path there is room for the names of Ray's sockets.
+
+    Ray opens its own folder to all users; where that lies within this one, they cannot reach it.
+    """
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) <= MAX_FOLDER_CHARACTERS else "/tmp"))
 

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
 from open_instruct.errors import RunError
+from open_instruct.parallel.wording import counted
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.rollout.learning_signal import refuse_failed_verdicts
 from open_instruct.rollout.plain import Generates, Judges, is_rejected, requests_of, solved_rows
 from open_instruct.rollout.samples import RolloutStepBatch
 
@@ -118,7 +120,7 @@ class Conductor:
 
         Raises:
             RunError: a completion could not be generated or judged; nothing arrived for `timeout_s` seconds; or active
-                sampling finds nothing to learn from.
+                sampling finds nothing to learn from, or nothing that a verifier could judge.
         """
         assert step == self._version + 1, f"step {step} is asked for with the weights of version {self._version}"
         groups: list[RolloutGroup] = []
@@ -128,6 +130,8 @@ class Conductor:
             group = self._next_group(timeout_s)
             if is_rejected(group, self._config):
                 rejected.append(group)
+                if len(rejected) == size:
+                    refuse_failed_verdicts((*groups, *rejected))
                 if len(rejected) > MAX_REJECTED_PER_PROMPT * size:
                     raise RunError(_nothing_to_learn(step, groups, rejected))
                 self._ask_further()
@@ -267,8 +271,8 @@ class Conductor:
 def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> str:
     rewards = [reward for group in rejected for reward in group.rewards]
     return (
-        f"--active_sampling rejected {len(rejected)} groups of step {step}, each with the same reward for all of its "
-        f"completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn from. The "
-        "prompts are too easy or too hard for this policy: use others, raise --num_samples_per_prompt_rollout, or "
-        "leave --active_sampling out"
+        f"--active_sampling rejected {counted(len(rejected), 'group')} of step {step}, each with the same reward for "
+        f"all of its completions (their mean is {sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn "
+        "from. The prompts are too easy or too hard for this policy: use others, raise "
+        "--num_samples_per_prompt_rollout, or leave --active_sampling out"
     )

@@ -19,6 +19,7 @@ from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
 from open_instruct.rollout.learner_group import LearnerLost
 from open_instruct.rollout.learner_watch import watching
+from open_instruct.rollout.learning_signal import SignalWatch, refuse_failed_verdicts
 from open_instruct.rollout.opening import RolloutRun
 from open_instruct.rollout.samples import training_samples
 from open_instruct.rollout.traces import write_traces
@@ -47,6 +48,7 @@ class Driver:
         self.fleet = fleet
         self.console = run.console
         self.conductor = fleet.new_conductor()
+        self.signal_watch = SignalWatch(config)
         self.metrics = MetricsFile(run.directory.metrics)
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
@@ -59,7 +61,8 @@ class Driver:
         """Every step that is left, and the export. Returns the exit code.
 
         Raises:
-            RunError: something died more often than `--max_restarts`, or engines and learners disagree.
+            RunError: something died more often than `--max_restarts`, every verdict of a step failed, or engines and
+                learners disagree.
         """
         with self._signals_noted(), self.view.shown():
             lost: LearnerLost | None = None
@@ -96,7 +99,11 @@ class Driver:
         config, step = self.config, self.step + 1
         with self.view.phase("waiting for rollouts"), watching(self._check_learners, self.fleet.engines.fail_waiting):
             batch = self.conductor.next_batch(step)
+        asked = (*batch.groups, *batch.rejected)
+        refuse_failed_verdicts(asked)
         rollouts = training_samples(batch, config=config.rollout, version=self.step)
+        if warning := self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)):
+            self.console.warn(warning)
         if config.run.save_traces:
             write_traces(self.run.directory.path, step, batch, rollouts)
         generated_s = time.monotonic()

@@ -88,6 +88,7 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
             config.reward.verifier,
             num_processes=config.reward.num_verifier_processes,
             timeout_s=config.reward.verifier_timeout_s,
+            say=console.warn,
         )
         stack.callback(verifiers.close)
         cluster = stack.enter_context(
@@ -163,7 +164,7 @@ def _weight_sync_backend(config: GRPOConfig, placement: Placement) -> str:
     circumstances = {
         "on_cuda": placement.on_gpus,
         "single_device": placement.shape.shares_device,
-        "same_host": placement.is_on_one_host(),
+        "same_host": placement.whereabouts().share_memory(),
     }
     check_backend(config.fleet, **circumstances)
     return choose_backend(config.fleet.weight_sync_backend, **circumstances)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.rollout.addresses import LOOPBACK, LOOPBACK_INTERFACE
+from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
 from open_instruct.rollout.learner_call import LearnerCall, LearnerLost
 from open_instruct.rollout.learner_host import HostFacts, LearnerHost
 from open_instruct.rollout.placement import Placement, Say
@@ -115,7 +114,7 @@ class LearnerGroup:
         ranks = range(len(self))
         self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
         self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
-        self._meeting_point = MeetingPoint(self._facts)
+        self._meeting_point = MeetingPoint(self._placement.whereabouts().meeting_address())
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
             actor.set_environment.remote({**self._environment_of(rank), **self._environment})
@@ -137,6 +136,9 @@ class LearnerGroup:
             "TOKENIZERS_PARALLELISM": "false",
             **self._meeting_point.environment,
         }
+        if facts.interface is not None:
+            # gloo would take the address of the host's name, which on many a machine is 127.0.1.1.
+            environment.setdefault("GLOO_SOCKET_IFNAME", facts.interface)
         if self._placement.on_gpus:
             gpu_ids = [gpu_id for sibling in siblings for gpu_id in self._facts[sibling].gpu_ids]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
@@ -150,29 +152,16 @@ class LearnerGroup:
 
 
 class MeetingPoint:
-    """The key-value store in the driver through which the ranks of a process group find each other.
+    """The key-value store in the driver through which the ranks of a process group find each other."""
 
-    Its socket is bound here, once and for good: a free port that is looked up for rank 0 to bind later
-    may be another process's by then.
-    """
-
-    def __init__(self, facts: Sequence[HostFacts]) -> None:
-        import ray
-        from torch.distributed import TCPStore
-
-        here = ray.util.get_node_ip_address()
-        on_this_machine = all(fact.address == here for fact in facts)
-        host = LOOPBACK if on_this_machine else here
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-        )
+    def __init__(self, host: str) -> None:
+        """Listen at the address `host` of this machine, and at no other."""
+        self._store = listen_at(host)
         self.environment = {
             "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of the store
         }
-        if on_this_machine:
+        if host == LOOPBACK:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 self.environment[variable] = os.environ.get(variable, LOOPBACK_INTERFACE)

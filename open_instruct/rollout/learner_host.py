@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from open_instruct.rollout.addresses import interface_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
@@ -17,6 +19,7 @@ class HostFacts:
     pid: int
     node_id: str
     address: str
+    interface: str | None  # that has the address
     gpu_ids: tuple[str, ...]
     num_cores: int
 
@@ -31,10 +34,12 @@ class LearnerHost:
         import ray
 
         context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
         return HostFacts(
             pid=os.getpid(),
             node_id=context.get_node_id(),
-            address=ray.util.get_node_ip_address(),
+            address=address,
+            interface=os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address),
             gpu_ids=tuple(context.get_accelerator_ids()["GPU"]),
             num_cores=os.cpu_count() or 1,
         )

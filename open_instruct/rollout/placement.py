@@ -17,6 +17,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.wording import counted
 from open_instruct.records import ShardLayout
+from open_instruct.rollout.addresses import Host, Whereabouts
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -88,18 +89,18 @@ class Placement:
     learner_bundles: PlacementGroup
     engine_bundles: PlacementGroup
 
-    def is_on_one_host(self) -> bool:
-        """Whether all places are on one host, so that processes there can share memory."""
+    def whereabouts(self) -> Whereabouts:
+        """The hosts of this process and of all places."""
         import ray
         from ray.util.placement_group import placement_group_table
 
-        nodes = {
-            node
+        hosts = {node["NodeID"]: Host(node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in ray.nodes()}
+        learners, engines = (
+            frozenset(hosts[node] for node in placement_group_table(bundles)["bundles_to_node_id"].values())
             for bundles in (self.learner_bundles, self.engine_bundles)
-            for node in placement_group_table(bundles)["bundles_to_node_id"].values()
-        }
-        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] in nodes}
-        return len(hosts) == 1
+        )
+        driver = hosts[ray.get_runtime_context().get_node_id()]
+        return Whereabouts(driver=driver, learners=learners, engines=engines)
 
     def learner_options(self, rank: int) -> dict[str, Any]:
         """For `.options(**…)` of the actor of a learner."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +9,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from open_instruct.errors import RunError
+from open_instruct.parallel.listening import listen_at
 
 
 def learner_name(rank: int) -> str:
@@ -48,17 +47,7 @@ class RollCall:
     @classmethod
     def host(cls, address: str, *, timeout_s: float) -> RollCall:
         """Keep the store, in this process, at `address` and no other; be the first member."""
-        is_ipv6 = ipaddress.ip_address(address).version == 6
-        listener = socket.create_server((address, 0), family=socket.AF_INET6 if is_ipv6 else socket.AF_INET)
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=timedelta(seconds=timeout_s),
-        )
+        store = listen_at(address, timeout=timedelta(seconds=timeout_s))
         return cls(store, member=HOST, timeout_s=timeout_s)
 
     @classmethod

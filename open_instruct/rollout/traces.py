@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.data.foreign_json import one_line
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples
@@ -53,7 +54,6 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
     Raises:
         InputError: there is no such file, or it is none of ours.
     """
-    import pyarrow
     from pyarrow import parquet
 
     path = trace_file(run_folder, step)
@@ -61,10 +61,25 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
         raise InputError(f"{path} does not exist: {_steps_there_are(run_folder)}")
     try:
         rows = parquet.read_table(path, schema=_schema()).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"{path} cannot be read as a trace of ours: {error}") from error
-    rows = [row for row in rows if not row["rejected"]]
-    return [_group_of(list(of_ticket)) for _, of_ticket in groupby(rows, key=lambda row: row["ticket"])]
+        rows = [row for row in rows if not row["rejected"]]
+        for row in rows:
+            _check_row(row)
+        return [_group_of(list(of_ticket)) for _, of_ticket in groupby(rows, key=lambda row: row["ticket"])]
+    except Exception as error:  # pyarrow's kinds of errors have no common ancestor, nor have those of a damaged row
+        raise InputError(
+            f"{path} cannot be read as a trace of ours: {one_line(error)}; copy it again, or take another step"
+        ) from error
+
+
+def _check_row(row: dict[str, Any]) -> None:
+    lists = ("prompt_token_ids", "token_ids", "logprobs", "versions", "problems")
+    empty = [name for name, value in row.items() if value is None and name != "advantage"]
+    if empty or any(None in row[name] for name in lists):
+        raise ValueError(f"a row has nothing in {', '.join(empty) or 'a place of a list'}")
+    if not len(row["token_ids"]) == len(row["logprobs"]) == len(row["versions"]):
+        raise ValueError("a row has token_ids, logprobs and versions of different lengths")
+    if min((*row["prompt_token_ids"], *row["token_ids"]), default=0) < 0:
+        raise ValueError("a row has a token id below 0")
 
 
 def _schema() -> pyarrow.Schema:

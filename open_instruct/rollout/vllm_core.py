@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from open_instruct.errors import InputError
+from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
-from open_instruct.rollout.addresses import LOOPBACK
 from open_instruct.rollout.requests import EngineSettings, GenerationRequest
 
 if TYPE_CHECKING:

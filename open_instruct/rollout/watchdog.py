@@ -118,7 +118,7 @@ def _shared_memory_of(pids: list[int]) -> set[int]:
 
 
 def _keep_logs(folder: Path, logs_folder: Path) -> None:
-    for path in sorted(folder.glob("session_2*/logs/worker-*")):
+    for path in sorted(folder.glob("*/session_2*/logs/worker-*")):
         lines = path.read_bytes().splitlines()
         if any(not line.startswith(b":") for line in lines):  # Ray's own first lines do
             logs_folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models.names import TensorNames, clean_name
 from open_instruct.models.shards import Box, boxes_beside, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.rollout.addresses import LOOPBACK, outward_address
+from open_instruct.rollout.addresses import outward_address
 from open_instruct.rollout.roll_call import HOST_RANK, RollCall, learner_name, receiver_name
 from open_instruct.rollout.weight_backend import ON_DEVICE, SHARED, check_backend, choose_backend
 from open_instruct.rollout.weight_manifest import WeightManifest
@@ -119,7 +119,7 @@ class WeightSender:
 
         Args:
             num_receivers: processes that hold weights of engines: tensor parallel size x engines.
-            address: of rank 0, as the engines reach it; default: as its peers do. Not read for "shm" and "ipc".
+            address: of rank 0, as the engines reach it; default: as its peers do.
 
         Returns:
             What a receiver needs, the same on every rank: plain types, to be pickled.
@@ -204,7 +204,7 @@ class WeightSender:
 
     def _offer(self, num_receivers: int, address: str | None) -> dict[str, Any]:
         """On rank 0: keep the store, make the memory, and describe both."""
-        bound = LOOPBACK if self._backend in SHARED else (address or outward_address())
+        bound = address or outward_address()  # the driver looks in too, which may be on another host
         self._roll = RollCall.host(bound, timeout_s=self._timeout_s)
         info: dict[str, Any] = {
             "backend": self._backend,

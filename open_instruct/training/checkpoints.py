@@ -16,9 +16,11 @@ from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
 from olmo_core.train.checkpoint import Checkpointer
+from olmo_core.train.train_module import TransformerTrainModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from open_instruct.errors import InputError, RunError
+from open_instruct.training.finite import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,13 @@ class RunCheckpointer(CheckpointerCallback):
 
 @contextmanager
 def explained(trainer: Trainer) -> Iterator[None]:
-    """Turn what goes wrong while a checkpoint is written into one sentence."""
+    """Turn what goes wrong while a checkpoint is written into one sentence. Weights that are broken are not written."""
+    assert isinstance(trainer.train_module, TransformerTrainModule)
+    check_weights(
+        trainer.train_module.model,
+        what=f"the checkpoint of step {trainer.global_step}",
+        last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
+    )
     try:
         yield
     except (OSError, CheckpointException) as error:
@@ -93,6 +101,14 @@ def latest_step(folder: Path) -> int | None:
     """Step of the newest complete checkpoint, or None."""
     paths = find_checkpoints(folder)
     return int(Path(paths[-1]).name.removeprefix("step")) if paths else None
+
+
+def last_checkpoint(folder: Path) -> str:
+    """What an error of a run can say of its newest checkpoint."""
+    step = latest_step(folder)
+    if step is None:
+        return "This run has no checkpoint"
+    return f"The newest checkpoint, {folder / f'step{step}'}, is from before that, and all of its weights are finite"
 
 
 @dataclass

@@ -11,7 +11,8 @@ from olmo_core.train import Trainer
 from open_instruct.data.chat import choose_chat_template
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
 from open_instruct.models.export import export_hf
-from open_instruct.training.checkpoints import latest_step
+from open_instruct.training.checkpoints import last_checkpoint, latest_step
+from open_instruct.training.finite import check_weights
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.run import Run
 from open_instruct.training.train_module import SegmentTrainModule
@@ -30,7 +31,11 @@ def preempted(trainer: Trainer, run: Run) -> int:
 
 def export_policy(policy: SegmentTrainModule, pretrained: Pretrained, *, run: Run, config: Any) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`. Every rank enters together."""
-    dtype, template_name = config.run.export_dtype, config.data.chat_template_name
+    name, template_name = config.run.export_dtype, config.data.chat_template_name
+    dtype = pretrained.dtype if name == "source" else getattr(torch, name)
+    check_weights(
+        policy.model, what="the trained model", last_checkpoint=last_checkpoint(run.directory.path), dtype=dtype
+    )
     report = export_hf(
         policy.model,
         pretrained.hf_config,
@@ -38,7 +43,7 @@ def export_policy(policy: SegmentTrainModule, pretrained: Pretrained, *, run: Ru
         source_folder=pretrained.folder,
         tokenizer_folder=pretrained.tokenizer_folder,
         out_folder=run.directory.hf_model,
-        dtype=pretrained.dtype if dtype == "source" else getattr(torch, dtype),
+        dtype=dtype,
         # The template it was trained with is the one to use it with.
         chat_template=choose_chat_template(pretrained.tokenizer, template_name).text if template_name else None,
     )

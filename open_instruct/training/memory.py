@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from olmo_core.nn.transformer import Transformer
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 
+from open_instruct.config.module_patterns import names_module
 from open_instruct.config.sections import MemorySection
+from open_instruct.errors import InputError
 
 
 def build_activation_checkpointing(
-    memory: MemorySection, *, device: torch.device
+    memory: MemorySection, *, model: Transformer, device: torch.device
 ) -> tuple[TransformerActivationCheckpointingConfig | None, list[str]]:
     """The config (None: keep every activation) and warnings about what was replaced.
 
     A memory budget is spent by the compiler. Where compilation is skipped (no CUDA) OLMo-core would
     keep everything and say nothing, so whole blocks are recomputed instead.
+
+    :raises InputError: a pattern of modules matches nothing in `model`.
     """
     warnings: list[str] = []
-    compiles = memory.compile_model and device.type == "cuda"
+    compiles = memory.compiles and device.type == "cuda"
     if memory.compile_model and not compiles:
         warnings.append("--compile_model does nothing without CUDA: the model runs uncompiled")
     if memory.activation_memory_budget < 1.0:
@@ -39,8 +46,25 @@ def build_activation_checkpointing(
     if memory.activation_checkpointing == "selected_modules":
         return (
             TransformerActivationCheckpointingConfig(
-                mode=Mode.selected_modules, modules=list(memory.activation_checkpointing_modules)
+                mode=Mode.selected_modules, modules=_selected(memory.activation_checkpointing_modules, model)
             ),
             warnings,
         )
     return None, warnings
+
+
+def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
+    """The modules that `patterns` name, without those inside another. OLMo-core's own patterns run over dots."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(names_module([pattern], name) for name in names):
+            of_block = ", ".join(f"blocks.*.{name}" for name, _ in model.blocks["0"].named_children())
+            raise InputError(
+                f"--activation_checkpointing_modules {pattern}: the model has no module of that name (a * stands for "
+                f"anything but a dot); the parts of its blocks are {of_block}"
+            )
+    selected: list[str] = []
+    for name in names:
+        if names_module(patterns, name) and not any(name.startswith(f"{outer}.") for outer in selected):
+            selected.append(name)
+    return selected

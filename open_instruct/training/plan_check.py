@@ -45,9 +45,10 @@ def say_plan(
         memory_bytes=_gpu_bytes(device) if on_cuda else _host_bytes() // num_sharing,
         on_cuda=on_cuda,
     )
-    console.say(verdict.line)
-    if verdict.refusal is not None:
-        console.warn(verdict.refusal)
+    warning = verdict.warning or verdict.refusal
+    console.say(verdict.line, style="yellow" if warning else None)
+    if warning is not None:
+        console.warn(warning)
 
 
 def _gpu_bytes(device: torch.device) -> int:

@@ -86,9 +86,10 @@ def open_pretrained(
             model=f"the model in {folder}",
         )
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    if len(tokenizer) > hf_config.vocab_size:
+    num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    if num_tokens > hf_config.vocab_size:
         raise InputError(
-            f"the tokenizer in {tokenizer_folder} has {len(tokenizer)} tokens, but the model in {folder} has "
+            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in {folder} has "
             f"vocab_size {hf_config.vocab_size}: they do not belong together"
         )
     longest = getattr(hf_config, "max_position_embeddings", None)

@@ -1,7 +1,8 @@
 """Log-probs of the frozen start model: computed once with the sharded model itself, kept by content.
 
 A row's key covers its token ids and spans (so the tokenizer, the template and the truncation); the file's
-name covers the weights, the configuration and the precision. What is kept is the sum over the reply, so that losses
+name covers the weights, the configuration, the precision, and how rows are laid out: padded, packed, or with shared
+prompts, which differ by rounding. What is kept is the sum over the reply, so that losses
 which average divide by the length themselves and share the same file.
 """
 
@@ -22,8 +23,10 @@ from open_instruct.config.sections import ModelSection
 from open_instruct.data.preference_dataset import PreferenceDataset
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.wording import counted
 from open_instruct.training.preference_steps import PairLogprobs
 from open_instruct.training.pretrained import Pretrained
+from open_instruct.training.sample_loader import BatchShape
 from open_instruct.training.scoring import Scorer
 
 log = logging.getLogger(__name__)
@@ -34,10 +37,10 @@ NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 class ReferenceCache:
-    """One file of (row key -> chosen and rejected log-prob) for one set of weights in one precision."""
+    """One file of (row key -> chosen and rejected log-prob) for one set of weights in one precision and layout."""
 
-    def __init__(self, folder: Path, *, model_fingerprint: str, precision: str) -> None:
-        self.path = folder / f"{model_fingerprint[:32]}-{precision}.safetensors"
+    def __init__(self, folder: Path, *, model_fingerprint: str, precision: str, laid_out: str) -> None:
+        self.path = folder / f"{model_fingerprint[:32]}-{precision}-{laid_out}.safetensors"
         self._row_of: dict[bytes, int] = {}
         self._values_N2 = np.zeros((0, 2), dtype=np.float32)
 
@@ -95,7 +98,7 @@ def reference_logprobs(
     for row in range(len(dataset)):
         first_of.setdefault(dataset.key(row), row)
     missing = [row for key, row in first_of.items() if key not in cache]
-    scorer.console.say(f"{title}: {len(first_of) - len(missing):,} rows cached, {len(missing):,} to compute")
+    scorer.console.say(f"{title}: {counted(len(first_of) - len(missing), 'row')} cached, {len(missing):,} to compute")
     if missing:
         values_N2 = scorer.score(dataset, missing, title=title)
         cache.add([dataset.key(row) for row in missing], values_N2)
@@ -103,10 +106,15 @@ def reference_logprobs(
     return cache.lookup(dataset)
 
 
-def open_reference_cache(cache_folder: Path, pretrained: Pretrained, *, model: ModelSection) -> ReferenceCache:
-    """The cache file of these weights in this precision; every rank reads what is in it now."""
+def open_reference_cache(
+    cache_folder: Path, pretrained: Pretrained, *, model: ModelSection, shape: BatchShape
+) -> ReferenceCache:
+    """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
     cache = ReferenceCache(
-        cache_folder / "reference_logprobs", model_fingerprint=_fingerprint(pretrained), precision=model.param_dtype
+        cache_folder / "reference_logprobs",
+        model_fingerprint=_fingerprint(pretrained),
+        precision=model.param_dtype,
+        laid_out=f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded",
     )
     cache.read()
     # All ranks must see the same rows before any of them writes.

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from olmo_core.distributed.parallel import get_world_mesh
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import reshard
-from open_instruct.parallel.data_parallel import (
-    build_context_parallel_config,
-    build_data_parallel_config,
-    build_tensor_parallel_config,
-)
 from open_instruct.training.pretrained import Pretrained
+from open_instruct.training.replica import build_replica
 from open_instruct.training.run import Run
 
 
@@ -26,20 +20,7 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: Any) -> Transfo
 
     Call it after the policy is built: the mesh is the policy's.
     """
-    model = pretrained.build(init_device=config.model.init_device)
-    if run.layout.single_device:
-        model = model.to(getattr(torch, config.model.param_dtype))
-    model = parallelize_model(
-        model,
-        world_mesh=get_world_mesh(),
-        device=run.process.device,
-        max_sequence_length=config.data.max_seq_length,
-        rank_microbatch_size=config.data.max_seq_length,
-        compile_model=config.memory.compile_model,
-        dp_config=build_data_parallel_config(run.layout, param_dtype=config.model.param_dtype),
-        tp_config=build_tensor_parallel_config(run.layout),
-        cp_config=build_context_parallel_config(run.layout),
-    )
+    model = build_replica(pretrained, run=run, config=config)
     stream_load(model, pretrained.files, pretrained.names)
     return model.requires_grad_(False).eval()
 

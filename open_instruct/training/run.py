@@ -14,6 +14,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, provenance, refuse_conflicts, write_config
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
+from open_instruct.parallel.wording import counted
 from open_instruct.records import ShardLayout
 from open_instruct.training.checkpoints import latest_step
 from open_instruct.training.console import Console
@@ -48,7 +49,7 @@ def open_run(config: Any) -> Iterator[Run]:
     for warning in layout.warnings:
         console.warn(warning)
     console.say(
-        f"{layout.world_size} ranks: {layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
+        f"{counted(layout.world_size, 'rank')}: {layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
         + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
         + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
         + f" on {process.device.type}"

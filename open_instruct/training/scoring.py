@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.shards import reshard
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.training.console import Console
 from open_instruct.training.forward import sequence_logprobs
+from open_instruct.training.train_module import ObjectiveTrainModule
 
 
 class Scorer:
@@ -25,8 +25,8 @@ class Scorer:
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(self, policy: TransformerTrainModule, *, shape: BatchShape, console: Console) -> None:
-        self.model = policy.model
+    def __init__(self, policy: ObjectiveTrainModule, *, shape: BatchShape, console: Console) -> None:
+        self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
         self.device = policy.device
         self.shape = shape

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.config.sections import LoggingSection
-from open_instruct.errors import InputError
 from open_instruct.training.metrics_log import Tracker
 
 
@@ -15,12 +14,8 @@ class TensorBoardTracker:
     """Scalars under OUT/tensorboard."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise InputError(
-                "--report_to tensorboard needs the tensorboard package: pip install 'open-instruct[tensorboard]'"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
@@ -35,10 +30,8 @@ class WandbTracker:
     """One wandb run; a resumed run continues it by the id kept in OUT/wandb_id."""
 
     def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise InputError("--report_to wandb needs the wandb package: pip install 'open-instruct[wandb]'") from error
+        import wandb
+
         id_file = folder / "wandb_id"
         run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
         id_file.write_text(run_id)
@@ -60,10 +53,7 @@ class WandbTracker:
 
 
 def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers named in `--report_to`. Call on rank 0 only.
-
-    :raises InputError: if the package of one is not installed.
-    """
+    """The trackers named in `--report_to`, which `check_trackers` has accepted. Call on rank 0 only."""
     trackers: list[Tracker] = []
     if "tensorboard" in logging.report_to:
         trackers.append(TensorBoardTracker(folder))

@@ -68,6 +68,23 @@ class Passthrough(Verifier):
         return 1.0
 
 
+class R1Format(Verifier):
+    """1 for `<think>…</think><answer>…</answer>`: what `--apply_r1_style_format_reward` asks for."""
+
+    name: ClassVar[str] = "r1_format"
+    sees_thinking: ClassVar[bool] = True
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        return float(has_r1_format(completion))
+
+
+def has_r1_format(text: str) -> bool:
+    """Whether a completion is `<think>…</think><answer>…</answer>`; the first tag may be part of the prompt."""
+    thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
+    answer = answer.lstrip()
+    return "<think>" not in thought and answer.startswith("<answer>") and answer.endswith("</answer>")
+
+
 def last_number(text: str) -> Decimal | None:
     """The last number in `text`, or None. A minus directly after a digit is a subtraction: "7-2" ends in 2.
 

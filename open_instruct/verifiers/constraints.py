@@ -149,7 +149,8 @@ def number_of_placeholders(text: str, *, count: int) -> bool:
 def has_postscript(text: str, *, marker: str) -> bool:
     """`marker` in any case, with or without spaces after its full stops, and something behind it."""
     pattern = re.escape(marker).replace(r"\.", r"\.\s?")
-    return re.search(rf"(?<![\w.]){pattern}.*\w", text, flags=re.IGNORECASE | re.DOTALL) is not None
+    found = re.search(rf"(?<![\w.]){pattern}", text, flags=re.IGNORECASE)
+    return found is not None and _WORD.search(text, found.end()) is not None
 
 
 def number_of_bullets(text: str, *, count: int) -> bool:

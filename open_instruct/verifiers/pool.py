@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +21,11 @@ from typing import Any
 from open_instruct.records import Check
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import without_thinking
+from open_instruct.verifiers.worker import verdict
 
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).resolve().with_name("worker.py")
 START_TIMEOUT_S = 60.0
+PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +39,27 @@ class Outcome:
 class VerifierPool:
     """`num_processes` workers for the isolated verifiers; the others are called where the caller is.
 
+    `say` is told of the first problem of each verifier, with its traceback.
+
     Raises:
         InputError: a verifier of `user_verifiers` (words of `--verifier`) cannot be loaded.
     """
 
-    def __init__(self, user_verifiers: Sequence[str] = (), *, num_processes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        user_verifiers: Sequence[str] = (),
+        *,
+        num_processes: int,
+        timeout_s: float,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.verifiers = known_verifiers(user_verifiers)
-        self._command = [sys.executable, "-m", "open_instruct.verifiers.worker", *user_verifiers]
+        # By its path and with -P: neither the working folder nor ours is where its imports are looked for.
+        self._command = [sys.executable, "-P", str(WORKER), *user_verifiers]
         self._timeout_s = timeout_s
+        self._say = say
+        self._told: set[str] = set()
+        self._telling = threading.Lock()
         # Linux ends a worker with the thread that started it, so that must be one that lives as long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-starter")
         # A place is a worker, or None until somebody needs one.
@@ -51,28 +70,39 @@ class VerifierPool:
 
     def score(self, check: Check, completion: str) -> Outcome:
         """Judge one completion. A verifier that raises, dies or takes too long gives 0, and says so."""
-        text = without_thinking(completion)
-        verifier = self.verifiers[check.verifier]
-        if not verifier.isolated:
-            try:
-                return _bounded(check.verifier, float(verifier.score(text, check.ground_truth)))
-            except Exception as error:  # it may be foreign code, which may raise anything
-                return Outcome(score=0.0, problem=f"{check.verifier}: {type(error).__name__}: {error}")
+        name = check.verifier
+        text = completion if self.verifiers[name].sees_thinking else without_thinking(completion)
+        if self.verifiers[name].isolated:
+            answer = self._ask_worker({"verifier": name, "text": text, "ground_truth": check.ground_truth})
+        else:
+            answer = verdict(self.verifiers[name], text, check.ground_truth)
+        problem = answer.get("problem")
+        if problem is None and not 0 <= answer["score"] <= 1:
+            problem = f"gave {answer['score']}, which is not between 0 and 1"
+        if problem is None:
+            return Outcome(score=answer["score"])
+        self._tell(name, f"the verifier {name}: {problem}\n{answer.get('traceback', '')}".rstrip())
+        return Outcome(score=0.0, problem=f"{name}: {problem}")
+
+    def _ask_worker(self, request: dict[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
-            if worker is None:
-                worker = _Worker(self._command, self._starter)
-            request = {"verifier": check.verifier, "text": text, "ground_truth": check.ground_truth}
+            worker = worker or _Worker(self._command, self._starter)
             answer = worker.ask(request, timeout_s=self._timeout_s)
             if answer is None:
                 worker.kill()
                 worker = None
-                return Outcome(score=0.0, problem=f"{check.verifier} took more than {self._timeout_s:g} s, or died")
+                answer = {"problem": f"took more than {self._timeout_s:g} s, or died"}
         finally:
             self._places.put(worker)
-        if "problem" in answer:
-            return Outcome(score=0.0, problem=f"{check.verifier}: {answer['problem']}")
-        return _bounded(check.verifier, answer["score"])
+        return answer
+
+    def _tell(self, name: str, text: str) -> None:
+        with self._telling:
+            is_first = name not in self._told
+            self._told.add(name)
+        if is_first:
+            self._say(f"{text}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
 
     def close(self) -> None:
         """End the workers; waits for those that are at work."""
@@ -83,43 +113,69 @@ class VerifierPool:
         self._starter.shutdown()
 
 
-def _bounded(name: str, score: float) -> Outcome:
-    if 0 <= score <= 1:
-        return Outcome(score=float(score))
-    return Outcome(score=0.0, problem=f"{name} gave {score}, which is not between 0 and 1")
-
-
 class _Worker:
+    """A process with a session of its own, so that what a verifier has started can be ended with it."""
+
     def __init__(self, command: Sequence[str], starter: ThreadPoolExecutor) -> None:
-        paths = [str(PACKAGE_PARENT), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+        # An empty entry would mean the working folder.
+        paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         self._process = starter.submit(
             subprocess.Popen,
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # So that the package is found uninstalled, and the user's module where the run was started.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            bufsize=0,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths},
         ).result()
-        self._is_ready = self._read(START_TIMEOUT_S) is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._requests, False)
+        self._unread = b""
+        self._num_asked = 0
+        self._greeting = self._exchange(b"", timeout_s=START_TIMEOUT_S)
 
     def ask(self, request: dict[str, object], *, timeout_s: float) -> dict[str, Any] | None:
         """The answer; None if the process died or did not answer in time, after which it must be killed."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            return None
-        return self._read(timeout_s) if self._is_ready else None
+        if self._greeting is None or "problem" in self._greeting:
+            return self._greeting
+        self._num_asked += 1
+        line = json.dumps({"id": self._num_asked, **request}).encode() + b"\n"
+        return self._exchange(line, timeout_s=timeout_s)
 
-    def _read(self, timeout_s: float) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        # A line is short, so it arrives whole once its beginning has.
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-        line = self._process.stdout.readline() if ready else b""
-        return json.loads(line) if line.endswith(b"\n") else None
+    def _exchange(self, unsent: bytes, *, timeout_s: float) -> dict[str, Any] | None:
+        """Send a line; the line that answers it. What else arrives is of a verdict that was waited for in vain."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            line, ends, rest = self._unread.partition(b"\n")
+            if ends:
+                self._unread = rest
+                with contextlib.suppress(ValueError, AttributeError):  # not ours: a verifier found the pipe
+                    answer: dict[str, Any] = json.loads(line)
+                    if answer.get("id") == self._num_asked:
+                        return answer
+                continue
+            polled = select.poll()
+            polled.register(self._answers, select.POLLIN)
+            if unsent:
+                polled.register(self._requests, select.POLLOUT)
+            left_s = deadline_s - time.monotonic()
+            ready = dict(polled.poll(left_s * 1000)) if left_s > 0 else {}
+            try:
+                if self._requests in ready:
+                    unsent = unsent[os.write(self._requests, unsent[:PIECE_BYTES]) :]
+                piece = os.read(self._answers, PIECE_BYTES) if self._answers in ready else b""
+            except OSError:
+                return None
+            self._unread += piece
+            if not piece and self._requests not in ready:
+                return None  # late, or at its end
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()

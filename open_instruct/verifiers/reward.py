@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.records import Completion, Prompt, Verdict
+from open_instruct.records import Check, Completion, Prompt, Verdict
+from open_instruct.verifiers.answers import R1Format
 from open_instruct.verifiers.pool import VerifierPool
 
-_THINK_THEN_ANSWER = re.compile(r"\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*", flags=re.DOTALL)
-
-
-def has_r1_format(text: str) -> bool:
-    """Whether a completion is `<think>…</think><answer>…</answer>`; the first tag may be part of the prompt."""
-    return _THINK_THEN_ANSWER.fullmatch(text) is not None
+FORM = Check(verifier=R1Format.name, ground_truth=None)
 
 
 class RewardModel:
@@ -33,6 +27,7 @@ class RewardModel:
         """
         config = self._config
         outcomes = [(check, self._pool.score(check, completion.text)) for check in prompt.checks]
+        problems = [outcome.problem for _, outcome in outcomes]
         by_name: dict[str, list[float]] = {}
         for check, outcome in outcomes:
             by_name.setdefault(check.verifier, []).append(outcome.score)
@@ -41,13 +36,13 @@ class RewardModel:
         reward = config.verification_reward * sum(check.weight * outcome.score for check, outcome in outcomes)
         reward = reward / total_weight if total_weight else 0.0
         if config.apply_r1_style_format_reward:
-            is_formatted = has_r1_format(completion.text)
-            scores["format"] = float(is_formatted)
-            if is_formatted:
+            form = self._pool.score(FORM, completion.text)
+            scores["format"] = form.score
+            problems.append(form.problem)
+            if form.score:
                 reward += config.r1_style_format_reward
             elif not config.additive_format_reward:
                 reward = 0.0
         if config.non_stop_penalty and completion.is_truncated:
             reward = config.non_stop_penalty_value
-        problems = tuple(outcome.problem for _, outcome in outcomes if outcome.problem)
-        return Verdict(reward=reward, scores=scores, problems=problems)
+        return Verdict(reward=reward, scores=scores, problems=tuple(filter(None, problems)))

@@ -11,12 +11,15 @@ THINKING_ENDS = "</think>"
 class Verifier(ABC):
     """One kind of answer. `isolated` verifiers run foreign or unbounded code, so they get a process that can be killed.
 
+    Most are asked about the answer alone; one that `sees_thinking` is given the whole completion.
+
     A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. One that cannot
     compare with everything says so in `check_ground_truth`, which is asked when rows are loaded.
     """
 
     name: ClassVar[str]
     isolated: ClassVar[bool] = True
+    sees_thinking: ClassVar[bool] = False
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuses a row's ground truth that `score` could not use.
@@ -28,7 +31,7 @@ class Verifier(ABC):
 
     @abstractmethod
     def score(self, completion: str, ground_truth: Any) -> float:
-        """How right the answer is, from 0 to 1. `completion` comes without what was thought before it."""
+        """How right the answer is, from 0 to 1; `completion` is without what was thought before it."""
 
 
 def without_thinking(completion: str) -> str:

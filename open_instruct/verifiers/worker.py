@@ -1,7 +1,8 @@
 """A process that scores one completion after another: JSON lines in, JSON lines out, until its input ends.
 
-Started by `VerifierPool`, which kills it when a verdict takes too long. It ends with its parent, whatever ended that:
-an idle one because its input closes, a busy one because it is killed.
+Started by `VerifierPool`, by this file's path, and killed when a verdict takes too long. It ends with its parent,
+whatever ended that: an idle one because its input closes, a busy one because it is killed. What its verifiers have
+started ends with it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,38 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 import threading
 import time
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+if "open_instruct" not in sys.modules:
+    # The package alone: with its parent on the path, what else lies there could be imported in place of a library.
+    _spec = spec_from_file_location("open_instruct", Path(__file__).resolve().parents[1] / "__init__.py")
+    assert _spec is not None and _spec.loader is not None
+    sys.modules["open_instruct"] = module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["open_instruct"])
 
 from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.verifier import Verifier
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PARENT_WATCH_INTERVAL_S = 1.0
+MAX_PROBLEM_CHARACTERS = 500
+MAX_TRACEBACK_CHARACTERS = 4000
+
+
+def verdict(verifier: Verifier, text: str, ground_truth: Any) -> dict[str, Any]:
+    """`{"score": …}`, or `{"problem": …, "traceback": …}` where the verifier raised."""
+    try:
+        return {"score": float(verifier.score(text, ground_truth))}
+    except BaseException as error:  # foreign code, which may raise anything, and exit
+        return _failure(error)
 
 
 def end_with_parent() -> None:
@@ -38,21 +62,47 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def end_group_with_us() -> None:
+    """Leave a process behind, nobody's child, that kills what is left of our group once we have ended."""
+    try:
+        ourselves = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):  # not Linux, or an old one
+        return
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os.close(ourselves)
+        return
+    if os.fork() == 0:
+        select.select([ourselves], [], [])
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
 def main(user_verifiers: list[str]) -> None:
+    end_group_with_us()
     end_with_parent()
-    # What a verifier prints must not be taken for a verdict.
-    verdicts = os.fdopen(os.dup(1), "w")
+    # What a verifier prints must not be taken for a verdict, nor may it read what is asked.
+    requests, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    verifiers = known_verifiers(user_verifiers)
-    print(json.dumps({"ready": True}), file=verdicts, flush=True)
-    for line in sys.stdin:
+    worker = os.getpid()
+    greeting: dict[str, Any] = {"id": 0}
+    try:
+        verifiers = known_verifiers(user_verifiers)
+    except BaseException as error:
+        greeting |= _failure(error)
+    print(json.dumps(greeting), file=verdicts, flush=True)
+    for line in requests:
         request = json.loads(line)
-        answer: dict[str, object]
-        try:
-            answer = {"score": float(verifiers[request["verifier"]].score(request["text"], request["ground_truth"]))}
-        except Exception as error:  # foreign code, which may raise anything
-            answer = {"problem": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=verdicts, flush=True)
+        answer = verdict(verifiers[request["verifier"]], request["text"], request["ground_truth"])
+        if os.getpid() != worker:
+            os._exit(0)  # the verifier forked, and this is its child, which has nothing to answer
+        print(json.dumps({"id": request["id"], **answer}), file=verdicts, flush=True)
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    problem = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_PROBLEM_CHARACTERS]
+    return {"problem": problem, "traceback": "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]}
 
 
 if __name__ == "__main__":

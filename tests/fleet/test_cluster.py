@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ import pytest
 
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.cluster import short_folder, start_cluster
 from open_instruct.rollout.placement import FleetShape, learner_layout, place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -96,10 +101,11 @@ print(json.dumps({"nodes": sum(node["Alive"] for node in ray.nodes()), "free": r
 """
 
 
-def run(program: str, *arguments: str) -> Any:
+def run(program: str, *arguments: str, cwd: Path | None = None) -> Any:
     """The last line that a Python program prints, as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
+        cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -252,3 +258,146 @@ def test_a_local_cluster_has_places_enough_and_listens_to_this_machine_only() ->
     assert report["listening"]
     assert set(report["listening"]) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     assert not report["marked"]  # programs that the driver starts later are their own masters
+
+
+GUARDED_RUN = """
+import json, os, stat, sys
+from pathlib import Path
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.placement import FleetShape
+
+shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
+modes, tokens = {}, []
+for _ in range(2):
+    with start_cluster(FleetSection(), shape, say=lambda text: None):
+        import ray
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        seen = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_TOKEN_PATH"]).remote(), timeout=60)
+        modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)}
+        tokens.append((seen == str(token), len(token.read_text()) == 64))
+left = [path for path in modes if os.path.exists(path)]
+print(json.dumps({"modes": list(modes.values()), "tokens": tokens, "left": left,
+                  "variables": [os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")]}))
+"""
+
+
+TOKEN = "a" * 64
+
+
+class TestWhoMayTalkToRay:
+    def test_a_run_has_a_token_in_a_folder_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is read from HOME, where a token for other clusters may be, or written there."""
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "for another cluster")
+        report = run(GUARDED_RUN)
+        assert report["modes"] == [0o600, 0o700]
+        assert report["tokens"] == [[True, True]] * 2
+        assert report["left"] == []
+        assert report["variables"] == ["disabled", "for another cluster"]
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.fixture(scope="class")
+    def guarded(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        """The address of a cluster with a token."""
+        folder = str(short_folder())
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        head = subprocess.Popen(
+            [
+                *(
+                    str(Path(sys.executable).with_name("ray")),
+                    "start",
+                    "--head",
+                    "--block",
+                    "--include-dashboard=false",
+                ),
+                *("--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}", f"--temp-dir={folder}"),
+                *("--num-cpus=2", "--object-store-memory=80000000"),
+            ],
+            env=environment | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "HOME": folder},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not answers(address) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            yield address
+        finally:
+            head.terminate()
+            head.wait(60)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({}, r"does not let this process in\. If the cluster has a token, give it here too.*\(now: none\)"),
+            ({"RAY_AUTH_MODE": "token"}, r"\(now: none\)"),
+            ({"RAY_AUTH_TOKEN": "b" * 64}, r"\(now: RAY_AUTH_TOKEN\)"),
+            ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, r"\(now: RAY_AUTH_TOKEN_PATH\)"),
+            ({"RAY_AUTH_TOKEN": TOKEN}, "joined Ray at "),
+        ],
+        ids=["no token", "mode alone", "another token", "no file", "the token"],
+    )
+    def test_a_joined_cluster_wants_its_token(
+        self, guarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert re.search(said, run(JOINING, guarded))
+
+
+JOINING = """
+import json, sys
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.errors import InputError
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.placement import FleetShape
+shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
+said = []
+try:
+    with start_cluster(FleetSection(ray_address=sys.argv[1]), shape, say=said.append):
+        pass
+except InputError as error:
+    said.append(str(error))
+print(json.dumps(said[-1]))
+"""
+
+
+def answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+IMPORTING = """
+import importlib.util, json
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.placement import FleetShape
+
+shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
+with start_cluster(FleetSection(), shape, say=print):
+    import ray
+
+    def found():
+        return [importlib.util.find_spec(name) is not None for name in ("planted", "open_instruct")]
+
+    answer = ray.get(ray.remote(found).remote())
+print(json.dumps(answer))
+"""
+
+
+def test_actors_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").touch()
+    assert run(IMPORTING, cwd=tmp_path) == [False, True]

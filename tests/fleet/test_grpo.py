@@ -18,7 +18,14 @@ from safetensors.torch import load_file
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.rollout.traces import read_traces
 from open_instruct.rollout.watchdog import SHARED_MEMORY
-from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished, write_prompts
+from tests.fleet.grpo_case import (
+    NUM_PROMPTS_PER_STEP,
+    NUM_SAMPLES_PER_PROMPT,
+    NUM_STEPS,
+    GRPOCase,
+    finished,
+    write_prompts,
+)
 
 # What scripts read; see README.
 EVERY_STEP = {
@@ -162,6 +169,23 @@ def test_one_device_for_learner_and_engine(variant: Callable[..., GRPOCase], bac
     rows = case.rows()
     assert len(rows) == NUM_STEPS
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
+
+
+def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:
+    case = variant(verifier="broken.py:Broken")
+    (case.output_dir.parent / "broken.py").write_text(
+        "from open_instruct.verifiers.verifier import Verifier\n"
+        "class Broken(Verifier):\n"
+        "    name = 'digits'\n"
+        "    def score(self, completion, ground_truth):\n"
+        "        return completion.digits\n"
+    )
+    said = finished(case.start(), exit_code=1)
+    for text in (said, (case.output_dir / "run.log").read_text()):
+        assert text.count("return completion.digits") == 1
+        assert "the verifier digits: AttributeError: 'str' object has no attribute 'digits'" in text
+    assert f"all {NUM_PROMPTS_PER_STEP * NUM_SAMPLES_PER_PROMPT} verdicts of a step failed" in said
+    assert not case.rows()
 
 
 def test_a_killed_learner_is_replaced(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:

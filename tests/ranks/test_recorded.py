@@ -64,7 +64,13 @@ def check(name: str, rows: list[dict[str, float]], digest: str) -> None:
 
 
 def test_dpo_with_shared_prompts_on_two_ranks_and_its_resume(dpo_case: TrainCase, run_ranks: RunRanks) -> None:
-    flags = {"prefix_sharing": "on", "loss_type": "dpo_norm", "checkpointing_steps": 2, "weight_decay": 0.1}
+    flags = {
+        "prefix_sharing": "on",
+        "loss_type": "dpo_norm",
+        "beta": 0.1,
+        "checkpointing_steps": 2,
+        "weight_decay": 0.1,
+    }
     flags |= {"eval_mixer_list": [dpo_case.rows, "6"]}
     command = dpo_case.command("recorded_dpo", ranks=2, batch=2, **flags)
     run_ranks(2, TRAIN, timeout_s=200, commands=[command], ports=free_ports(1))

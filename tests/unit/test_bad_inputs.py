@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.dpo import main
+from open_instruct.models.export_files import replacing_problem
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.process import stop_process
 
@@ -140,7 +141,10 @@ def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Calla
         ({"fsdp_shard_degree": 3}, "--fsdp_shard_degree 3"),
         ({"tensor_parallel_degree": 2}, "--tensor_parallel_degree 2"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
-        ({"activation_memory_budget": 0.5}, "--compile_model"),
+        (
+            {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.mlp"},
+            "--activation_checkpointing_modules blocks.*.mlp",
+        ),
         ({"loss_type": "simpo", "cache_logprobs_only": "true"}, "cache_logprobs_only"),
         ({"output_dir": "/dev/null/run"}, "--output_dir"),
         ({"learning_rate": "fast"}, "--learning_rate"),
@@ -168,6 +172,36 @@ def test_a_folder_continues_only_its_own_run(
     assert "cannot be read" in stderr_of(exit_code=1)
 
 
+@pytest.mark.parametrize("name", ["hf_model", ".hf_model.partial"])
+@pytest.mark.parametrize(
+    ("put", "told"),
+    [
+        (lambda place: place.symlink_to(place.parent.parent), "is a link to"),
+        (lambda place: place.symlink_to("nowhere"), "is a link to nowhere"),
+        (lambda place: place.write_text("mine"), "is a file"),
+    ],
+    ids=["link", "dangling", "file"],
+)
+def test_where_no_export_can_go_no_training_starts(
+    stderr_of: Callable[..., str], tmp_path: Path, name: str, put: Callable[[Path], Any], told: str
+) -> None:
+    place = tmp_path / "out" / name
+    place.parent.mkdir()
+    put(place)
+    assert f"{place} {told}" in stderr_of()
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_mount_or_a_folder_that_cannot_be_written_takes_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "not" / "yet" / "there"
+    assert replacing_problem(out) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert f"{tmp_path} cannot be written" in str(replacing_problem(out))
+    assert "is a mount" in str(replacing_problem(Path("/proc")))
+
+
 def test_a_checkpoint_that_cannot_be_written(
     stderr_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +211,14 @@ def test_a_checkpoint_that_cannot_be_written(
     monkeypatch.setattr("olmo_core.train.checkpoint.save_state_dict", full)
     told = stderr_of(exit_code=1)
     assert "step 1 cannot be written" in told and "No space left" in told and "same command" in told
+
+
+def test_a_learning_rate_that_breaks_the_weights(stderr_of: Callable[..., str], tmp_path: Path) -> None:
+    """The loss and the gradient of the only step are finite; what is broken is what comes of it."""
+    told = stderr_of(exit_code=1, learning_rate=1e30, warmup_ratio=0.0)
+    assert "some weights are not finite, or larger than" in told.splitlines()[-1]
+    assert "the checkpoint of step 1 was not written" in told and "This run has no checkpoint" in told
+    assert not list((tmp_path / "out").glob("step*")) and not (tmp_path / "out" / "hf_model").exists()
 
 
 def test_only_reference_logprobs(stderr_of: Callable[..., str], tmp_path: Path) -> None:

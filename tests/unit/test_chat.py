@@ -259,7 +259,7 @@ def test_tokenizers_that_cannot_be_loaded(tokenizer: PreTrainedTokenizerFast, tm
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     whole = (tmp_path / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="cannot be loaded"):
+    with pytest.raises(InputError, match=r"cannot be loaded|not JSON"):
         load_tokenizer(str(tmp_path))
 
 

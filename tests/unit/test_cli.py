@@ -147,13 +147,48 @@ class TestEntry:
         assert run_entry(DPOConfig, main, argv, program="dpo", validate=validate_dpo) == 0
         assert [config.loss.beta for config in seen] == [5.0]
 
+    @pytest.mark.parametrize(
+        ("installed", "environ", "said"),
+        [
+            (False, {"WANDB_API_KEY": "key"}, "--report_to wandb needs the wandb package: pip install"),
+            (True, {}, "--report_to wandb: nobody has logged in here: run `wandb login`, or set WANDB_API_KEY"),
+            (True, {"WANDB_BASE_URL": "https://wandb.example.org", "NETRC": "netrc"}, "nobody has logged in"),
+            (True, {"NETRC": "netrc"}, ""),
+            (True, {"WANDB_API_KEY": "key"}, ""),
+            (True, {"WANDB_MODE": "offline"}, ""),
+        ],
+    )
+    def test_wandb_is_there_before_anything_starts(
+        self,
+        installed: bool,
+        environ: dict[str, str],
+        said: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+            monkeypatch.delenv(name)
+        for name, value in (environ | {"HOME": str(tmp_path)}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+        (tmp_path / "wandb").mkdir()  # of earlier runs: no package
+        (tmp_path / "packages").mkdir()
+        if installed:
+            (tmp_path / "packages" / "wandb.py").write_text("raise AssertionError('imported')")
+        monkeypatch.setattr(sys, "path", [str(tmp_path / "packages"), str(tmp_path)])
+        result = AssertionError("main was called") if said else 0
+        assert entry_code(tmp_path / "out", ["--report_to", "wandb"], result) == (EXIT_INPUT if said else 0)
+        assert said in capsys.readouterr().err
+
     def test_the_command_line_is_the_default(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(sys, "argv", ["dpo.py", *REQUIRED, "--output_dir", str(tmp_path)])
         assert run_entry(DPOConfig, lambda config: 7, None, program="dpo", validate=validate_dpo) == 7
 
     def test_main_is_not_called_with_bad_flags(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert entry_code(tmp_path, ["--beta", "x"], AssertionError("main was called")) == EXIT_INPUT
-        assert capsys.readouterr().err.startswith("dpo: --beta takes a number, not 'x'\n")
+        assert capsys.readouterr().err.startswith("dpo: --beta takes a number, or none, not 'x'\n")
 
     def test_other_ranks_leave_bad_flags_to_rank_0(
         self,
@@ -174,7 +209,7 @@ class TestEntry:
         monkeypatch.setenv(LAUNCHER_ERROR_FILE, str(error_file))
         assert entry_code(tmp_path, ["--beta", "x"]) == EXIT_INPUT
         failure = json.loads(error_file.read_text())["message"]
-        assert failure["message"].startswith("dpo: --beta takes a number, not 'x'\nNothing was started.")
+        assert failure["message"].startswith("dpo: --beta takes a number, or none, not 'x'\nNothing was started.")
         assert int(failure["extraInfo"]["timestamp"]) > 0
 
     def test_warnings_do_not_stop(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

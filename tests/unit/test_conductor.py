@@ -275,6 +275,15 @@ class TestActiveSampling:
                 it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
         assert len(pool.requests) <= (MAX_REJECTED_PER_PROMPT + 2) * NUM_PROMPTS * NUM_SAMPLES
 
+    def test_gives_up_at_once_where_no_verdict_is_a_real_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        broken = Verdict(reward=0.0, scores={"fake": 0.0}, problems=("fake: KeyError: 'x'",))
+        monkeypatch.setattr(FakeReward, "judge", lambda *_: broken)
+        with BusyPool() as pool, conductor(pool, "--active_sampling") as it:
+            it.start(0)
+            with pytest.raises(RunError, match=r"verdicts of a step failed.*fake: KeyError"):
+                it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
+        assert len(pool.requests) <= 4 * NUM_PROMPTS * NUM_SAMPLES
+
 
 class TestNoResampling:
     def test_solved_rows_are_not_drawn_again(self) -> None:

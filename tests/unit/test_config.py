@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from open_instruct.config import resolved
 from open_instruct.config.dpo import SMOOTHED_LOSSES, DPOConfig, validate_dpo
-from open_instruct.config.flags import NONE_WORDS, Flag, flags_of
+from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import help_lines
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, resume_conflicts, write_config
+from open_instruct.config.sections import DEFAULT_BETAS
 from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
 from open_instruct.errors import InputError
 
@@ -55,7 +56,20 @@ class TestCommandLine:
         assert config.model.model_name_or_path == "model"
         assert config.data.mixer_list == ["rows.jsonl", "1.0"]
         defaults = {flag.name: flag.default for flag in flags_of(DPOConfig).values() if not flag.required}
+        defaults["beta"] = 5.0  # of dpo_norm
         assert {name: value for name, value in as_flat_dict(config).items() if name in defaults} == defaults
+
+    @pytest.mark.parametrize(("loss_type", "beta"), [*DEFAULT_BETAS.items(), ("dpo_norm", 5.0), ("dpo", 0.1)])
+    def test_beta_follows_the_loss(self, loss_type: str, beta: float, tmp_path: Path) -> None:
+        config = config_of("--loss_type", loss_type)
+        assert config.loss.beta == beta
+        assert config_of("--loss_type", loss_type, "--beta", "none") == config
+        assert config_of("--loss_type", loss_type, "--beta", "0.3").loss.beta == 0.3
+        write_config(config, tmp_path / "config.yaml")
+        assert f"\nbeta: {beta}\n" in (tmp_path / "config.yaml").read_text()
+        # What is not given again is what it was, so the run is the same; with the default of another loss it is not.
+        assert resume_conflicts(as_flat_dict(config), config_of("--loss_type", loss_type)) == []
+        assert len(resume_conflicts(as_flat_dict(config) | {"beta": 0.03}, config)) == 1
 
     @pytest.mark.parametrize(
         ("words", "flag", "value"),
@@ -100,10 +114,14 @@ class TestCommandLine:
             (["--max_seq_length", "1e3"], ["--max_seq_length takes a whole number, not '1e3'", "write 1000"]),
             (["--max_seq_length", "12.5"], ["--max_seq_length takes a whole number, not '12.5'"]),
             (["--max_seq_length", "none"], ["--max_seq_length takes a whole number, not 'none'"]),
+            (["--seed", "9" * 400], ["--seed takes a whole number, not '999", "…'"]),
+            (["--seed", "1e300"], ["--seed takes a whole number, not '1e300' (at most 2147483647)"]),
+            (["--exp_name", "a\0b"], ["--exp_name holds a null byte or one that is not UTF-8"]),
+            (["--eval_mixer_list", "a\udc80"], ["--eval_mixer_list holds a null byte or one that is not UTF-8"]),
             (["--max_train_steps", "all"], ["--max_train_steps takes a whole number, or none, not 'all'"]),
-            (["--beta", "big"], ["--beta takes a number, not 'big'"]),
-            (["--beta", "nan"], ["--beta takes a number, not 'nan'"]),
-            (["--beta", "inf"], ["--beta takes a number, not 'inf'"]),
+            (["--beta", "big"], ["--beta takes a number, or none, not 'big'"]),
+            (["--beta", "nan"], ["--beta takes a number, or none, not 'nan'"]),
+            (["--beta", "inf"], ["--beta takes a number, or none, not 'inf'"]),
             (["--loss_type", "DPO"], ["--loss_type takes one of dpo, dpo_norm, simpo, wpo, ipo, hinge, not 'DPO'"]),
             (["--packing", "yes"], ["--packing takes true or false, not 'yes'"]),
             (["--no_packing", "false"], ["--no_packing takes no value, not 'false'", "--packing true|false"]),
@@ -202,12 +220,12 @@ class TestYaml:
         [
             ("beta: 1\nlerning_rate: 1\n", ["line 5: lerning_rate is not a flag", "did you mean learning_rate?"]),
             ("beta: 1\nseed: 2\nbeta: 3\n", ["line 6: beta is given twice in this file"]),
-            ("beta: much\n", ["line 4: beta takes a number, not 'much'"]),
-            ("beta: null\n", ["line 4: beta needs a value: a number"]),
-            ("beta:\n", ["line 4: beta needs a value: a number"]),
-            ("beta: [1, 2]\n", ["line 4: beta takes a number, not a list"]),
+            ("beta: much\n", ["line 4: beta takes a number, or none, not 'much'"]),
+            ("seed: null\n", ["line 4: seed needs a value: a whole number"]),
+            ("seed:\n", ["line 4: seed needs a value: a whole number"]),
+            ("beta: [1, 2]\n", ["line 4: beta takes a number, or none, not a list"]),
             ("loss:\n  beta: 1\n", ["line 4: loss is not a flag"]),
-            ("beta: {x: 1}\n", ["line 4: beta takes a number, not a mapping"]),
+            ("beta: {x: 1}\n", ["line 4: beta takes a number, or none, not a mapping"]),
             ("report_to: wandb\n", ["line 4: report_to takes a list of words", "not 'wandb'"]),
             ("report_to: [[wandb]]\n", ["line 4: report_to takes a list of words", "not a list of other things"]),
             ("[a, b]: 1\n", ["line 4: a flag's name is one word, not a list"]),
@@ -223,6 +241,13 @@ class TestYaml:
 
     def test_bad_yaml_names_the_line(self, tmp_path: Path) -> None:
         assert "run.yaml line 6: not valid YAML" in yaml_refusal(tmp_path, "beta: 1\nseed: [1\n  x: }\n")
+
+    @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "report_to: " + "[" * 5000 + "]" * 5000])
+    def test_deep_nesting_is_refused(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "deep.yaml"
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"deep\.yaml: lists or mappings nested too deep"):
+            parse(DPOConfig, [str(path)])
 
     @pytest.mark.parametrize("text", ["- beta\n- 1\n", "just words\n"])
     def test_what_is_no_mapping_is_refused(self, tmp_path: Path, text: str) -> None:
@@ -290,6 +315,7 @@ class TestValidation:
             (["--max_grad_norm", "-1"], "0 leaves gradients alone"),
             (["--seed", "-1"], "--seed -1"),
             (["--beta", "0"], "--beta 0.0: must be above 0"),
+            (["--max_seq_length", "2147483647"], "fits no device"),
             (["--gamma_beta_ratio", "-1", "--loss_type", "simpo"], "--gamma_beta_ratio -1.0"),
             (["--label_smoothing", "0.5"], "--label_smoothing 0.5: must be at least 0 and below 0.5"),
             (["--fsdp_shard_degree", "0"], "--fsdp_shard_degree 0: must be at least 1"),
@@ -309,7 +335,6 @@ class TestValidation:
                 ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"],
                 "--activation_checkpointing_modules is empty",
             ),
-            (["--activation_memory_budget", "0.5"], "add --compile_model (CUDA only), or use --activation_checkpoint"),
             (
                 ["--activation_memory_budget", "0.5", "--compile_model", "--activation_checkpointing", "full"],
                 "both decide what is recomputed",
@@ -379,25 +404,34 @@ class TestValidation:
         warnings = validate_dpo(config_of("--eval_mixer_list", "held_out.jsonl", "1"))
         assert warnings == ["--eval_mixer_list held_out.jsonl 1 takes a single row; write 1.0 for all of them"]
 
+    def test_a_memory_budget_turns_the_compiler_on_and_says_so(self) -> None:
+        budget = "--activation_memory_budget 0.5"
+        told = f"{budget} is carried out by the compiler, so it turns --compile_model on"
+        assert validate_dpo(config_of(*budget.split())) == [told]
+        assert config_of(*budget.split()).memory.compiles
+
     def test_wandb_flags_without_wandb_warn(self) -> None:
         assert validate_dpo(config_of("--exp_name", "x")) == ["--exp_name x is read only with --report_to wandb"]
 
 
 def values_of(flag: Flag) -> st.SearchStrategy[Any]:
     """Any value that a word can say of this flag."""
-    text = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda word: word.lower() not in NONE_WORDS)
+    text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")).filter(
+        lambda word: word.lower() not in NONE_WORDS
+    )
     strategy: st.SearchStrategy[Any]
     if flag.choices:
         strategy = st.sampled_from(flag.choices)
     else:
         strategy = {
             bool: st.booleans(),
-            int: st.integers(),
+            int: st.integers(-LARGEST_INT, LARGEST_INT),
             float: st.floats(allow_nan=False, allow_infinity=False),
             str: text,
             list: st.lists(text),
         }[flag.kind]
-    return st.one_of(st.none(), strategy) if flag.optional else strategy
+    # In a config there is always a beta: without one given, the loss's own.
+    return st.one_of(st.none(), strategy) if flag.optional and flag.name != "beta" else strategy
 
 
 class TestSavedConfig:
@@ -534,7 +568,7 @@ class TestResume:
         with pytest.raises(InputError) as caught:
             refuse_conflicts(saved, config_of("--beta", "7", "--seed", "1"))
         message = str(caught.value)
-        for part in ("--beta was 0.1, is 7.0", "--seed was 42, is 1", "another --output_dir", "--overwrite_output_dir"):
+        for part in ("--beta was 5.0, is 7.0", "--seed was 42, is 1", "another --output_dir", "--overwrite_output_dir"):
             assert part in message
 
 

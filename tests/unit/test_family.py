@@ -13,7 +13,7 @@ from olmo_core.nn.hf.convert import convert_state_from_hf
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import InputError
-from open_instruct.models.build import build_model, find_unloaded
+from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf_config import load_hf_config
 
@@ -81,7 +81,7 @@ def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module
     model.init_weights(device=CPU, max_seq_len=NUM_TOKENS)
     state = convert_state_from_hf(config, dict(reference.state_dict()), model_type=config.model_type)
     model.load_state_dict(state)
-    assert find_unloaded(model) == []
+    assert find_not_finite(model) == {}
     return model
 
 
@@ -225,7 +225,7 @@ def test_rope_scaling_in_the_older_spelling(tmp_path: Path) -> None:
         (b"\xff{}", r"config\.json is not UTF-8"),
         (b"{}", r"config\.json has no 'model_type'; supported families are OLMo 2"),
         (b'{"model_type": "mixtral"}', r"config\.json: model_type 'mixtral' is not supported; supported are OLMo 2"),
-        (b'{"model_type": "llama", "hidden_size": "wide"}', r"config\.json: transformers cannot read it"),
+        (b'{"model_type": "llama", "rms_norm_eps": "small"}', r"config\.json: transformers cannot read it"),
     ],
 )
 def test_a_damaged_config_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
@@ -259,16 +259,22 @@ def test_a_fresh_model_is_poisoned_until_it_is_loaded(init_device: str) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {init_device}
     model.init_weights(device=CPU)
     names = [name for name, _ in model.named_parameters()]
-    assert find_unloaded(model) == names
+    assert find_not_finite(model) == dict.fromkeys(names, "NaN")
     assert model.lm_head.w_out.weight is model.embeddings.weight
 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-    assert find_unloaded(model) == []
+    assert find_not_finite(model) == {}
     with torch.no_grad():
         model.blocks["2"].attention.w_k.weight[-1, -1] = float("nan")
-    assert find_unloaded(model) == ["blocks.2.attention.w_k.weight"]
+        model.blocks["1"].attention.w_k.weight[0, 0] = float("-inf")
+        model.blocks["1"].attention.w_v.weight[0, 0] = float("inf")
+    assert find_not_finite(model) == {
+        "blocks.1.attention.w_k.weight": "inf",
+        "blocks.1.attention.w_v.weight": "inf",
+        "blocks.2.attention.w_k.weight": "NaN",
+    }
 
 
 def test_the_names_of_a_checkpointed_model_are_plain() -> None:
@@ -276,4 +282,4 @@ def test_the_names_of_a_checkpointed_model_are_plain() -> None:
     names = [name for name, _ in model.named_parameters()]
     model.apply_activation_checkpointing("full")
     model.init_weights(device=CPU)
-    assert find_unloaded(model) == names
+    assert find_not_finite(model) == dict.fromkeys(names, "NaN")

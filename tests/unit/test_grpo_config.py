@@ -46,8 +46,23 @@ def test_learners_are_a_list_of_numbers() -> None:
     [
         ("--vllm_top_p 0.9", "biased"),
         ("--num_samples_per_prompt_rollout 1", "at least 2"),
-        ("--total_episodes 10", "less than one step: 16 prompts x 4 samples = 64"),
-        ("--temperature 0", "--temperature 0.0: must be above 0"),
+        (
+            "--total_episodes 10",
+            "less than one step: --num_unique_prompts_rollout 16 x --num_samples_",
+        ),
+        ("--temperature 0", "--temperature 0.0: must be at least 0.01"),
+        ("--temperature 0.005", "--temperature 0.005: must be at least 0.01"),
+        (
+            "--dataset_mixer_eval_list a.jsonl 1.0 --eval_temperature 0.005",
+            "--eval_temperature 0.005: must be at least 0.01, or 0",
+        ),
+        ("--async_steps 0 --inflight_updates", "--inflight_updates: with --async_steps 0 nothing is being generated"),
+        ("--ray_address auto --ray_dashboard_host 0.0.0.0", "--ray_dashboard_host 0.0.0.0: the cluster at"),
+        (
+            "--activation_checkpointing_modules blocks.*",
+            "is read only with --activation_checkpointing selected_modules, not none; leave one out",
+        ),
+        ("--response_length 2147483647", "fits no device"),
         ("--clip_lower 1.0", "must be below 1"),
         ("--rho_cap 1", "must be above 1"),
         ("--rho_cap 3 --rho_correction none", "is not read with --rho_correction none"),
@@ -62,7 +77,7 @@ def test_learners_are_a_list_of_numbers() -> None:
         ("--single_gpu_mode --vllm_num_engines 2", "--vllm_num_engines is 2"),
         ("--weight_sync_backend ipc", "needs --single_gpu_mode"),
         ("--eval_on_step_0", "there is no --dataset_mixer_eval_list"),
-        ("--verifier reward.py", "takes module:Class"),
+        ("--verifier reward.py", "takes FILE.py:Class or module:Class"),
         ("--non_stop_penalty_value -1", "only with --non_stop_penalty"),
         ("--additive_format_reward", "only with --apply_r1_style_format_reward"),
         ("--active_sampling --no_filter_zero_std_samples", "leave one out"),
@@ -79,4 +94,4 @@ def test_pass_at_k_needs_k_samples() -> None:
 
 def test_a_last_step_that_is_not_whole_is_warned_about() -> None:
     (warning,) = validate_grpo(config_of("--total_episodes", "100"))
-    assert "1 steps of 64 and 36 more" in warning
+    assert "1 x 64 (a step) and 36 more" in warning

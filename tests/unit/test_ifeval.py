@@ -12,7 +12,7 @@ import pytest
 
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.rows import MalformedRow
-from open_instruct.verifiers.constraints import compare, num_sentences
+from open_instruct.verifiers.constraints import compare, has_postscript, num_sentences
 from open_instruct.verifiers.ifeval import IFEVAL, RLVR_IFEVAL, IFEval, parse
 from open_instruct.verifiers.registry import known_verifiers
 
@@ -313,3 +313,10 @@ def test_ground_truths_that_are_not_understood_are_found_with_the_row(truth: Any
 
 def test_whole_numbers_may_come_as_floats() -> None:
     assert score("* a\n* b", {"func_name": "verify_bullet_points", "N": 2.0}) == 1.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("piece", ["*** ", "*** .\n", "***", ". "])
+def test_a_postscript_is_sought_once(piece: str) -> None:
+    """Many markers with no word behind any of them: each used to look at all that follows."""
+    assert not has_postscript(piece * 200_000, marker="***")

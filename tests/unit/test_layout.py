@@ -28,7 +28,7 @@ from open_instruct.parallel.layout import (
 )
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.picture import draw_layout, print_layout
-from open_instruct.parallel.wording import group_name, nodes_text, one_of, ranks_text
+from open_instruct.parallel.wording import counted, group_name, nodes_text, one_of, ranks_text
 from open_instruct.records import ShardLayout
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
@@ -629,3 +629,16 @@ def test_the_page_shows_what_the_command_prints(
     layout_command(shlex.split(arguments))
     streams = capsys.readouterr()
     assert streams.out + streams.err == output
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(1, "rank", "1 rank"), (0, "pair", "0 pairs"), (2, "reply", "2 replies"), (1234, "row", "1,234 rows")],
+)
+def test_a_count_and_its_noun(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun) == text
+
+
+def test_a_memory_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout_command(["--gpus_per_node", "8", "--device_memory_gib", "40"]) == 2
+    assert "--device_memory_gib is read only with --num_params" in capsys.readouterr().err

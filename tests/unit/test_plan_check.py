@@ -45,7 +45,7 @@ def start_on_host(folder: Path, host_gib: float, nodes: tuple[int, ...], *words:
     monkeypatch.setattr(plan_check, "_host_bytes", lambda: round(host_gib * GIB))
     required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(folder)]
     small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
-    config = parse(DPOConfig, [*required, *small, *words])
+    config = parse(DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words])
     process = Process(rank=0, world_size=sum(nodes), local_rank=0, device=torch.device("cpu"), gpus_per_node=nodes)
     run = Run(
         process=process,
@@ -76,6 +76,24 @@ def test_it_goes_on_when_told_to(
     start_on_host(folder, 64, (4,), *words, monkeypatch=monkeypatch)
     said = capsys.readouterr().out
     assert "plan: needs" in said and "warning: the run cannot fit" in said
+
+
+def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    rows = ["--per_device_train_batch_size", "64", "--max_seq_length", "1024"]
+    start_on_host(folder, 4 * 20, (4,), *rows, monkeypatch=monkeypatch)  # states need 4.3 of 20 GiB
+    said, yellow = capsys.readouterr().out, "\x1b[33m"
+    assert said.startswith(f"{yellow}plan: needs ")
+    _, warning = said.split(
+        f"{yellow}warning: the plan does not fit: memory will most likely run out. It would fit with "
+    )
+    assert "--per_device_train_batch_size" in warning and "--gradient_accumulation_steps" in warning
+    start_on_host(folder, 4 * 20, (4,), "--activation_checkpointing", "full", monkeypatch=monkeypatch)
+    said = capsys.readouterr().out
+    assert said.startswith("plan: needs ") and "warning" not in said and yellow not in said
 
 
 class TestLauncher:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.plan_memory import Case, predicted, tracked
+from open_instruct.config.sections import MemorySection
 from open_instruct.models.build import build_model
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
@@ -30,9 +30,12 @@ from open_instruct.planning.model_shape import ModelShape, model_shape, shape_of
 from open_instruct.planning.tape import Gradient, Tape, Tensor
 from open_instruct.planning.workload import Workload
 from open_instruct.rollout.weight_wire import NUM_SLOTS
+from open_instruct.training.cast_copy import CastCopy
+from open_instruct.training.memory import build_activation_checkpointing
 
 SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)
 LENGTHS = (160, 224)
+DEFAULT_MODULES = tuple(MemorySection().activation_checkpointing_modules)
 WORKLOAD = Workload(
     algorithm="dpo",
     tokens_per_microbatch=4096,
@@ -78,7 +81,9 @@ def shape_of(hf_config: Any) -> ModelShape:
     return shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json")
 
 
-@pytest.mark.parametrize("recomputed", [(), ("blocks.*.feed_forward",), ("blocks.*.attention", "blocks.*_norm")])
+@pytest.mark.parametrize(
+    "recomputed", [(), ("blocks.*.feed_forward",), ("blocks.*.attention", "blocks.*.*_norm"), DEFAULT_MODULES]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["olmo2", "qwen3", "llama"])
 def test_a_block_is_what_it_really_keeps_and_needs(
@@ -87,7 +92,12 @@ def test_a_block_is_what_it_really_keeps_and_needs(
     hf_config = tiny_config(family, SIZE, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(dtype)
     if recomputed:
-        model.apply_activation_checkpointing(Mode.selected_modules, modules=list(recomputed))
+        memory = MemorySection(
+            activation_checkpointing="selected_modules", activation_checkpointing_modules=list(recomputed)
+        )
+        config, _ = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
+        assert config is not None
+        model.apply_activation_checkpointing(config.mode, modules=config.modules)
     block = model.blocks["0"]
     x = torch.randn(1, sum(LENGTHS), SIZE.hidden, dtype=dtype, requires_grad=True)
     starts = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
@@ -122,9 +132,11 @@ def test_a_block_is_what_it_really_keeps_and_needs(
 @pytest.mark.parametrize("max_logits_bytes", [1 << 30, 64 * 512 * 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_passes_of_a_whole_model(dtype: Any, max_logits_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without FSDP, and with logits in one piece or in chunks of 64 positions."""
+    """Without FSDP, and with logits in one piece or in chunks of 64 positions; in bfloat16 a copy runs the passes."""
     hf_config = tiny_config("olmo2", replace(SIZE, layers=3), vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype))
+    if dtype == "bfloat16":
+        CastCopy(model, build_model(hf_config, init_device="cpu"))
     model.lm_head.max_logits_bytes = max_logits_bytes
     monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", max_logits_bytes)
     activations.head_profile.cache_clear()

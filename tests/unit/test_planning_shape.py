@@ -100,7 +100,7 @@ def test_a_folder_and_its_config_are_the_same_model(tmp_path: Path) -> None:
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are OLMo 2"),
         ({"hidden_size": None}, "hidden_size = None"),
-        ({"vocab_size": -5}, "vocab_size = -5; a shape needs a whole number of at least 1"),
+        ({"vocab_size": -5}, "vocab_size = -5; it must be a whole number from 1"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
         ({"sliding_window": 0}, "sliding_window = 0"),
         ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers = 4 entries"),

@@ -27,6 +27,7 @@ from open_instruct.planning.model_shape import ModelShape, model_shape, shape_of
 from open_instruct.planning.state import state_bytes
 from open_instruct.planning.workload import Workload
 from open_instruct.records import ShardLayout
+from open_instruct.training.cast_copy import CastCopy
 from open_instruct.training.optimizers import build_optimizer_config
 from tests.unit.conftest import JoinAs
 
@@ -95,10 +96,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def held_after_a_step(model: Any, optimizer: str) -> tuple[int, int, int]:
+def held_after_a_step(model: Any, optimizer: str, computing: Any = None) -> tuple[int, int, int]:
     optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU).build(model)  # type: ignore[arg-type]
     ids_BT = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
-    model(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss.backward()
+    (computing or model)(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss.backward()
     gradients = storage_bytes(parameter.grad for parameter in model.parameters())
     if optimizer == "skip_step_adamw":
         optim.latest_loss = optim.latest_grad_norm = torch.zeros(())
@@ -135,11 +136,18 @@ def test_state_of_other_optimizers(join_as: JoinAs, optimizer: str) -> None:
 
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
 def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
+    """The masters, and in bfloat16 the copy that computes."""
     hf_config = config_of("olmo2", False)
-    model = build_model(hf_config, init_device="cpu").to(getattr(torch, param_dtype))
+    masters = build_model(hf_config, init_device="cpu")
+    copy = None
+    if param_dtype == "bfloat16":
+        copy = build_model(hf_config, init_device="cpu").to(torch.bfloat16)
+        CastCopy(copy, masters)
     layout = resolve_layout([1], single_device=True)
+    parameters, gradients, optimizer = held_after_a_step(masters, "adamw", computing=copy)
+    parameters += storage_bytes(copy.parameters()) if copy else 0
     workload = replace(WORKLOAD, param_dtype=param_dtype)
-    assert state_bytes(shape_of(hf_config), layout, workload) == held_after_a_step(model, "adamw")
+    assert state_bytes(shape_of(hf_config), layout, workload) == (parameters, gradients, optimizer)
 
 
 @pytest.mark.parametrize(

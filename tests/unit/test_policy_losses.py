@@ -153,6 +153,43 @@ def test_the_sum_does_not_depend_on_the_split(completions: list, kind: str) -> N
     assert total(completions) == pytest.approx(sum(total([one]) for one in completions), abs=1e-9)
 
 
+FAR_APART = [89.0, -89.0, 1e4, -1e4]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_policies_that_are_far_apart_have_finite_losses_and_gradients(kind: str) -> None:
+    """In float32, where exp overflows from 89 on; log-ratios of both signs with advantages of both signs."""
+    log_ratios_N = torch.tensor(FAR_APART * 2)
+    inputs = PolicyLossInputs(
+        logprobs_N=(log_ratios_N - 1.0).requires_grad_(),
+        old_logprobs_N=torch.full_like(log_ratios_N, -1.0),
+        advantages_N=torch.tensor([1.0] * 4 + [-1.0] * 4),
+        sequence_ids_N=torch.arange(8),
+        num_sequences=8,
+    )
+    outputs, _, gradients = losses_and_gradients(kind, inputs)
+    assert outputs.losses_N.isfinite().all() and all(map(math.isfinite, gradients))
+
+
+@pytest.mark.parametrize("kind", get_args(get_type_hints(PolicyLossSection)["rho_correction"]))
+def test_rho_of_policies_that_are_far_apart_is_finite(kind: str) -> None:
+    log_rho_N, ids_N = torch.tensor(FAR_APART), torch.arange(4)
+    zeros_N = torch.zeros_like(log_rho_N)
+    correction = correct_mismatch(
+        kind, learner_logprobs_N=log_rho_N, engine_logprobs_N=zeros_N, sequence_ids_N=ids_N, num_sequences=4, cap=2.0
+    )
+    assert all(values_N.isfinite().all() for values_N in rho_values(correction).values())
+    assert correction.weights_N.isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ["0", "1", "2", "3"])
+def test_kl_of_policies_that_are_far_apart_is_finite(estimator: str) -> None:
+    logprobs_N = torch.tensor(FAR_APART, requires_grad=True)
+    kl_N = kl_estimates(estimator, logprobs_N, torch.zeros(4))
+    (gradients_N,) = torch.autograd.grad(kl_N.sum(), logprobs_N)
+    assert kl_N.isfinite().all() and gradients_N.isfinite().all()
+
+
 def test_denominators() -> None:
     counts = {"num_tokens": 900, "num_completions": 12, "response_length": 100}
     assert {kind: global_denominator(kind, **counts) for kind in LOSSES} == {

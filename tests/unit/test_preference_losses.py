@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.sections import DEFAULT_BETAS, PreferenceLossSection
 from open_instruct.errors import InputError
 from open_instruct.losses.preference import LOSSES, PreferenceLossInputs, PreferenceLossOutputs, preference_loss
 
@@ -294,6 +294,7 @@ def test_no_pairs(name: str) -> None:
 
 
 def test_the_flag_offers_exactly_the_losses_there_are() -> None:
+    assert set(DEFAULT_BETAS) == set(LOSSES)
     assert set(get_args(get_type_hints(PreferenceLossSection)["loss_type"])) == set(LOSSES)
     assert all(name == loss.name for name, loss in LOSSES.items())
     assert [name for name, loss in LOSSES.items() if loss.has_label_smoothing] == SMOOTHABLE
@@ -332,3 +333,13 @@ def test_a_missing_reference_is_never_taken_for_zero(name: str) -> None:
 def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(AssertionError, match="chosen_lengths_P"):
         make_inputs(chosen_lengths=[2])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_margins_that_are_far_off_have_finite_losses_and_gradients(name: str) -> None:
+    far = [89.0, -89.0, 1e4, -1e4]
+    inputs = make_inputs(far, far[::-1], [0.0] * 4, [0.0] * 4, [1] * 4, [1] * 4, dtype=torch.float32)
+    smoothing = 0.1 if name in SMOOTHABLE else 0.0
+    losses_P = preference_loss(name, inputs, beta=5.0, label_smoothing=smoothing).losses_P
+    gradients = torch.autograd.grad(losses_P.sum(), [inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P])
+    assert losses_P.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)

@@ -224,10 +224,11 @@ def test_devices() -> None:
     [
         ("h10", "--gpu h10: did you mean h100? Known are a100, h100, h200, b200; of any other, give its memory"),
         ("tpu", "--gpu tpu: known are a100"),
-        ("memory_gib=many", "'many' is no positive number of GiB"),
-        ("memory_gib=-4", "'-4' is no positive number"),
-        ("memory_gib=inf", "'inf' is no positive number"),
-        ("memory_gib=", "'' is no positive number"),
+        ("memory_gib=many", "'many' is no number of GiB above 0"),
+        ("memory_gib=-4", "'-4' is no number of GiB above 0"),
+        ("memory_gib=inf", "'inf' is no number of GiB above 0"),
+        ("memory_gib=1e308", "'1e308' is no number of GiB above 0, or above 1,000,000"),
+        ("memory_gib=", "'' is no number of GiB above 0"),
     ],
 )
 def test_devices_that_cannot_be(name: str, says: str) -> None:

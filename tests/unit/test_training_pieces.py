@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from olmo_core.nn.transformer import Transformer
 
 from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
 from open_instruct.data.preference_dataset import PreferenceDataset
 from open_instruct.errors import InputError
+from open_instruct.models.build import build_model
+from open_instruct.models.tiny import SIZES, tiny_config
 from open_instruct.packing.preference_pairs import preference_batch
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Metric, ShardLayout
@@ -119,7 +123,7 @@ class TestLoading:
 
 class TestReferenceCache:
     def fill(self, folder: Path, pairs: PreferenceDataset) -> ReferenceCache:
-        cache = ReferenceCache(folder, model_fingerprint="a" * 64, precision="float32")
+        cache = ReferenceCache(folder, model_fingerprint="a" * 64, precision="float32", laid_out="padded")
         values = np.arange(2 * len(pairs), dtype=np.float32).reshape(-1, 2)
         cache.add([pairs.key(row) for row in range(len(pairs))], values)
         cache.write()
@@ -127,7 +131,7 @@ class TestReferenceCache:
 
     def test_another_mixture_finds_its_rows(self, tmp_path: Path) -> None:
         self.fill(tmp_path, make_pairs(6))
-        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32")
+        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32", laid_out="padded")
         again.read()
         pairs = make_pairs(6)
         order = [5, 1, 1]
@@ -137,17 +141,26 @@ class TestReferenceCache:
         found = again.lookup(mixture)
         assert found.chosen_N.tolist() == [10, 2, 2] and found.rejected_N.tolist() == [11, 3, 3]
 
-    @pytest.mark.parametrize(("fingerprint", "precision"), [("b" * 64, "float32"), ("a" * 64, "bfloat16")])
-    def test_other_weights_or_precision_find_nothing(self, tmp_path: Path, fingerprint: str, precision: str) -> None:
+    @pytest.mark.parametrize(
+        ("fingerprint", "precision", "laid_out"),
+        [
+            ("b" * 64, "float32", "padded"),
+            ("a" * 64, "bfloat16", "padded"),
+            ("a" * 64, "float32", "packed-sharing-on"),
+        ],
+    )
+    def test_other_weights_precision_or_layout_find_nothing(
+        self, tmp_path: Path, fingerprint: str, precision: str, laid_out: str
+    ) -> None:
         self.fill(tmp_path, make_pairs(3))
-        other = ReferenceCache(tmp_path, model_fingerprint=fingerprint, precision=precision)
+        other = ReferenceCache(tmp_path, model_fingerprint=fingerprint, precision=precision, laid_out=laid_out)
         other.read()
         assert len(other) == 0 and make_pairs(3).key(0) not in other
 
     def test_a_damaged_file_counts_as_empty(self, tmp_path: Path) -> None:
         cache = self.fill(tmp_path, make_pairs(3))
         cache.path.write_bytes(cache.path.read_bytes()[:40])
-        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32")
+        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32", laid_out="padded")
         again.read()
         assert len(again) == 0
 
@@ -204,6 +217,10 @@ class TestOptimizers:
         torch.testing.assert_close(both, [muon, adamw])
 
 
+def small_model(family: Any) -> Transformer:
+    return build_model(tiny_config(family, SIZES["tiny"], vocab_size=512, tie=False))
+
+
 class TestMemory:
     @pytest.mark.parametrize(
         ("flags", "device", "mode", "warned"),
@@ -212,14 +229,46 @@ class TestMemory:
             ({"activation_checkpointing": "full"}, "cpu", "full", False),
             ({"activation_checkpointing": "selected_modules"}, "cuda", "selected_modules", False),
             ({"activation_memory_budget": 0.5, "compile_model": True}, "cuda", "budget", False),
+            ({"activation_memory_budget": 0.5}, "cuda", "budget", False),
+            ({"activation_memory_budget": 0.5}, "cpu", "full", True),
             ({"activation_memory_budget": 0.5, "compile_model": True}, "cpu", "full", True),
             ({"compile_model": True}, "cpu", None, True),
         ],
     )
     def test_table_of_the_docs(self, flags: dict[str, Any], device: str, mode: str | None, warned: bool) -> None:
-        config, warnings = build_activation_checkpointing(MemorySection(**flags), device=torch.device(device))
+        config, warnings = build_activation_checkpointing(
+            MemorySection(**flags), model=small_model("olmo2"), device=torch.device(device)
+        )
         assert (config.mode if config else None) == mode
         assert bool(warnings) == warned
+
+    def selected(self, *patterns: str, family: Any = "olmo2") -> list[str]:
+        memory = MemorySection(activation_checkpointing="selected_modules")
+        memory.activation_checkpointing_modules = list(patterns) or memory.activation_checkpointing_modules
+        config, _ = build_activation_checkpointing(memory, model=small_model(family), device=torch.device("cpu"))
+        assert config is not None and config.modules is not None
+        return config.modules
+
+    @pytest.mark.parametrize("family", ["olmo2", "qwen3", "llama"])
+    def test_the_default_is_all_six_parts_of_every_block(self, family: str) -> None:
+        parts = ("attention", "attention_norm", "attention_residual_stream")
+        parts += tuple(part.replace("attention", "feed_forward") for part in parts)
+        of_blocks = [f"blocks.{layer}.{part}" for layer in range(SIZES["tiny"].layers) for part in parts]
+        assert sorted(self.selected(family=family)) == sorted(of_blocks)
+
+    def test_a_star_stops_at_dots_and_parts_of_what_is_named_are_left_out(self) -> None:
+        layers = range(SIZES["tiny"].layers)
+        assert self.selected("blocks.*.attention.w_q") == [f"blocks.{i}.attention.w_q" for i in layers]
+        assert self.selected("blocks.*.attention.w_*", "blocks.*.attention") == [
+            f"blocks.{i}.attention" for i in layers
+        ]
+
+    @pytest.mark.parametrize("pattern", ["blocks.*.mlp", "blocks.*.w_q", "*_norm", "feed_forward"])
+    def test_a_pattern_that_names_nothing_is_refused(self, pattern: str) -> None:
+        with pytest.raises(
+            InputError, match=re.escape(f"{pattern}: the model has no module") + r".*blocks\.\*\.attention,"
+        ):
+            self.selected("blocks.*.attention", pattern)
 
 
 class TestRunDirectory:
@@ -243,12 +292,6 @@ class TestRunDirectory:
             directory.write_evaluation({"step": step, "score": score})
         rows = [json.loads(line) for line in directory.evaluations.read_text().splitlines()]
         assert rows == [{"step": 0, "score": 0.4}, {"step": 8, "score": 0.6}]
-
-
-def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"--report_to wandb needs .*pip install"):
-        build_trackers(LoggingSection(report_to=["wandb"]), folder=tmp_path, config={})
 
 
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:

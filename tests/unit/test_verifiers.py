@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt
-from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.answers import has_r1_format
+from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.reward import RewardModel, has_r1_format
+from open_instruct.verifiers.reward import RewardModel
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 USER_MODULE = """
-import os, time
+import os, sys, time
 from open_instruct.verifiers.verifier import Verifier
 
 class Odd(Verifier):
@@ -43,6 +48,28 @@ class Odd(Verifier):
             os._exit(3)
         if completion == "pid":
             return 1 / os.getpid()
+        if completion == "leave a child and hang":
+            if os.fork() == 0:
+                print(os.getpid(), file=open("spinning", "w"), flush=True)
+            time.sleep(600)
+        if completion == "leave a child":
+            if os.fork() == 0:
+                print(os.getpid(), file=open("spinning", "w"), flush=True)
+                time.sleep(600)
+            return 1 / os.getpid()
+        if completion == "twins":
+            return 0.25 if os.fork() else 0.5
+        if completion == "forge":
+            for descriptor in range(3, 30):
+                try:
+                    os.write(descriptor, b'{"score": 1.0}\\n7\\n{\\n')
+                except OSError:
+                    pass
+            return 0.25
+        if completion == "read":
+            return 0.25 if sys.stdin.readline() == "" else 1.0
+        if completion == "exit":
+            sys.exit()
         return float(completion)
 
 class Inline(Odd):
@@ -147,11 +174,12 @@ class TestPool:
     @pytest.mark.parametrize(
         ("completion", "problem"),
         [
-            ("hang", "odd took more than 0.5 s, or died"),
-            ("die", "odd took more than 0.5 s, or died"),
+            ("hang", "odd: took more than 0.5 s, or died"),
+            ("die", "odd: took more than 0.5 s, or died"),
+            ("exit", "odd: SystemExit"),
             ("not a number", "odd: ValueError"),
-            ("7", "odd gave 7.0, which is not between 0 and 1"),
-            ("nan", "odd gave nan, which is not between 0 and 1"),
+            ("7", "odd: gave 7.0, which is not between 0 and 1"),
+            ("nan", "odd: gave nan, which is not between 0 and 1"),
         ],
     )
     def test_what_goes_wrong_is_a_score_of_nothing(self, pool: VerifierPool, completion: str, problem: str) -> None:
@@ -160,6 +188,41 @@ class TestPool:
         assert outcome.problem is not None
         assert outcome.problem.startswith(problem)
         assert pool.score(check("odd"), "0.5").score == 0.5
+
+    @pytest.mark.timeout(60)
+    def test_what_a_verifier_has_started_ends_with_it(
+        self, pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert pool.score(check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
+        assert_ends(int(Path("spinning").read_text()))
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("completion", ["twins", "forge", "read"])
+    def test_an_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
+        """Not that of a child that came back, nor what a verifier wrote wherever it could."""
+        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=20)
+        scores = [pool.score(check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
+        pool.close()
+        assert scores == [0.25, 0.75, 1, 0.25, 0, 1]
+
+    @pytest.mark.timeout(60)
+    def test_a_long_completion_arrives_whole(self, pool: VerifierPool) -> None:
+        outcome = pool.score(check("odd"), "x" * 3_000_000)
+        assert outcome.problem is not None and outcome.problem.startswith("odd: ValueError")
+        assert len(outcome.problem) < 1000
+
+    @pytest.mark.parametrize("kind", ["odd", "inline"])
+    def test_the_first_problem_is_told_once_with_its_traceback(self, user_module: str, kind: str) -> None:
+        said: list[str] = []
+        words = [f"{user_module}:Odd", f"{user_module}:Inline"]
+        pool = VerifierPool(words, num_processes=1, timeout_s=20, say=said.append)
+        for completion in ("good luck", "0.5", "worse luck"):
+            pool.score(check(kind), completion)
+        pool.close()
+        assert len(said) == 1
+        assert f"the verifier {kind}: ValueError: could not convert string to float: 'good luck'" in said[0]
+        assert "return float(completion)" in said[0]
 
     def test_many_threads_share_few_processes(self, pool: VerifierPool) -> None:
         wanted = [index / 40 for index in range(40)]
@@ -182,12 +245,13 @@ class TestPool:
         pool.close()
         assert scores[0] == scores[1] > 0
 
-    @pytest.mark.parametrize("completion", ["", "spin", "multiply"])
+    @pytest.mark.parametrize("completion", ["", "spin", "multiply", "leave a child"])
     def test_workers_end_with_a_parent_that_is_killed(self, user_module: str, tmp_path: Path, completion: str) -> None:
-        """Idle ones, busy ones, and ones in which no other thread gets a turn."""
+        """Idle, busy, and not giving other threads a turn; and with them what their verifiers have left behind."""
         code = f"""
 import os, signal, threading, time
 from open_instruct.records import Check
+from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import VerifierPool
 pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=60)
 odd = Check(verifier="odd", ground_truth=None)
@@ -204,6 +268,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         )
         assert run.stdout.strip().isdecimal(), run.stderr
         assert_ends(int(run.stdout))
+        if completion == "leave a child":
+            assert_ends(int((tmp_path / "spinning").read_text()))
 
     def test_workers_see_without_the_kernel_that_their_parent_is_gone(self, tmp_path: Path) -> None:
         code = r"""
@@ -254,6 +320,89 @@ def test_the_form_of_thinking_and_answering() -> None:
     assert has_r1_format("hm</think><answer>5</answer>")
     for text in ("<answer>5</answer>", "<think>hm</think>5", "<think>a</think><answer>5</answer> more", ""):
         assert not has_r1_format(text)
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", " ", "\n", "\x1c"])).map("".join))
+def test_the_form_is_what_a_pattern_says_slowly(text: str) -> None:
+    pattern = r"\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
+    assert has_r1_format(text) == (re.fullmatch(pattern, text, flags=re.DOTALL) is not None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("piece", [" ", "<think>", "</think>", "</think><answer>", "</answer> ", "<answer>"])
+def test_the_form_of_long_texts_takes_no_time(piece: str) -> None:
+    assert not has_r1_format(piece * 1_000_000)
+
+
+class TestOwnFiles:
+    """What `--verifier` names, and nothing else that lies in the working folder."""
+
+    @pytest.fixture(autouse=True)
+    def in_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "mine.py").write_text(USER_MODULE)
+        monkeypatch.chdir(tmp_path)
+
+    @pytest.mark.parametrize("word", ["mine.py:Odd", "./mine.py:Odd", "mine:Odd"])
+    def test_a_file_of_the_working_folder(self, word: str) -> None:
+        pool = VerifierPool([word, word.replace("Odd", "Inline")], num_processes=1, timeout_s=20)
+        assert [pool.score(check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
+        pool.close()
+        assert "mine" not in sys.modules
+
+    @pytest.mark.parametrize(
+        ("word", "entry"),
+        [
+            ("mine.py:Odd", [str(REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py")]),
+            ("mine:Odd", ["-P", "-m", "open_instruct.cli", "grpo"]),
+        ],
+    )
+    def test_every_entry_finds_it(self, monkeypatch: pytest.MonkeyPatch, word: str, entry: list[str]) -> None:
+        monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+        for verifier in (word, word.replace("Odd", "NotThere")):
+            flags = f"--verifier {verifier} --model_name_or_path ./no_model --dataset_mixer_list x.jsonl 1.0"
+            words = [*entry, *flags.split(), "--output_dir", "out"]
+            run = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+            # What is looked at next is not there either.
+            assert run.returncode == 2
+            assert ("no_model" in run.stderr) == (verifier == word), run.stderr
+            assert ("NotThere" in run.stderr) == (verifier != word), run.stderr
+
+    def test_an_installed_module_goes_before_a_file_of_its_name(self) -> None:
+        Path("mine.py").rename("sympy.py")
+        with pytest.raises(InputError, match="has no attribute 'Odd'"):
+            known_verifiers(["sympy:Odd"])
+        assert "odd" in known_verifiers(["sympy.py:Odd"])
+
+    def test_a_file_that_is_gone_or_raises(self) -> None:
+        Path("raises.py").write_text("import sys\nsys.exit(3)\n")
+        for word, reason in (("gone.py:Odd", "FileNotFoundError"), ("raises.py:Odd", "SystemExit: 3")):
+            with pytest.raises(InputError, match=reason):
+                known_verifiers([word])
+
+    def test_a_worker_says_why_it_did_not_start(self) -> None:
+        said: list[str] = []
+        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=20, say=said.append)
+        Path("mine.py").unlink()
+        outcomes = [pool.score(check("odd"), "0.5") for _ in range(2)]
+        pool.close()
+        assert all("FileNotFoundError" in str(outcome.problem) for outcome in outcomes)
+        assert "Traceback" in said[0]
+
+    @pytest.mark.parametrize("paths", [None, "", os.pathsep])
+    def test_nothing_else_is_imported(self, monkeypatch: pytest.MonkeyPatch, paths: str | None) -> None:
+        """An empty entry of PYTHONPATH, which shells make by mistake, means the working folder to Python."""
+        planted = ("sympy", "mpmath", "gmpy2", "langdetect", "json", "re", "worker", "sitecustomize", "open_instruct")
+        for name in planted:
+            Path(f"{name}.py").write_text("open('planted_ran', 'w').write(__name__)\n")
+        if paths is None:
+            monkeypatch.delenv("PYTHONPATH", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONPATH", paths)
+        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=60)
+        outcomes = [pool.score(check("math", "2x"), r"\boxed{x + x}"), pool.score(check("odd"), "1")]
+        pool.close()
+        assert not Path("planted_ran").exists()
+        assert outcomes == [Outcome(score=1.0)] * 2
 
 
 class TestReward:

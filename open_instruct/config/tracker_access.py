@@ -1,0 +1,62 @@
+"""Whether the trackers of `--report_to` can be reached from this machine, told without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from open_instruct.errors import InputError
+
+WANDB_URL = "https://api.wandb.ai"
+WANDB_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+
+
+def check_trackers(report_to: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Refuse trackers whose package is not installed, and wandb where nobody has logged in.
+
+    Raises:
+        InputError: with the command that mends it.
+    """
+    for tracker in dict.fromkeys(report_to):
+        spec = importlib.util.find_spec(tracker)
+        if spec is None or spec.origin is None:  # without an origin: the folder ./wandb of earlier runs
+            raise InputError(
+                f"--report_to {tracker} needs the {tracker} package: pip install 'open-instruct[{tracker}]', or leave "
+                "it out: metrics.jsonl is always written"
+            )
+    if "wandb" in report_to and not _wandb_may_log_in(environ):
+        raise InputError(
+            "--report_to wandb: nobody has logged in here: run `wandb login`, or set WANDB_API_KEY (on every node that "
+            "may hold rank 0), or WANDB_MODE=offline to keep the numbers on this machine"
+        )
+
+
+def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:
+    """False only where wandb would surely ask for a key; what is unclear is left to wandb."""
+    if environ.get("WANDB_MODE") in WANDB_WITHOUT_LOGIN:
+        return True
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    # A settings file can hold a key, a mode or another server.
+    return any(file.is_file() for file in _wandb_settings(environ)) or _netrc_knows_wandb(environ)
+
+
+def _wandb_settings(environ: Mapping[str, str]) -> Iterator[Path]:
+    yield Path(environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser() / "settings"
+    yield Path(environ.get("WANDB_DIR") or ".") / "wandb" / "settings"
+
+
+def _netrc_knows_wandb(environ: Mapping[str, str]) -> bool:
+    host = urlsplit(environ.get("WANDB_BASE_URL") or WANDB_URL).netloc
+    for path in [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
+        try:
+            if netrc.netrc(Path(path).expanduser()).authenticators(host):
+                return True
+        except FileNotFoundError:
+            continue
+        except (OSError, netrc.NetrcParseError):
+            return True
+    return False

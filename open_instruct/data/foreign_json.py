@@ -1,0 +1,59 @@
+"""JSON from files that others wrote: whatever is wrong with one ends in a sentence that names the file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from open_instruct.errors import InputError
+
+MAX_BYTES = 256 * 2**20
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`.
+
+    Raises:
+        InputError: it cannot be read, is no JSON object, or has a key twice in one object.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
+    if len(data) > MAX_BYTES:
+        raise InputError(f"{file} has more than {MAX_BYTES >> 20} MiB, more than a file of its kind needs")
+    return parse_object(data, str(file))
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """`read_object` of what has been read already; `where` begins every message."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start}); fetch it again") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}, line {error.lineno}: not JSON ({error.msg}); fetch it again") from None
+    except (ValueError, RecursionError) as error:  # a key twice; a number of thousands of digits; brackets too deep
+        raise InputError(f"{where} is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{where} holds a JSON {type(value).__name__}, where an object is needed")
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: two readers may take two different values of a key that is there twice, so none is taken."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return fields
+
+
+def one_line(error: BaseException) -> str:
+    """The first lines of what a library says of a file, printable."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(lines[:2]))[:300]
+    return text or type(error).__name__

@@ -1,0 +1,80 @@
+"""Whether there is something to learn from, and where there is not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.errors import RunError
+from open_instruct.losses.advantages import has_signal
+from open_instruct.records import RolloutGroup
+from open_instruct.rollout.samples import is_right
+
+# Steps in a row without a signal, before that is worth a warning.
+MAX_SILENT_STEPS = 5
+
+
+class SignalWatch:
+    """Looks at the groups of each step, and says once in a run that none of several steps had a signal, and why."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
+        self._has_spoken = False
+        self._silent: list[RolloutGroup] = []
+        self._num_silent_steps = 0
+
+    def after_step(self, groups: Sequence[RolloutGroup], *, num_samples: int) -> str | None:
+        """The warning, after the step that makes it due; `num_samples` are trained on."""
+        if self._has_spoken or (num_samples and any(has_signal(group.rewards) for group in groups)):
+            self._silent, self._num_silent_steps = [], 0
+            return None
+        self._silent += groups
+        self._num_silent_steps += 1
+        if self._num_silent_steps < MAX_SILENT_STEPS:
+            return None
+        self._has_spoken = True
+        return (
+            f"no group of the last {MAX_SILENT_STEPS} steps had a signal to learn from: "
+            f"{_reason(self._silent, self._config)}"
+        )
+
+
+def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
+    """End a run in which no verifier works.
+
+    Raises:
+        RunError: not one verdict on `groups` is a real one.
+    """
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    if verdicts and all(verdict.problems for verdict in verdicts):
+        raise RunError(
+            f"all {len(verdicts)} verdicts of a step failed, so nothing can be learned. The first: "
+            f"{verdicts[0].problems[0]}. Its traceback, where it has one, is above and in run.log. Mend the verifier "
+            "(or raise --verifier_timeout_s where it needs longer) and give the same command again"
+        )
+
+
+def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    if all(map(is_right, verdicts)):
+        return "every answer was right. The prompts are too easy for this model: use harder ones"
+    if all(completion.is_truncated for group in groups for completion in group.completions):
+        return (
+            f"every completion was cut off at --response_length {config.data.response_length} tokens. Raise it, or "
+            "start from a model that has learned to end its answers (open-instruct sft)"
+        )
+    if config.reward.apply_r1_style_format_reward and not any(verdict.scores["format"] for verdict in verdicts):
+        return (
+            "no completion had the form <think>…</think><answer>…</answer>. Ask for it in the prompts, or show the "
+            "model some examples first (open-instruct sft)"
+        )
+    if not any(score for verdict in verdicts for name, score in verdict.scores.items() if name != "format"):
+        return (
+            "every answer was wrong. The prompts are too hard for this model, or its answers are not written as the "
+            "verifier reads them: look at some (--save_traces), use easier prompts, or show the model some examples "
+            "first (open-instruct sft)"
+        )
+    return (
+        "the completions of each prompt all got the same reward. Raise --num_samples_per_prompt_rollout, or use "
+        "prompts that this model answers right now and then"
+    )

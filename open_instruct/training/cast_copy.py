@@ -1,0 +1,40 @@
+"""A model in the dtype that is computed in, beside the float32 one that is trained: the masters.
+
+Where the model is sharded FSDP does this, unit by unit. On a single device the copy stays, and what is updated, saved
+and exported are the masters: an update that is small beside a weight is lost in bfloat16, but not in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.models.build import local_part
+
+
+class CastCopy:
+    """`model` computes for `masters`, which have the same parameters in the same order.
+
+    Gradients of `model` go to the masters as soon as each is whole, and add up there in float32.
+    """
+
+    def __init__(self, model: Transformer, masters: Transformer) -> None:
+        self.model = model
+        self._master_of = dict(zip(model.parameters(), masters.parameters(), strict=True))
+        for parameter in self._master_of:
+            parameter.register_post_accumulate_grad_hook(self._hand_over)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the values of the masters."""
+        for parameter, master in self._master_of.items():
+            local_part(parameter).copy_(local_part(master))
+
+    def _hand_over(self, parameter: torch.Tensor) -> None:
+        master, gradient = self._master_of[parameter], parameter.grad  # type: ignore[index]
+        assert gradient is not None
+        parameter.grad = None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)

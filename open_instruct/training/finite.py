@@ -1,0 +1,35 @@
+"""Whether a model may be written down: all of its weights finite, and small enough to compute with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.errors import RunError
+from open_instruct.models.build import local_part
+
+LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
+"""About 2e19. The square of a larger one is no float32, and norms are computed from squares."""
+
+
+@torch.no_grad()
+def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype: torch.dtype = torch.float32) -> None:
+    """Look at every weight once, before `what` is written in `dtype`. Collective: all ranks raise, or none.
+
+    :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than `LARGEST_WEIGHT`.
+    """
+    limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
+    shards = [shard for shard in map(local_part, model.parameters()) if shard.numel()]
+    # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
+    bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)
+    is_broken = (~(bounds.abs().max() <= limit)).float().to(next(model.parameters()).device)
+    if dist.is_initialized():
+        dist.all_reduce(is_broken)
+    if is_broken.item():
+        raise RunError(
+            f"some weights are not finite, or larger than {limit:.0e}, so {what} was not written: start again with a "
+            f"lower --learning_rate in another --output_dir. {last_checkpoint}"
+        )

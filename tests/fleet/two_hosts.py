@@ -1,0 +1,88 @@
+"""The driver of a small fleet on the Ray at an address, for the test beside it: learners send, an engine takes.
+
+    python -m tests.fleet.two_hosts HOST:PORT LEARNERS_OF_NODE_0 [LEARNERS_OF_NODE_1 ...]
+
+Prints one line of JSON: at which addresses they met, and what arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from open_instruct.models.names import TensorNames
+from tests.fleet.learners import Recruit
+
+TIMEOUT_S = 60.0
+BACKEND = "gloo"
+
+
+class Sender(Recruit):
+    """A learner with weights to send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from open_instruct.rollout.weight_sync import WeightSender
+
+        linear = nn.Linear(3, 1, bias=False)
+        nn.init.constant_(linear.weight, 7.0)
+        model, names = nn.Sequential(linear), cast(TensorNames, [("0.weight", "weight")])
+        self.sender = WeightSender(
+            model, names, backend=BACKEND, dtype=torch.float32, bucket_bytes=64, timeout_s=TIMEOUT_S
+        )
+
+    def open_channel(self) -> dict[str, Any]:
+        return self.sender.open(1)
+
+    def send(self) -> tuple[str, str]:
+        """Returns where this learner met the others, and through which interface."""
+        self.sender.join()
+        self.sender.send(1)
+        return os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"]
+
+
+class Receiver:
+    """What an engine is to the learners."""
+
+    def receive(self, info: Mapping[str, Any]) -> list[float]:
+        from open_instruct.rollout.weight_receiver import IncomingWeights
+
+        incoming = IncomingWeights(info, index=0, device=torch.device("cpu"))
+        ((_, weight),) = [pair for bucket in incoming.buckets() for pair in bucket]
+        values: list[float] = weight.flatten().tolist()
+        incoming.close()
+        return values
+
+
+def main(address: str, learners_per_node: tuple[int, ...]) -> None:
+    from open_instruct.config.rollout_sections import FleetSection
+    from open_instruct.rollout.cluster import start_cluster
+    from open_instruct.rollout.learner_group import LearnerGroup
+    from open_instruct.rollout.placement import FleetShape
+
+    shape = FleetShape(learners_per_node=learners_per_node, num_engines=1, devices_per_engine=1, shares_device=False)
+    fleet = FleetSection(ray_address=address, cluster_timeout_s=60)
+    with start_cluster(fleet, shape, say=lambda text: None) as cluster, cluster.placing(shape) as placement:
+        import ray
+
+        actor: Any = ray.remote(Receiver)
+        engine = actor.options(**placement.engine_options(0)).remote()
+        learners = LearnerGroup(Sender, placement)
+        learners.wait_ready(120)
+        channel = learners.call("open_channel", timeout_s=TIMEOUT_S)[0]
+        sending = learners.start("send")
+        arrived = ray.get(engine.receive.remote(channel), timeout=TIMEOUT_S)
+        met = sending.result(TIMEOUT_S)
+    print(json.dumps({"met": met, "channel": channel["address"], "arrived": arrived}))
+
+
+if __name__ == "__main__":
+    from tests.fleet.two_hosts import main as main_of_module  # so that Ray finds the classes by name
+
+    main_of_module(sys.argv[1], tuple(map(int, sys.argv[2:])))

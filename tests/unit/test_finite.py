@@ -1,0 +1,159 @@
+"""No update is taken from a gradient that is not finite, and no weights are written that are not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from olmo_core.optim import SkipStepOptimizer
+
+from open_instruct.config.sections import OptimSection
+from open_instruct.errors import RunError
+from open_instruct.models.build import build_model
+from open_instruct.models.tiny import Size, tiny_config
+from open_instruct.records import Metric, PackedBatch
+from open_instruct.training import checkpoints
+from open_instruct.training.finite import check_weights
+from open_instruct.training.optimizers import build_optimizer_config
+from open_instruct.training.train_module import MAX_LEFT_OUT, SegmentTrainModule
+
+CPU = torch.device("cpu")
+SIZE = Size(roughly="", hidden=64, mlp=64, layers=1, heads=2, kv_heads=2, vocab_size=64, window=16)
+IDS_BT = torch.zeros(1, 2, dtype=torch.long)
+PACKED = PackedBatch(
+    input_ids_BT=IDS_BT,
+    labels_BT=IDS_BT,
+    sequence_ids_BT=IDS_BT,
+    document_lengths=None,
+    num_sequences=1,
+    num_tokens=2,
+)
+
+
+class Recorder:
+    """What a train module asks of its trainer."""
+
+    global_step = 3
+    global_train_tokens_seen = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.save_folder = str(folder)
+        self.metrics: dict[str, float] = {}
+
+    def record_metric(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        self.metrics[name] = float(value)
+
+
+class Summed(SegmentTrainModule):
+    """Its microbatches are packed rows; `step.factor` is the gradient of every weight, while the loss stays finite."""
+
+    def microbatch_loss(self, microbatch: Any, step: Any) -> tuple[torch.Tensor, dict[str, Metric]]:
+        total = sum(parameter.sum() for parameter in self.model.parameters())
+        assert isinstance(total, torch.Tensor)
+        loss = (total - total.detach()) * step.factor if math.isfinite(step.factor) else (total - total.detach()).sqrt()
+        return loss, {"loss": Metric(value=step.loss)}
+
+
+def module_of(optimizer: Any, folder: Path) -> Summed:
+    module = Summed(
+        model=build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu"),
+        optim=build_optimizer_config(OptimSection(optimizer=optimizer, learning_rate=0.1), device=CPU),
+        rank_microbatch_size=2,
+        max_sequence_length=2,
+        max_grad_norm=1.0,
+        device=CPU,
+    )
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            parameter.fill_(0.5)
+    module._trainer = Recorder(folder)  # type: ignore[assignment]
+    return module
+
+
+def take_step(module: Summed, *, factor: float = 1.0, loss: float = 2.0) -> dict[str, float]:
+    module.zero_grads()
+    microbatches = (SimpleNamespace(packed=PACKED),)
+    module.train_batch({"step": SimpleNamespace(microbatches=microbatches, factor=factor, loss=loss)})
+    module.optim_step()
+    return module.trainer.metrics  # type: ignore[attr-defined, no-any-return]
+
+
+def weights_of(module: Summed) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "broken", "told"),
+    [
+        ("adamw", {"factor": math.inf}, "the norm of the gradient is (nan|inf) at step 3"),
+        ("adamw", {"factor": 1e25}, "the norm of the gradient is inf at step 3"),
+        ("muon", {"factor": math.inf}, "the norm of the gradient is (nan|inf) at step 3"),
+        ("adamw", {"loss": math.nan}, "the loss is nan at step 3"),
+        ("skip_step_adamw", {"loss": math.inf}, "the loss is inf at step 3"),
+    ],
+)
+def test_a_step_that_is_not_finite_is_not_taken(
+    tmp_path: Path, optimizer: str, broken: dict[str, float], told: str
+) -> None:
+    module = module_of(optimizer, tmp_path)
+    metrics = take_step(module)
+    assert metrics["total grad norm"] == pytest.approx(math.sqrt(weights_of(module).numel()))
+    before = weights_of(module)
+    with pytest.raises(RunError, match=f"{told}, which was not taken: .*lower --learning_rate.*no checkpoint"):
+        take_step(module, **broken)
+    assert torch.equal(weights_of(module), before)
+
+
+def test_a_skip_step_optimizer_leaves_out_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
+    module, undisturbed = (module_of("skip_step_adamw", tmp_path) for _ in range(2))
+    assert isinstance(module.optim, SkipStepOptimizer)
+    take_step(module)
+    for _ in range(MAX_LEFT_OUT):
+        metrics = take_step(module, factor=math.inf)
+        assert metrics["step skipped"] == 1 and not math.isfinite(metrics["total grad norm"])
+    take_step(module)
+    # Neither the moments nor the window that outliers are judged by have seen it.
+    take_step(undisturbed)
+    take_step(undisturbed)
+    assert torch.equal(weights_of(module), weights_of(undisturbed))
+    assert len(module.optim._losses) == len(module.optim._grad_norms) == 2
+    for _ in range(MAX_LEFT_OUT):
+        take_step(module, factor=math.inf)
+    with pytest.raises(RunError, match="which was not taken"):
+        take_step(module, factor=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "is_fine"),
+    [
+        (1e18, torch.float32, True),
+        (1e18, torch.bfloat16, True),
+        (6e4, torch.float16, True),
+        (7e4, torch.float16, False),
+        (-1e30, torch.bfloat16, False),
+        (1e30, torch.float32, False),
+        (math.nan, torch.float32, False),
+        (-math.inf, torch.float32, False),
+    ],
+)
+def test_weights_are_looked_at_before_they_are_written(weight: float, dtype: torch.dtype, is_fine: bool) -> None:
+    model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        parameter.view(-1)[-1] = weight
+    if is_fine:
+        check_weights(model, what="it", last_checkpoint="", dtype=dtype)
+    else:
+        with pytest.raises(RunError, match=r"so it was not written: .* lower --learning_rate .*\. None yet"):
+            check_weights(model, what="it", last_checkpoint="None yet", dtype=dtype)
+
+
+def test_what_is_told_of_the_last_checkpoint_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkpoints.last_checkpoint(tmp_path) == "This run has no checkpoint"
+    monkeypatch.setattr(checkpoints, "latest_step", lambda folder: 40)
+    assert f"{tmp_path}/step40, is from before" in checkpoints.last_checkpoint(tmp_path)

@@ -1,0 +1,312 @@
+"""Damaged, odd and hostile model folders: a sentence that names the file, or a model; nothing in them runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from open_instruct.config.sections import ModelSection
+from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.rows import MalformedRow
+from open_instruct.errors import InputError
+from open_instruct.models.build import build_model
+from open_instruct.models.checkpoint_files import INDEX_NAME, SINGLE_NAME, CheckpointFiles
+from open_instruct.models.export import check_exportable, export_hf
+from open_instruct.models.family import transformer_config
+from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.load import parameter_shapes, stream_load
+from open_instruct.models.names import TensorNames
+from open_instruct.models.tiny import write_tiny_model
+from open_instruct.planning.model_shape import model_shape
+from open_instruct.training.pretrained import open_pretrained
+from tests.unit.mutations import mutated, mutated_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONVERSATION: Any = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_tiny_model(folder / "llama", family="llama")
+    write_tiny_model(folder / "olmo3", family="olmo3")
+    tensors = load_file(folder / "llama" / SINGLE_NAME)
+    shutil.copytree(folder / "llama", folder / "indexed", ignore=shutil.ignore_patterns(SINGLE_NAME))
+    weight_map = {}
+    for number in range(2):
+        part = dict(list(tensors.items())[number::2])
+        save_file(part, folder / "indexed" / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (folder / "indexed" / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def copy_of(model: Path, tmp_path: Path) -> Path:
+    """The small files are copied, the large ones linked, as the hub's cache does it: links are followed."""
+    folder = Path(tmp_path, "model")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.suffix == ".safetensors":
+            (folder / file.name).symlink_to(file)
+        else:
+            shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def refusal(read: Callable[[Path], None], folder: Path) -> str | None:
+    try:
+        read(folder)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def opened(folder: Path) -> Any:
+    return open_pretrained(ModelSection(model_name_or_path=str(folder)), max_seq_length=64, export_folder=folder / "x")
+
+
+def read_config(folder: Path) -> None:
+    config = load_hf_config(str(folder))
+    if config.vocab_size <= 512 and config.hidden_size <= 128 and config.intermediate_size <= 256:
+        model = build_model(config)
+        check_exportable(TensorNames(config), parameter_shapes(model))
+        for block in list(model.blocks.values())[:1]:
+            block.attention.rope.warmup_cache(16, torch.device("cpu"))
+    else:
+        transformer_config(config)
+
+
+def plan(folder: Path) -> None:
+    assert model_shape(str(folder)).num_params > 0
+
+
+def speak(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
+    assert chat.fingerprint
+    with contextlib.suppress(MalformedRow):
+        chat.encode(CONVERSATION)
+
+
+def read_weights(folder: Path) -> None:
+    with CheckpointFiles.open(folder) as files:
+        for name in files:
+            assert files.read(name).shape == files.shapes[name]
+
+
+# Every value of a file is one that a person, a program or an enemy could have written.
+CASES: list[tuple[str, str, Callable[[Path], None], int]] = [
+    ("llama", "config.json", read_config, 200),
+    ("olmo3", "config.json", read_config, 150),
+    ("olmo3", "config.json", plan, 200),
+    ("llama", "generation_config.json", lambda folder: load_hf_config(str(folder)), 100),
+    ("indexed", INDEX_NAME, read_weights, 200),
+    ("llama", "tokenizer_config.json", speak, 100),
+    ("llama", "tokenizer.json", speak, 60),
+]
+
+
+@pytest.mark.parametrize(("model", "file_name", "read", "num_cases"), CASES)
+def test_any_json_value_is_read_or_refused_by_name(
+    good: Path, tmp_path: Path, model: str, file_name: str, read: Callable[[Path], None], num_cases: int
+) -> None:
+    folder = copy_of(good / model, tmp_path)
+    value = json.loads((folder / file_name).read_text())
+    refused = 0
+    for seed in range(num_cases):
+        (folder / file_name).write_text(json.dumps(mutated(value, random.Random(seed))))
+        told = refusal(read, folder)
+        refused += told is not None
+        assert told is None or (re.search("model|config|template", told) and "\x1b" not in told), (seed, told)
+    assert 0 < refused < num_cases
+
+
+@pytest.mark.parametrize(
+    ("model", "file_name", "read"),
+    [
+        ("llama", "config.json", read_config),
+        ("llama", SINGLE_NAME, read_weights),
+        ("indexed", INDEX_NAME, read_weights),
+    ],
+)
+def test_any_bytes_are_read_or_refused(
+    good: Path, tmp_path: Path, model: str, file_name: str, read: Callable[[Path], None]
+) -> None:
+    folder = copy_of(good / model, tmp_path)
+    whole = (folder / file_name).read_bytes()
+    head, rest = whole[:4096], whole[4096:]  # the header, of weights
+    refused = 0
+    for seed in range(150):
+        (folder / file_name).unlink()
+        (folder / file_name).write_bytes(mutated_bytes(head, random.Random(seed)) + rest)
+        told = refusal(read, folder)
+        refused += told is not None
+        assert told is None or "model" in told or "config.json" in told, (seed, told)
+    assert refused > 0
+
+
+def header_file(folder: Path, header: bytes, data: bytes = b"\0" * 8) -> None:
+    (folder / SINGLE_NAME).write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}}', "data_offsets"),
+        (b'{"w": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}', "shape"),
+        (b'{"w": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]}}', "shape"),
+        (b'{"w": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}', "shape"),
+        (b'{"w": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}', "dtype"),
+        (b'{"w": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 8]}}' % (b"9" * 5000), "not JSON that can be"),
+        (b'{"w": ' + b"[" * 100_000, "not JSON that can be read"),
+        (b'{"w": {"dtype": "F32", "shape": [2], "shape": [1, 2], "data_offsets": [0, 8]}}', "'shape' is there twice"),
+        (b'{"\\u001b[31m": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "cannot be printed"),
+    ],
+)
+def test_headers_that_json_allows_and_sense_does_not(tmp_path: Path, header: bytes, told: str) -> None:
+    header_file(tmp_path, header)
+    with pytest.raises(InputError, match=told) as caught:
+        CheckpointFiles.open(tmp_path)
+    assert SINGLE_NAME in str(caught.value)
+
+
+def test_an_empty_tensor_may_stand_anywhere(tmp_path: Path) -> None:
+    header_file(
+        tmp_path,
+        b'{"full": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
+        b' "none": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}',
+    )
+    assert len(CheckpointFiles.open(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    "place", ["../outside.safetensors", "{folder}/outside.safetensors", "sub/in.safetensors", ".."]
+)
+def test_an_index_names_files_beside_it_alone(good: Path, tmp_path: Path, place: str) -> None:
+    folder = copy_of(good / "indexed", tmp_path)
+    shutil.copyfile(good / "indexed" / "model-0.safetensors", tmp_path / "outside.safetensors")
+    index = json.loads((folder / INDEX_NAME).read_text())
+    for name, file_name in index["weight_map"].items():
+        if file_name == "model-0.safetensors":
+            index["weight_map"][name] = place.format(folder=tmp_path)
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(InputError, match="only names of safetensors files beside the index"):
+        CheckpointFiles.open(folder)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_weights_that_are_no_numbers_are_named(good: Path, tmp_path: Path, value: float) -> None:
+    folder = copy_of(good / "llama", tmp_path)
+    tensors = load_file(folder / SINGLE_NAME)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    (folder / SINGLE_NAME).unlink()
+    save_file(tensors, folder / SINGLE_NAME)
+    pretrained = opened(folder)
+    model = pretrained.build(init_device="cpu")
+    model.init_weights(device=torch.device("cpu"), max_seq_len=64)
+    told = f"model.layers.1.mlp.up_proj.weight holds {'NaN' if value != value else 'inf'}: the checkpoint is damaged"
+    with pytest.raises(InputError, match=told):
+        stream_load(model, pretrained.files, pretrained.names)
+
+
+def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loader of kernels or modules is reached, and an export does not hand the fields on."""
+
+    def reached(*_: Any, **__: Any) -> None:
+        raise AssertionError("a loader of foreign code was reached")
+
+    monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", reached)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "get_class_in_module", reached)
+    folder = copy_of(good / "llama", tmp_path)
+    named = {
+        "_attn_implementation": "evil/kernel",
+        "attn_implementation": "evil/kernel",
+        "_attn_implementation_internal": "evil/kernel",
+        "_experts_implementation": "evil/kernel",
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil/repo--evil.Model"},
+        "_name_or_path": "evil/repo",
+    }
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | named))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    evil = {"auto_map": {"AutoTokenizer": ["evil.Slow", "evil.Fast"]}}
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | evil | {"tokenizer_class": "Evil"}))
+    with pytest.raises(InputError, match="contains custom code"):
+        load_tokenizer(str(folder))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer | evil | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+    pretrained = opened(folder)
+    assert len(pretrained.tokenizer) == 512
+    model = pretrained.build(init_device="cpu")
+    model.init_weights(device=torch.device("cpu"), max_seq_len=64)
+    stream_load(model, pretrained.files, pretrained.names)
+    out = tmp_path / "out"
+    export_hf(model, pretrained.hf_config, pretrained.names, source_folder=folder, out_folder=out, dtype=None)
+    assert json.loads((out / "config.json").read_text()) == fields
+    assert not (out / "pytorch_model.bin").exists() and not (tmp_path / "ran").exists()
+
+
+def test_a_kernel_that_a_config_object_names_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(*_: Any, **__: Any) -> None:
+        raise AssertionError("a loader of kernels was reached")
+
+    monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", reached)
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    config._attn_implementation = "evil/kernel"
+    check_exportable(TensorNames(config), parameter_shapes(build_model(config)))
+
+
+@pytest.mark.parametrize(
+    ("file_name", "old", "new", "told"),
+    [
+        ("config.json", '"vocab_size": 512', '"vocab_size": 512, "vocab_size": 513', "'vocab_size' is there twice"),
+        ("config.json", '"vocab_size": 512', f'"vocab_size": {"9" * 5000}', "not JSON that can be read"),
+        ("config.json", '"num_hidden_layers": 4', '"num_hidden_layers": 1000000000', "num_hidden_layers = 1000000000"),
+        ("config.json", '"num_attention_heads": 4', '"num_attention_heads": 0', "num_attention_heads = 0"),
+        ("config.json", '"dtype": "float32"', '"dtype": "load"', "dtype = 'load'"),
+        ("config.json", "{", '{"configuration_files": ["config.4.0.0.json"],', "configuration_files lets readers"),
+        ("generation_config.json", "{", "[", "generation_config.json, line"),
+        ("tokenizer.json", '"id": 2,', '"id": 2000000000,', "2000000000 is no token id"),
+        ("tokenizer_config.json", '"chat_template": "', '"chat_template": 7, "x": "', "is a int, not text"),
+    ],
+)
+def test_what_is_refused_says_what_and_where(
+    good: Path, tmp_path: Path, file_name: str, old: str, new: str, told: str
+) -> None:
+    folder = copy_of(good / "llama", tmp_path)
+    text = (folder / file_name).read_text()
+    assert old in text
+    (folder / file_name).write_text(text.replace(old, new, 1))
+    with pytest.raises(InputError, match=told):
+        choose_chat_template(opened(folder).tokenizer, None)
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused(good: Path, tmp_path: Path) -> None:
+    """Ids may have holes: as many tokens as the model has rows, and one of them far above."""
+    folder = copy_of(good / "llama", tmp_path)
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = fields["model"]["vocab"]
+    vocabulary[max(vocabulary, key=lambda token: vocabulary[token])] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError, match="has 5001 tokens, but the model"):
+        opened(folder)

@@ -1,0 +1,223 @@
+"""Damaged data files and traces, chat templates that misbehave: a sentence, or a row that is counted."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import ArrowException, Table, ipc, parquet
+
+from open_instruct.data import chat
+from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer
+from open_instruct.data.rows import BadRow, MalformedRow, RawRow, open_rows
+from open_instruct.errors import InputError
+from open_instruct.models.tiny import write_tiny_model
+from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.rollout.replay import check_token_ids
+from open_instruct.rollout.traces import read_traces, trace_file
+from tests.unit.mutations import mutated, mutated_bytes
+
+ROWS = [{"n": i, "chosen": [{"role": "user", "content": f"question {i}"}]} for i in range(40)]
+CONVERSATION: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
+
+
+def test_a_key_that_is_there_twice_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"n": 1, "n": 2}\n{"n": {"a": 1, "a": 1}}\n{"n": 3}\n')
+    first, second, third = open_rows(str(tmp_path / "rows.jsonl")).rows([0, 1, 2])
+    assert isinstance(first, BadRow) and first.kind == "not_json" and "'n' is there twice" in first.reason
+    assert isinstance(second, BadRow) and "'a' is there twice" in second.reason
+    assert isinstance(third, RawRow)
+
+
+def test_text_in_a_parquet_file_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
+    parquet.write_table(Table.from_pylist(ROWS), tmp_path / "rows.parquet", compression="none", use_dictionary=False)
+    data = (tmp_path / "rows.parquet").read_bytes()
+    (tmp_path / "rows.parquet").write_bytes(data.replace(b"question 7", b"question \xff"))
+    rows = list(open_rows(str(tmp_path / "rows.parquet")).rows(range(40)))
+    assert [type(row).__name__ for row in rows] == ["RawRow"] * 7 + ["BadRow"] + ["RawRow"] * 32
+    assert rows[7].line == 8
+    assert rows[7].kind == "not_readable"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_any_bytes_of_a_columnar_file_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    table = Table.from_pylist(ROWS)
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    whole, refused = path.read_bytes(), 0
+    for seed in range(200):
+        path.unlink()
+        path.write_bytes(mutated_bytes(whole, random.Random(seed)))
+        try:
+            source = open_rows(str(path))
+            for row in source.rows(range(min(len(source), 40))):
+                assert isinstance(row, RawRow | BadRow)
+        except InputError:
+            refused += 1
+    assert refused > 0
+
+
+# --- chat templates -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder, family="llama")
+    return load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 1 // 0 }}",
+        "{{ messages[10**400] }}",
+        "{{ 'x' * 2**62 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% import 'os' as os %}{{ os.getcwd() }}",
+        "{% include '/etc/passwd' %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('\x1b[31m never') }}",
+        "{{ range(10**9) | join }}",
+        "{{ 'x' * 2**26 }}",
+    ],
+)
+def test_what_a_template_cannot_do_makes_bad_rows(
+    tokenizer: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenizer, "chat_template", text)
+    template = choose_chat_template(tokenizer, None)
+    with pytest.raises(MalformedRow, match="chat template") as caught:
+        ChatFormat(tokenizer, template).encode(CONVERSATION)
+    assert caught.value.kind == "template"
+    assert caught.value.reason.isprintable()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["{% for %}", "{{ 1 | no_such_filter }}", "{% if x %}", "{{ '" + "{" * 50])
+def test_a_template_that_does_not_parse_is_refused_with_its_line(
+    tokenizer: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", text)
+    with pytest.raises(InputError, match="the tokenizer's own chat template, line 1: "):
+        choose_chat_template(tokenizer, None)
+
+
+def test_a_template_without_an_end_is_stopped(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.2)
+    many = "{% set many = range(99999) | list %}"
+    endless = many + "".join(f"{{% for {name} in many %}}" for name in "abcde") + "{% endfor %}" * 5
+    monkeypatch.setattr(tokenizer, "chat_template", endless)
+    with pytest.raises(InputError, match=r"the tokenizer's own chat template does not end.*--chat_template_name"):
+        choose_chat_template(tokenizer, None)
+    with pytest.raises(InputError, match="does not end"):
+        ChatFormat(tokenizer, ChatTemplate(name="mine", text=endless)).encode(CONVERSATION)
+
+
+# --- traces ---------------------------------------------------------------------------------------------
+
+
+def trace_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "step": 1,
+            "ticket": 3,
+            "sample_index": index,
+            "row_id": 4,
+            "prompt": "2 + 2?",
+            "prompt_token_ids": [1, 2],
+            "checks": json.dumps([asdict(Check(verifier="math", ground_truth="4"))]),
+            "completion": "4",
+            "token_ids": [5, 6],
+            "logprobs": [-0.1, -0.2],
+            "versions": [0, 1],
+            "finish_reason": "stop",
+            "seed": index,
+            "reward": 1.0,
+            "scores": '{"math": 1.0}',
+            "problems": ["slow"],
+            "advantage": 0.5,
+            "used_in_training": True,
+            "rejected": False,
+        }
+        for index in range(3)
+    ]
+
+
+def write_trace(run: Path, rows: Any) -> bool:
+    """Whether parquet can say it at all."""
+    path = trace_file(run, 1)
+    path.parent.mkdir(exist_ok=True)
+    try:
+        parquet.write_table(Table.from_pylist(rows), path)
+    except (ArrowException, TypeError, ValueError, AttributeError, OverflowError):
+        return False
+    return True
+
+
+def test_any_trace_is_read_or_refused(tmp_path: Path) -> None:
+    assert write_trace(tmp_path, trace_rows())
+    assert len(read_traces(tmp_path, 1)[0].completions) == 3
+    whole = trace_file(tmp_path, 1).read_bytes()
+    written = refused = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        if seed % 3 == 0:
+            trace_file(tmp_path, 1).write_bytes(mutated_bytes(whole, rng))
+        elif not write_trace(tmp_path, mutated(trace_rows(), rng)):
+            continue
+        written += 1
+        try:
+            groups = read_traces(tmp_path, 1)
+        except InputError as error:
+            refused += "step1.parquet cannot be read as a trace of ours" in str(error)
+        else:
+            assert all(isinstance(group.completions[0].text, str) for group in groups)
+    assert written > 150
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("token_ids", [5], "different lengths"),
+        ("token_ids", [5, None], "nothing in"),
+        ("token_ids", [5, -1], "token id below 0"),
+        ("reward", None, "nothing in reward"),
+        ("scores", "{", "Expecting"),
+        ("checks", "[" * 100_000, "recursion"),
+        ("checks", '[{"verifier": "x"}]', "ground_truth"),
+    ],
+)
+def test_a_trace_says_what_is_wrong_with_it(tmp_path: Path, name: str, value: Any, told: str) -> None:
+    rows = trace_rows()
+    rows[1][name] = rows[0][name] = value
+    write_trace(tmp_path, rows)
+    with pytest.raises(InputError, match=told):
+        read_traces(tmp_path, 1)
+
+
+def test_a_trace_of_another_vocabulary_is_refused() -> None:
+    completion = Completion(
+        token_ids=(5, 900), logprobs=(-0.1, -0.2), versions=(0, 0), text="4", finish_reason="stop", seed=0
+    )
+    group = RolloutGroup(
+        ticket=0,
+        prompt=Prompt(row_id=0, token_ids=(1,), text="", checks=()),
+        completions=(completion,),
+        verdicts=(Verdict(reward=1.0, scores={}),),
+    )
+    check_token_ids([group], 901)
+    with pytest.raises(InputError, match="token 900, and the model has vocab_size 900"):
+        check_token_ids([group], 900)

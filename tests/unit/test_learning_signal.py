@@ -1,0 +1,86 @@
+"""Steps from which nothing can be learned: what is said of them, and when that ends the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.errors import RunError
+from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.rollout.learning_signal import MAX_SILENT_STEPS, SignalWatch, refuse_failed_verdicts
+
+FLAGS = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0 --output_dir out --apply_r1_style_format_reward"
+
+
+def watch() -> SignalWatch:
+    return SignalWatch(parse(GRPOConfig, FLAGS.split()))
+
+
+def group(*scores: float, form: float = 1.0, ends: Literal["stop", "length"] = "stop") -> RolloutGroup:
+    """Completions with these scores, which are their rewards too."""
+    completion = Completion(token_ids=(5,), logprobs=(0.0,), versions=(0,), text="", finish_reason=ends, seed=0)
+    return RolloutGroup(
+        ticket=0,
+        prompt=Prompt(row_id=0, token_ids=(1,), text="?", checks=()),
+        completions=(completion,) * len(scores),
+        verdicts=tuple(Verdict(reward=score, scores={"math": score, "format": form}) for score in scores),
+    )
+
+
+RIGHT, WRONG, MIXED = group(1.0, 1.0), group(0.0, 0.0), group(0.0, 1.0)
+FORMLESS, CUT = group(0.0, 0.0, form=0.0), group(0.0, 0.0, form=0.0, ends="length")
+
+
+def said(it: SignalWatch, steps: list[list[RolloutGroup]]) -> list[str | None]:
+    return [it.after_step(groups, num_samples=4) for groups in steps]
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([RIGHT], "every answer was right"),
+        ([WRONG], "every answer was wrong"),
+        ([CUT], "every completion was cut off at --response_length 256 tokens"),
+        ([FORMLESS], "no completion had the form <think>"),
+        ([FORMLESS, WRONG], "every answer was wrong"),
+        ([RIGHT, WRONG], "the completions of each prompt all got the same reward"),
+        ([group(0.5, 0.5)], "the completions of each prompt all got the same reward"),
+    ],
+)
+def test_the_reason_is_given_when_it_is_due(groups: list[RolloutGroup], reason: str) -> None:
+    *before, warning = said(watch(), [groups] * MAX_SILENT_STEPS)
+    assert before == [None] * (MAX_SILENT_STEPS - 1)
+    assert warning is not None and f"last {MAX_SILENT_STEPS} steps" in warning and reason in warning
+
+
+def test_the_reason_holds_for_all_of_the_steps() -> None:
+    warning = said(watch(), [[CUT]] * (MAX_SILENT_STEPS - 1) + [[WRONG]])[-1]
+    assert warning is not None and "every answer was wrong" in warning
+
+
+def test_one_group_with_a_signal_starts_the_count_anew() -> None:
+    steps = [[WRONG]] * (MAX_SILENT_STEPS - 1) + [[WRONG, MIXED]] + [[WRONG]] * (MAX_SILENT_STEPS - 1)
+    assert not any(said(watch(), steps))
+
+
+def test_it_is_said_once() -> None:
+    assert sum(map(bool, said(watch(), [[WRONG]] * MAX_SILENT_STEPS * 3))) == 1
+
+
+def test_a_signal_of_completions_that_are_all_left_out_is_none() -> None:
+    it = watch()
+    warnings = [it.after_step([replace(MIXED, completions=CUT.completions)], num_samples=0) for _ in range(5)]
+    assert warnings[-1] is not None and "cut off" in warnings[-1]
+
+
+def test_a_step_whose_verdicts_all_failed_ends_the_run() -> None:
+    late = Verdict(reward=0.0, scores={"mine": 0.0}, problems=("mine: KeyError: 'x'",))
+    broken = replace(WRONG, verdicts=(late, late))
+    with pytest.raises(RunError, match=r"all 4 verdicts of a step failed.* The first: mine: KeyError: 'x'\. .*Mend"):
+        refuse_failed_verdicts([broken, broken])
+    refuse_failed_verdicts([broken, WRONG])
+    refuse_failed_verdicts([])
