@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError, RunError
-from open_instruct.rollout.learner_host import HostFacts, is_stopped, on_their_nodes
+from open_instruct.parallel.processes import is_stopped
+from open_instruct.rollout.learner_host import HostFacts, on_their_nodes
 
 if TYPE_CHECKING:
     from ray import ObjectRef
