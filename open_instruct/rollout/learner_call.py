@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.peers import LOST_PEER_WORDS
 from open_instruct.parallel.processes import is_stopped
 from open_instruct.rollout.learner_host import HostFacts, on_their_nodes
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 # After a first failure: how long another may take that explains it.
 CAUSE_TIMEOUT_S = 3.0
 NODE_TIMEOUT_S = 10.0
-# How gloo and NCCL speak of a peer that is gone.
-LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
 
 # What Ray's words for a lost actor come down to.
 REASONS = {

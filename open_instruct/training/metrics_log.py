@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from olmo_core.train.callbacks import Callback
 
+from open_instruct.parallel.peers import doing
 from open_instruct.training.console import Console
 from open_instruct.training.run_directory import rows_of
 from open_instruct.whole_file import replace_text
@@ -77,10 +78,12 @@ class MetricsLog(Callback):
             self._show = self._stack.enter_context(self.console.training(first_step=first_step, num_steps=num_steps))
 
     def pre_load_batch(self) -> None:
+        doing(f"training step {self.step + 1}")
         self._step_began_s = time.perf_counter()
         self._tokens_before = self.trainer.global_train_tokens_seen
 
     def post_train_batch(self) -> None:
+        doing(f"finishing step {self.step}")
         num_tokens = self.trainer.global_train_tokens_seen - self._tokens_before
         self.trainer.record_metric("tokens_per_second", num_tokens / (time.perf_counter() - self._step_began_s))
 

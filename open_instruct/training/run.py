@@ -12,6 +12,7 @@ from typing import Any
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, provenance, refuse_conflicts, write_config
 from open_instruct.errors import InputError
+from open_instruct.parallel import peers
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
 from open_instruct.parallel.wording import counted
@@ -41,10 +42,12 @@ def open_run(config: Any) -> Iterator[Run]:
     :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
         another run.
     """
+    peers.doing("starting")
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     layout = layout_of(config.parallel, process.gpus_per_node)
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
+    peers.watch(config.parallel.dist_timeout_s)
     with ExitStack() as held:
         on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console)))
         log_to(directory.log, rank=process.rank)
