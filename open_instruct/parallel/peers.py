@@ -29,6 +29,9 @@ SILENT_AFTER_LOSS_S = 2.5 * BEAT_S
 GRACE_S = 10.0
 STORE_TIMEOUT_S = 10.0
 
+# Set where the store is kept by a launcher (torchrun's agent, the driver of GRPO), which can read signs too.
+STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
+
 # How gloo and NCCL speak of a peer that is gone.
 LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
 WAITED_WORDS = ("Timed out waiting", "Wait timeout", "NCCL")
@@ -229,8 +232,8 @@ def activity() -> str:
 def meet(*, rank: int, num_ranks: int) -> None:
     """Give the first sign. The process group is there; each rank calls this before the next collective."""
     global _peers
-    if num_ranks < 2:
-        return
+    if num_ranks < 2 and STORE_OF_LAUNCHER not in os.environ:
+        return  # nobody to look
     from torch.distributed import TCPStore
 
     store = TCPStore(

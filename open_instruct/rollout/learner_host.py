@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from open_instruct.parallel.peers import doing
 from open_instruct.rollout.addresses import interface_of
 
 
@@ -51,7 +52,11 @@ class LearnerHost:
         self._learner = learner_class(**arguments)
 
     def call(self, method: str, arguments: Sequence[Any]) -> Any:
-        return getattr(self._learner, method)(*arguments)
+        doing(f"busy with {method}")
+        try:
+            return getattr(self._learner, method)(*arguments)
+        finally:
+            doing("waiting for the driver")
 
 
 def on_their_nodes(function: Callable[[int], Any], facts: Sequence[HostFacts], *, timeout_s: float) -> list[Any]:

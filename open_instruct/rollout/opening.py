@@ -13,6 +13,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
+from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.placement import learner_layout
 from open_instruct.training.console import Console
@@ -52,6 +53,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     verifiers = known_verifiers(config.reward.verifier)
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
+    doing("starting")
     with made_ready(directory, config, layout, console):
         yield _opened(config, layout, directory, console, verifiers)
 
@@ -94,6 +96,7 @@ def _opened(
         return prompts
 
     held_out = None
+    doing("reading the prompts")
     prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
     if data.dataset_mixer_eval_list:
         held_out = load(
