@@ -211,7 +211,8 @@ class _Teller:
         where = _record_traceback(self.log_file, error)
         summary = " ".join(f"{type(error).__name__}: {error}".split())
         _tell_of_failure(
-            f"{self.program} failed: {summary}", f"The traceback is {where}. {_advice(error)}{_way_on(self.log_file)}"
+            f"{self.program} failed: {summary}{peers.whereabouts(error)}",
+            f"The traceback is {where}. {_advice(error)}{_way_on(self.log_file)}",
         )
         return EXIT_FAILURE
 

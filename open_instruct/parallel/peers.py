@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -145,10 +145,9 @@ class Peers:
         with suppress(Exception):  # the store may be gone before us
             self._give(words)
 
-    def explanation(self, *, wait_s: float) -> tuple[str, bool]:
-        """What became of the others, in words, and whether this rank is the one to say it."""
+    def explanation(self, *, wait_s: float) -> tuple[str, bool] | None:
+        """What became of the others, in words, and whether this rank is the one to say it; None if it cannot tell."""
         deadline_s = time.monotonic() + wait_s
-        signs: list[Sign] = []
         with suppress(Exception):
             while True:
                 losses = self._signs.losses(silent_s=SILENT_AFTER_LOSS_S)
@@ -163,7 +162,21 @@ class Peers:
                 if time.monotonic() >= deadline_s:
                     break
                 time.sleep(0.2)
-        return _whereabouts(signs), self.rank == 0
+        return None
+
+    def whereabouts(self) -> str:
+        """Who does what, those first who do something that few do; "" where the store is gone."""
+        at: dict[str, list[Sign]] = {}
+        with suppress(Exception):
+            for sign in self._signs.look():
+                at.setdefault(sign.doing, []).append(sign)
+
+        def told(what: str, there: list[Sign]) -> str:
+            names = there[0].name if len(there) == 1 else f"{there[0].name} and {len(there) - 1} more"
+            return f"{names}: {what}"
+
+        rarest_first = sorted(at.items(), key=lambda item: len(item[1]))
+        return "; ".join(told(what, there) for what, there in rarest_first[:4])
 
     def _run(self) -> None:
         while not self._has_left.wait(BEAT_S):
@@ -187,23 +200,6 @@ class Peers:
             last_words=last_words,
         )
         self._store.set(_key(self.rank), json.dumps(asdict(sign)))
-
-
-def _whereabouts(signs: Sequence[Sign]) -> str:
-    """Who does what, where nobody is known to be lost: those that do something rare first."""
-    if not signs:
-        return "the process through which the ranks met is gone"
-    at: dict[str, list[Sign]] = {}
-    for sign in signs:
-        at.setdefault(sign.doing, []).append(sign)
-
-    def told(what: str, there: list[Sign]) -> str:
-        others = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        return f"{there[0].name}{others} was {what}" if not others else f"{there[0].name}{others} were {what}"
-
-    return "a rank did not answer: " + "; ".join(
-        told(what, there) for what, there in sorted(at.items(), key=lambda item: len(item[1]))[:4]
-    )
 
 
 # One process has one rank and does one thing at a time.
@@ -264,13 +260,13 @@ def explanation(error: BaseException) -> tuple[str, bool] | None:
     """Why a rank that others went away from failed with `error`, and whether this rank is to say it; else None."""
     if _peers is None:
         return None
-    # Not those of the hub or of a disk far away, which also lose connections.
-    texts = [str(each) for each in _chain(error) if not isinstance(each, OSError)]
-    if any(words in text for text in texts for words in LOST_PEER_WORDS):
-        return _peers.explanation(wait_s=SILENT_AFTER_LOSS_S + BEAT_S)
-    if any(words in text for text in texts for words in WAITED_WORDS):
-        return _peers.explanation(wait_s=0)
-    return None
+    return _peers.explanation(wait_s=SILENT_AFTER_LOSS_S + BEAT_S) if _is_about(error, LOST_PEER_WORDS) else None
+
+
+def whereabouts(error: BaseException) -> str:
+    """What each rank does, where `error` is about one that did not answer, in parentheses."""
+    told = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
+    return f" ({told})" if told else ""
 
 
 def loss_now() -> tuple[str, bool] | None:
@@ -282,9 +278,10 @@ def loss_now() -> tuple[str, bool] | None:
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
+def _is_about(error: BaseException | None, words: Sequence[str]) -> bool:
+    while error is not None:
+        # An OSError is of the hub, or of a disk far away: these lose connections too.
+        if not isinstance(error, OSError) and any(each in str(error) for each in words):
+            return True
         error = error.__cause__ or error.__context__
+    return False

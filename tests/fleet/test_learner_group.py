@@ -118,7 +118,7 @@ def test_a_frozen_rank_is_known_long_before_a_step_may_be_over(
     monkeypatch.setattr(peers, "SILENT_S", 6.0)  # in earnest a minute and a half
     pid = group.pids()[0]
     with pytest.raises(
-        LearnerLost, match=rf"rank 0 .*pid {pid}\) was lost during fail, while busy with fail: its process is stopped"
+        LearnerLost, match=rf"rank 0 .*pid {pid}\) was lost during fail, while .+: its process is stopped"
     ) as caught:
         group.call("fail", "freeze", 0, timeout_s=3600)
     assert caught.value.ranks == (0,)

@@ -161,15 +161,17 @@ class TestExplanations:
         doing("training step 5")
         me._give()
         ranks.give(replace(ranks.signs[1], doing="training step 4"))
-        words, is_mine = me.explanation(wait_s=0)
-        assert is_mine
-        assert words.startswith("a rank did not answer: rank 1 (host a") and "was training step 4; rank 0" in words
+        assert me.explanation(wait_s=0) is None
+        told = me.whereabouts().split("; ")
+        assert told[0].endswith(": training step 4") and told[0].startswith("rank 1 (host a")
+        assert told[1].startswith("rank 0 ") and told[1].endswith(" and 1 more: training step 5")
 
     def test_only_words_about_peers_are_explained(self, me: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peers, "_peers", me)
         assert peers.explanation(KeyError("x")) is None
         assert peers.explanation(ConnectionResetError(104, "Connection reset by peer")) is None
-        assert peers.explanation(RuntimeError("Timed out waiting 1800000ms for recv operation")) is not None
+        assert peers.whereabouts(KeyError("x")) == ""
+        assert "training step 5" in peers.whereabouts(RuntimeError("Timed out waiting 1800000ms for recv operation"))
 
 
 def test_one_process_has_no_peers() -> None:
