@@ -6,23 +6,27 @@ SIGTERM. Whatever went wrong, the last line on stderr says what to do.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from types import FrameType
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from open_instruct.config.help import print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import LoggingSection, ParallelSection, RunSection
 from open_instruct.config.tracker_access import check_trackers
-from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, InputError, RunError
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
+from open_instruct.parallel import peers
 from open_instruct.parallel.layout import UnequalNodesError, layout_of, node_sizes_from_environment
 
 HELP_WORDS = ("--help", "-h")
@@ -34,6 +38,17 @@ OTHER_RANKS_WAIT_S = 3.0
 
 # torchrun names a file to each process, and shows what it finds there in the table that it ends with.
 LAUNCHER_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What writers say that are not Python's own: of torch, safetensors, Ray.
+FULL_DISK_WORDS = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed", "OutOfDiskError")
+
+# Held by the thread that tells how the process ends: another must not speak, and end it, meanwhile.
+_last_words = threading.Lock()
+
+
+class Terminated(BaseException):
+    """SIGTERM. Not an Exception, so that nothing on the way up takes it for a failure of its own."""
 
 
 class EntryConfig(Protocol):
@@ -71,6 +86,19 @@ def run_entry(
     returns warnings, which are printed. `gpus_per_node` reads the nodes from the flags, where no launcher
     tells of them.
     """
+    return run_to_exit_code(
+        lambda: _run_entry(config_class, main, argv, program, validate, gpus_per_node), program=program
+    )
+
+
+def _run_entry(
+    config_class: type[ConfigT],
+    main: Callable[[ConfigT], int],
+    argv: Sequence[str] | None,
+    program: str,
+    validate: Callable[[ConfigT], list[str]],
+    gpus_per_node: Callable[[ConfigT], Sequence[int]] | None,
+) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     speaks = _rank() == 0
     if any(word in HELP_WORDS for word in words):
@@ -120,23 +148,107 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
     """
     # Without any handler Python prints the warnings of every library; the run's own log comes later.
     logging.getLogger().addHandler(logging.NullHandler())
+    teller = _Teller(program, log_file)
+    peers.on_loss = teller.end_for_loss
+    with _sigterm_raises():
+        try:
+            return run()
+        except BaseException as error:
+            with _last_words:
+                # The launcher ends the other ranks of one that failed: not before the reason is told.
+                _on_sigterm(signal.SIG_IGN)
+                return teller.tell(error)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises in the main thread while the block runs, but where a trainer takes it over for a time."""
+    if signal.getsignal(signal.SIGTERM) is _raise_terminated:
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    _on_sigterm(_raise_terminated)
     try:
-        return run()
-    except InputError as error:
-        _tell_of_failure(f"{program}: {error}")
-        return EXIT_INPUT
-    except RunError as error:
-        _tell_of_failure(f"{program}: {error}")
-        return EXIT_FAILURE
-    except KeyboardInterrupt:
-        if _rank() == 0:
-            _tell(f"{program}: interrupted. {_way_on(log_file)}")
-        return EXIT_FAILURE
-    except Exception as error:
-        where = _record_traceback(log_file)
+        yield
+    finally:
+        _on_sigterm(before)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    del number, frame
+    _on_sigterm(lambda number, frame: os._exit(EXIT_PREEMPTED))  # a second one waits for nothing
+    raise Terminated
+
+
+def _on_sigterm(handler: Any) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+class _Teller:
+    """Turns what ended a run into words on stderr and an exit code."""
+
+    def __init__(self, program: str, log_file: Path | None) -> None:
+        self.program = program
+        self.log_file = log_file
+
+    def tell(self, error: BaseException) -> int:
+        is_stop = isinstance(error, Terminated | KeyboardInterrupt | SystemExit)
+        if not isinstance(error, InputError) and (told := peers.explanation(error) or (is_stop and peers.loss_now())):
+            self._tell_of_others(error, *told)
+            return EXIT_FAILURE
+        if is_stop:
+            return self._tell_of_stop(error)
+        if isinstance(error, InputError | RunError):
+            _tell_of_failure(f"{self.program}: {error}")
+            return EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILURE
+        if is_full_disk(error):
+            _record_traceback(self.log_file, error, to_stderr=False)
+            where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+            full = f"{self.program}: the disk is full{where}, while {peers.activity()}: make room."
+            _tell_of_failure(f"{full} {_way_on(self.log_file)}")
+            return EXIT_FAILURE
+        where = _record_traceback(self.log_file, error)
         summary = " ".join(f"{type(error).__name__}: {error}".split())
-        _tell_of_failure(f"{program} failed: {summary}", f"The traceback is {where}. {_advice(error, log_file)}")
+        _tell_of_failure(
+            f"{self.program} failed: {summary}{peers.whereabouts(error)}",
+            f"The traceback is {where}. {_advice(error)}{_way_on(self.log_file)}",
+        )
         return EXIT_FAILURE
+
+    def end_for_loss(self, words: str) -> None:
+        """From the thread that watches the other ranks: the main thread may wait for them for ever."""
+        with _last_words:
+            self._say_loss(words)
+            leave(EXIT_FAILURE)
+
+    def _say_loss(self, words: str) -> None:
+        line = f"{self.program}: {words}. {_way_on(self.log_file)}"
+        peers.leave(line)
+        _tell(line)
+        _tell_launcher(line)
+
+    def _tell_of_others(self, error: BaseException, words: str, is_mine_to_say: bool) -> None:
+        _record_traceback(self.log_file, error, to_stderr=False)
+        if is_mine_to_say and words.startswith("[rank"):
+            _tell(words)  # which has said everything, and had no time to say it aloud
+            _tell_launcher(words)
+        elif is_mine_to_say:
+            self._say_loss(words)
+        else:
+            peers.leave(words)
+            time.sleep(OTHER_RANKS_WAIT_S)
+
+    def _tell_of_stop(self, error: BaseException) -> int:
+        by_sigterm = isinstance(error, Terminated) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM)
+        if isinstance(error, SystemExit) and not by_sigterm:
+            raise error
+        name = "SIGTERM" if by_sigterm else "interrupted"
+        line = f"{self.program}: {name} while {peers.activity()}. {_way_on(self.log_file)}"
+        peers.leave(line)
+        if _rank() == 0:
+            _tell(line)
+        return EXIT_PREEMPTED if by_sigterm else EXIT_FAILURE
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -145,9 +257,10 @@ def leave(exit_code: int) -> NoReturn:
     Everything is written and closed by now. What is left are threads of libraries (gloo's among them),
     and one that is still running while its object is destroyed would abort a run that succeeded.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # they may lie on a full disk, or their reader be gone
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(exit_code)
 
 
@@ -157,27 +270,35 @@ def _rank() -> int:
 
 
 def _tell(*lines: str) -> None:
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # stderr may lie on the full disk, or its reader be gone
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
     rank = _rank()
+    peers.leave(" ".join(lines))
     if rank > 0:
+        # Where rank 0 has told of it, the launcher ends this rank here.
+        _on_sigterm(signal.SIG_DFL)
         time.sleep(OTHER_RANKS_WAIT_S)
         if known_to_all:
             return
         lines = tuple(f"[rank {rank}] {line}" for line in lines)
     _tell(*lines)
+    _tell_launcher("\n".join(lines))
+
+
+def _tell_launcher(message: str) -> None:
     if error_file := os.environ.get(LAUNCHER_ERROR_FILE):
-        failure = {"message": "\n".join(lines), "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):
+        failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
             Path(error_file).write_text(json.dumps({"message": failure}), encoding="utf-8")
 
 
-def _record_traceback(log_file: Path | None) -> str:
-    """Write the traceback that is being handled to `log_file`, or to stderr; returns where it is."""
-    text = traceback.format_exc()
+def _record_traceback(log_file: Path | None, error: BaseException, *, to_stderr: bool = True) -> str:
+    """Write the traceback of `error` to `log_file`, or to stderr; returns where it is."""
+    text = "".join(traceback.format_exception(error))
     if log_file is not None:
         try:
             with log_file.open("a", encoding="utf-8") as log:
@@ -186,23 +307,36 @@ def _record_traceback(log_file: Path | None) -> str:
             pass
         else:
             return f"in {log_file}"
-    sys.stderr.write(text)
+    if to_stderr:
+        _tell(text.rstrip("\n"))
     return "above"
 
 
-def _advice(error: Exception, log_file: Path | None) -> str:
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether `error`, or what it comes from, is about a disk, quota or file size that is used up."""
+    while error is not None:
+        is_full = isinstance(error, OSError) and error.errno in FULL_DISK
+        if is_full or any(words in str(error) for words in FULL_DISK_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _advice(error: BaseException) -> str:
     # By name, because torch may not be loaded.
     if type(error).__name__ == "OutOfMemoryError":
         return (
             "The GPU is out of memory: halve --per_device_train_batch_size and double --gradient_accumulation_steps, "
-            "use --activation_checkpointing full, or raise --fsdp_shard_degree."
+            "use --activation_checkpointing full, or raise --fsdp_shard_degree. "
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"The disk is full: make room. {_way_on(log_file)}"
-    return f"This is not about a flag. {_way_on(log_file)}"
+    return "This is not about a flag. "
 
 
 def _way_on(log_file: Path | None) -> str:
     if log_file is None:
         return "Run the same command to try again."
-    return "Run the same command again to go on from the last checkpoint."
+    steps = [path.name.removeprefix("step") for path in log_file.parent.glob("step*")]
+    newest = max((int(step) for step in steps if step.isdecimal()), default=None)
+    if newest is None:
+        return "There is no checkpoint yet: the same command, given again, starts from the beginning."
+    return f"Run the same command again to go on from the last checkpoint, {log_file.parent / f'step{newest}'}."

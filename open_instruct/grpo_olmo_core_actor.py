@@ -45,8 +45,7 @@ def train(config: GRPOConfig) -> int:
     from open_instruct.rollout.fleet import start_fleet
     from open_instruct.rollout.opening import open_rollout_run
 
-    run = open_rollout_run(config)
-    with start_fleet(PolicyTrainerOLMoCoreProcess, run) as fleet:
+    with open_rollout_run(config) as run, start_fleet(PolicyTrainerOLMoCoreProcess, run) as fleet:
         return Driver(run, fleet).fit()
 
 

@@ -29,6 +29,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
     from open_instruct.packing.steps import BatchShape
+    from open_instruct.parallel.wording import counted
     from open_instruct.training.closing import export_policy, preempted
     from open_instruct.training.datasets import load_datasets
     from open_instruct.training.evaluation import Heldout
@@ -75,7 +76,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
                     scorer, heldout_rows, cache=cache, title="held-out reference log-probs"
                 )
             if objective.only_scores(config):
-                run.console.say(f"reference log-probs of {len(cache):,} rows are in {cache.path}")
+                run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
                 return 0
 
         heldout = None

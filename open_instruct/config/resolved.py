@@ -15,6 +15,7 @@ import yaml
 from open_instruct import __version__
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.errors import InputError
+from open_instruct.whole_file import replace_text
 
 REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers")
 
@@ -165,7 +166,6 @@ def write_config(config: Any, path: str | Path, extra: Mapping[str, Any] | None 
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
     crash leaves the old one or the new one.
     """
-    path = Path(path)
     lines = [f"# {line}" for line in _comment_lines(extra or {})]
     values = as_flat_dict(config)
     for section, section_class in sections_of(type(config)).items():
@@ -174,9 +174,7 @@ def write_config(config: Any, path: str | Path, extra: Mapping[str, Any] | None 
         # Escaped, because YAML reads some of the Unicode that it would write (line separators) as spaces.
         dumped = yaml.safe_dump(of_section, sort_keys=False, allow_unicode=False, width=1000)
         lines += ["", f"# {title}", dumped.rstrip()]
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text("\n".join(lines).lstrip("\n") + "\n", encoding="utf-8")
-    written.replace(path)
+    replace_text(Path(path), "\n".join(lines).lstrip("\n") + "\n")
 
 
 def _comment_lines(extra: Mapping[str, Any], indent: str = "") -> Iterator[str]:

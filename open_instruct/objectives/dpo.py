@@ -20,6 +20,7 @@ from open_instruct.objectives.objective import (
     Objective,
     TokenLogprobs,
 )
+from open_instruct.parallel.wording import counted
 from open_instruct.records import Batch, Metric
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def evaluate(
             "eval/loss": float(outputs.losses_P.mean()),
             "eval/num_pairs": len(dataset),
         },
-        sentence=f"held-out preference accuracy {{when}}: {accuracy:.3f} of {len(dataset):,} pairs",
+        sentence=f"held-out preference accuracy {{when}}: {accuracy:.3f} of {counted(len(dataset), 'pair')}",
     )
 
 

@@ -9,6 +9,7 @@ from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.objectives.token_metrics import token_metrics
+from open_instruct.parallel.wording import counted
 from open_instruct.records import Batch
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def evaluate(
     loss = -float(logps_ND.sum(dtype="float64")) / num_label_tokens
     return Evaluation(
         row={"eval/loss": loss, "eval/num_label_tokens": num_label_tokens, "eval/num_conversations": len(dataset)},
-        sentence=f"held-out loss {{when}}: {loss:.4f} over {len(dataset):,} conversations",
+        sentence=f"held-out loss {{when}}: {loss:.4f} over {counted(len(dataset), 'conversation')}",
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from open_instruct.parallel import peers
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     )
     seed_all(seed)
     local_rank = get_local_rank()
+    peers.meet(rank=dist.get_rank(), num_ranks=dist.get_world_size())
     return Process(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -99,6 +101,7 @@ def on_main_process(function: Callable[[], T]) -> T:
 
 def stop_process() -> None:
     """Leave the process group, and let a later one in this process build its mesh anew."""
+    peers.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_mesh()

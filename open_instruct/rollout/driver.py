@@ -14,6 +14,7 @@ from typing import Any
 
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunError
 from open_instruct.packing.rollouts import plan_steps_of_ranks
+from open_instruct.parallel.peers import activity
 from open_instruct.rollout.agreement import check_agreement
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
@@ -210,11 +211,11 @@ class Driver:
         name = signal.Signals(number).name
         if self.step > 0:
             self._save()
-        where = self.run.directory.path / f"step{self.step}" if self.step else "none yet"
-        self.console.say(
-            f"{name}: stopped after step {self.step}; the checkpoint is {where}. Give the same command again to go on "
-            "from there"
-        )
+        where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
+        if self.step > 0:
+            checkpoint = self.run.directory.path / f"step{self.step}"
+            where = f"the checkpoint is {checkpoint}. Give the same command again to go on from there"
+        self.console.say(f"{name}: stopped after step {self.step}; {where}")
         return EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_FAILURE
 
     @contextmanager
@@ -226,7 +227,9 @@ class Driver:
             if self._signal is not None:
                 raise KeyboardInterrupt
             self._signal = number
-            self.console.say(f"{signal.Signals(number).name}: stopping after this step")
+            is_last = self.step >= self.config.num_steps
+            after = "this step" if not is_last else f"{activity()}; a second one ends it at once"
+            self.console.say(f"{signal.Signals(number).name}: stopping after {after}")
 
         before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

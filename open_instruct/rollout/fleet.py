@@ -13,6 +13,7 @@ from typing import Literal
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompt_stream import PromptStream
 from open_instruct.data.turn_end import turn_end_token_ids
+from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
 from open_instruct.rollout.cluster import start_cluster
 from open_instruct.rollout.conductor import Conductor
@@ -96,6 +97,7 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
         )
         placement = stack.enter_context(cluster.placing(shape))
         began_s = time.monotonic()
+        doing("starting learners and engines")
         console.say(f"starting {counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}")
         # They import and load side by side.
         learners = LearnerGroup(

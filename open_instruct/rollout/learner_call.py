@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError, RunError
-from open_instruct.rollout.learner_host import HostFacts, is_stopped, on_their_nodes
+from open_instruct.parallel import peers
+from open_instruct.parallel.peers import LOST_PEER_WORDS, Sign, Signs
+from open_instruct.parallel.processes import is_stopped
+from open_instruct.rollout.learner_host import HostFacts, on_their_nodes
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
 # After a first failure: how long another may take that explains it.
 CAUSE_TIMEOUT_S = 3.0
+# Between looks at what the learners tell of themselves while a call runs.
+LOOK_S = 5.0
 NODE_TIMEOUT_S = 10.0
-# How gloo and NCCL speak of a peer that is gone.
-LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
 
 # What Ray's words for a lost actor come down to.
 REASONS = {
@@ -43,18 +47,25 @@ class LearnerLost(RunError):
 
 
 class LearnerCall:
-    """A method that every learner is running. `facts` may be empty while processes are being started."""
+    """A method that every learner is running.
 
-    def __init__(self, what: str, refs: Sequence[ObjectRef], facts: Sequence[HostFacts]) -> None:
+    `facts` may be empty while processes are being started; `signs` are there once they have met.
+    """
+
+    def __init__(
+        self, what: str, refs: Sequence[ObjectRef], facts: Sequence[HostFacts], signs: Signs | None = None
+    ) -> None:
         self._what = what
         self._refs = list(refs)
         self._facts = list(facts)
+        self._signs = signs
 
     def result(self, timeout_s: float) -> list[Any]:
         """What every learner returned, in rank order.
 
         Raises:
-            LearnerLost: a learner died, or some did not answer within `timeout_s`; names the ranks.
+            LearnerLost: a learner died, is frozen, or its machine is silent, or some did not answer within `timeout_s`;
+                names the ranks.
             Exception: as raised in a learner, InputError and RunError as they are.
         """
         import ray
@@ -63,9 +74,13 @@ class LearnerCall:
         results: dict[ObjectRef, Any] = {}
         pending = self._refs
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
             if not done:
-                raise self._silent(pending, timeout_s)
+                if left_s <= LOOK_S:
+                    raise self._silent(pending, timeout_s)
+                self._raise_for_frozen()
+                continue
             try:
                 results[done[0]] = ray.get(done[0])
             except ray.exceptions.RayError as error:
@@ -92,9 +107,28 @@ class LearnerCall:
         rank = self._refs.index(ref)
         raise LearnerLost(f"{self._name(rank)} was lost during {self._what}: {reason_of_loss(error)}", [rank]) from None
 
+    def _raise_for_frozen(self) -> None:
+        """A step may take an hour; a process that does nothing at all is known sooner."""
+        losses: list[peers.Loss] = []
+        if self._signs is not None:
+            with suppress(RuntimeError):  # of the store
+                losses = self._signs.losses(silent_s=peers.SILENT_S)
+        if losses:
+            words = "; ".join(
+                f"{self._name(loss.sign.rank)} was lost during {self._what}, while {loss.sign.doing}: {loss.reason}"
+                for loss in losses
+            )
+            raise LearnerLost(words, [loss.sign.rank for loss in losses])
+
     def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
         ranks = [self._refs.index(ref) for ref in pending]
-        words = f"no answer to {self._what} within {timeout_s:g} s from {'; '.join(map(self._name, ranks))}"
+        signs: list[Sign] = []
+        if self._signs is not None:
+            with suppress(RuntimeError):
+                signs = self._signs.look()
+        doing = {sign.rank: f", while {sign.doing}" for sign in signs}
+        names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
+        words = f"no answer to {self._what} within {timeout_s:g} s from {names}"
         if not self._facts:
             return LearnerLost(words, ranks)
         states = on_their_nodes(is_stopped, [self._facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
+from open_instruct.parallel.peers import STORE_OF_LAUNCHER, Signs
 from open_instruct.rollout.learner_call import LearnerCall, LearnerLost
 from open_instruct.rollout.learner_host import HostFacts, LearnerHost
 from open_instruct.rollout.placement import Placement, Say
@@ -113,8 +114,10 @@ class LearnerGroup:
         host: Any = ray.remote(type(self._learner_class.__name__, (LearnerHost,), {}))
         ranks = range(len(self))
         self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
+        self._signs: Signs | None = None
         self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
         self._meeting_point = MeetingPoint(self._placement.whereabouts().meeting_address())
+        self._signs = Signs(self._meeting_point.store, ranks)
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
             actor.set_environment.remote({**self._environment_of(rank), **self._environment})
@@ -148,7 +151,7 @@ class LearnerGroup:
         return environment
 
     def _watching(self, what: str, refs: list[ObjectRef]) -> LearnerCall:
-        return LearnerCall(what, refs, self._facts)
+        return LearnerCall(what, refs, self._facts, self._signs)
 
 
 class MeetingPoint:
@@ -156,11 +159,11 @@ class MeetingPoint:
 
     def __init__(self, host: str) -> None:
         """Listen at the address `host` of this machine, and at no other."""
-        self._store = listen_at(host)
+        self.store = listen_at(host)
         self.environment = {
             "MASTER_ADDR": host,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of the store
+            "MASTER_PORT": str(self.store.port),
+            STORE_OF_LAUNCHER: "True",  # every rank is a client of the store
         }
         if host == LOOPBACK:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

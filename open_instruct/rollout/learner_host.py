@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from open_instruct.parallel.peers import doing
 from open_instruct.rollout.addresses import interface_of
 
 
@@ -52,7 +52,11 @@ class LearnerHost:
         self._learner = learner_class(**arguments)
 
     def call(self, method: str, arguments: Sequence[Any]) -> Any:
-        return getattr(self._learner, method)(*arguments)
+        doing(f"busy with {method}")
+        try:
+            return getattr(self._learner, method)(*arguments)
+        finally:
+            doing("waiting for the driver")
 
 
 def on_their_nodes(function: Callable[[int], Any], facts: Sequence[HostFacts], *, timeout_s: float) -> list[Any]:
@@ -80,10 +84,3 @@ def on_their_nodes(function: Callable[[int], Any], facts: Sequence[HostFacts], *
         return None
 
     return [answer(fact) for fact in facts]
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process is frozen by a signal (SIGSTOP) or a debugger; False where there is no /proc."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False

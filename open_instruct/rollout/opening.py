@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +13,18 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
+from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.placement import learner_layout
 from open_instruct.training.console import Console
 from open_instruct.training.metrics_log import Tracker
 from open_instruct.training.plan_check import say_plan
 from open_instruct.training.pretrained import Pretrained, open_pretrained
-from open_instruct.training.run import make_ready
+from open_instruct.training.run import made_ready
 from open_instruct.training.run_directory import RunDirectory, log_to
 from open_instruct.training.trackers import build_trackers
 from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +42,9 @@ class RolloutRun:
     trackers: tuple[Tracker, ...]
 
 
-def open_rollout_run(config: GRPOConfig) -> RolloutRun:
-    """Check everything that needs no cluster, and make the run's folder ready.
+@contextmanager
+def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
+    """Check everything that needs no cluster, and keep the run's folder ready, and to this run, while the block runs.
 
     Raises:
         InputError: naming the flag, row, file or tensor that will not do.
@@ -48,7 +53,14 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
     verifiers = known_verifiers(config.reward.verifier)
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
-    make_ready(directory, config, layout)
+    doing("starting")
+    with made_ready(directory, config, layout, console):
+        yield _opened(config, layout, directory, console, verifiers)
+
+
+def _opened(
+    config: GRPOConfig, layout: ShardLayout, directory: RunDirectory, console: Console, verifiers: dict[str, Verifier]
+) -> RolloutRun:
     log_to(directory.log, rank=0)
     trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
     for warning in layout.warnings:
@@ -84,6 +96,7 @@ def open_rollout_run(config: GRPOConfig) -> RolloutRun:
         return prompts
 
     held_out = None
+    doing("reading the prompts")
     prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
     if data.dataset_mixer_eval_list:
         held_out = load(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from open_instruct.whole_file import replace_text
 
 
 def write_pids(path: Path, *, driver: int, learners: Sequence[int], engines: Sequence[int]) -> None:
     """Write or replace the file in one step, so that a reader never meets half of it. Learners are in rank order."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps({"driver": driver, "learners": list(learners), "engines": list(engines)}) + "\n")
-    beside.replace(path)
+    replace_text(path, json.dumps({"driver": driver, "learners": list(learners), "engines": list(engines)}) + "\n")
 
 
 def remove_pids(path: Path) -> None:

@@ -98,8 +98,8 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
     """
     try:
         rows = MetricsFile(metrics).rows()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{metrics} cannot be read as rows of JSON: {error}") from error
+    except OSError as error:
+        raise InputError(f"{metrics} cannot be read: {error}") from error
     return next((row for row in reversed(rows) if row.get("step") == step), None)
 
 

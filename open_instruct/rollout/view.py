@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from open_instruct.parallel.peers import doing
 from open_instruct.training.console import Console
 from open_instruct.training.curves import draw_curve
 
@@ -55,6 +56,7 @@ class FleetView:
     def phase(self, name: str) -> Iterator[None]:
         """Say what is waited for while the block runs."""
         self._phase, self._phase_began_s = name, time.monotonic()
+        doing(f"{name} (step {self._step + 1})" if self._step < self.num_steps else name)
         yield
         self._phase, self._phase_began_s = "between steps", time.monotonic()
 

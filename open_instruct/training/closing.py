@@ -11,6 +11,7 @@ from olmo_core.train import Trainer
 from open_instruct.data.chat import choose_chat_template
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
 from open_instruct.models.export import export_hf
+from open_instruct.parallel.peers import doing
 from open_instruct.training.checkpoints import last_checkpoint, latest_step
 from open_instruct.training.finite import check_weights
 from open_instruct.training.pretrained import Pretrained
@@ -31,6 +32,7 @@ def preempted(trainer: Trainer, run: Run) -> int:
 
 def export_policy(policy: SegmentTrainModule, pretrained: Pretrained, *, run: Run, config: Any) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`. Every rank enters together."""
+    doing("exporting the trained model")
     name, template_name = config.run.export_dtype, config.data.chat_template_name
     dtype = pretrained.dtype if name == "source" else getattr(torch, name)
     check_weights(

@@ -6,6 +6,7 @@ from open_instruct.config.sections import DataSection
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.training.console import Console
 from open_instruct.training.pretrained import Pretrained
@@ -48,6 +49,7 @@ def load_datasets(
             console.say(f"{title}: {line}")
         return read(False)[0]
 
+    doing("reading the rows")
     training = load_one("training data", "--mixer_list", data.mixer_list, data.mixer_list_splits)
     if not data.eval_mixer_list:
         return training, None

@@ -12,7 +12,10 @@ from typing import Any, ClassVar, Protocol
 
 from olmo_core.train.callbacks import Callback
 
+from open_instruct.parallel.peers import doing
 from open_instruct.training.console import Console
+from open_instruct.training.run_directory import rows_of
+from open_instruct.whole_file import replace_text
 
 # Names that OLMo-core records, and what scripts read.
 RENAMED = {
@@ -40,27 +43,16 @@ class MetricsFile:
 
     def keep_until(self, step: int) -> None:
         """Drop rows after `step`: a resumed run writes them again."""
-        if not self.path.exists():
-            return
-        kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept))
-        partial.replace(self.path)
+        if self.path.exists():
+            replace_text(self.path, "".join(f"{json.dumps(row)}\n" for row in self.rows() if row["step"] <= step))
 
     def rows(self) -> list[dict[str, Any]]:
-        """What has been written so far."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        """What has been written so far, but for lines that a crash cut short or a disk damaged."""
+        return list(rows_of(self.path))
 
     def append(self, row: Mapping[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")  # a line cut short by a crash
 
 
 @dataclass
@@ -86,10 +78,12 @@ class MetricsLog(Callback):
             self._show = self._stack.enter_context(self.console.training(first_step=first_step, num_steps=num_steps))
 
     def pre_load_batch(self) -> None:
+        doing(f"training step {self.step + 1}")
         self._step_began_s = time.perf_counter()
         self._tokens_before = self.trainer.global_train_tokens_seen
 
     def post_train_batch(self) -> None:
+        doing(f"finishing step {self.step}")
         num_tokens = self.trainer.global_train_tokens_seen - self._tokens_before
         self.trainer.record_metric("tokens_per_second", num_tokens / (time.perf_counter() - self._step_began_s))
 

@@ -11,6 +11,7 @@ from open_instruct.parallel.data_parallel import (
     build_data_parallel_config,
     build_tensor_parallel_config,
 )
+from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
 from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
@@ -36,6 +37,7 @@ def build_policy(
     `config` has the sections model, data, optim and memory; `own` are the arguments that `train_module`
     adds to OLMo-core's.
     """
+    doing("loading the start model")
     model, optim, memory = config.model, config.optim, config.memory
     max_seq_length = config.data.max_seq_length
     transformer = pretrained.build(init_device=model.init_device)

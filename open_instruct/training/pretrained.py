@@ -20,6 +20,7 @@ from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.names import TensorNames
 from open_instruct.parallel.layout import check_heads
+from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def open_pretrained(
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
+    doing("reading what is in the start model's folder")
     folder = local_folder(model.model_name_or_path)
     tokenizer_folder = local_folder(model.tokenizer_name_or_path) if model.tokenizer_name_or_path else folder
     hf_config = load_hf_config(str(folder))

@@ -6,12 +6,15 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from open_instruct.errors import InputError
 from open_instruct.records import ShardLayout
+from open_instruct.whole_file import remove_partials, replace_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,47 +51,81 @@ class RunDirectory:
     def hf_model(self) -> Path:
         return self.path / "hf_model"
 
-    def create(self, *, overwrite: bool) -> None:
-        """Make the folder; with `overwrite`, first remove what an earlier run of ours left there.
+    def create(self) -> None:
+        """Make the folder.
 
         :raises InputError: if the folder cannot be made or written.
         """
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            if overwrite:
-                self._remove_earlier_run()
-        except OSError as error:
-            raise InputError(
-                f"--output_dir {self.path} cannot be written ({error.strerror}): choose another folder"
-            ) from error
         if not os.access(self.path, os.W_OK):
             raise InputError(f"--output_dir {self.path} cannot be written: choose another folder")
 
-    def _remove_earlier_run(self) -> None:
-        # Only names that a run writes: the folder may hold the user's own files.
-        for step in self.path.glob("step*"):
-            if step.name.removeprefix("step").split("-")[0].isdigit():
-                shutil.rmtree(step)
+    def remove_partials(self) -> None:
+        """Remove what a killed run had not finished to write."""
+        for file in (self.config, self.layout, self.metrics, self.evaluations, self.pids):
+            remove_partials(file)
+
+    def remove_earlier_run(self) -> None:
+        """Only names that a run writes: the folder may hold the user's own files. The lock stays, for it is held.
+
+        :raises InputError: if it cannot be removed.
+        """
+        with self._writing():
+            for step in self.path.glob("step*"):
+                if step.name.removeprefix("step").split("-")[0].isdigit():
+                    shutil.rmtree(step)
+            self._remove_files()
+
+    def _remove_files(self) -> None:
         for folder in (self.hf_model, self.path / "tensorboard", self.path / "traces"):
             shutil.rmtree(folder, ignore_errors=True)
         own_files = self.config, self.layout, self.log, self.metrics, self.evaluations
         for file in (*own_files, self.path / "wandb_id", self.path / "pids.json"):
             file.unlink(missing_ok=True)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"--output_dir {self.path} cannot be written ({error.strerror}): choose another folder"
+            ) from error
+
     def write_layout(self, layout: ShardLayout) -> None:
-        self.layout.write_text(json.dumps(layout.as_json(), indent=2) + "\n")
+        replace_text(self.layout, json.dumps(layout.as_json(), indent=2) + "\n")
+
+    def saved_data_parallel_world_size(self) -> int | None:
+        """Of the run that wrote the layout; None where that cannot be told."""
+        try:
+            saved = json.loads(self.layout.read_text(encoding="utf-8"))
+            return int(saved["num_replicas"]) * int(saved["shard_degree"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def write_evaluation(self, row: dict[str, Any]) -> None:
         """One row a step: a second evaluation of the same step replaces the first."""
-        rows: list[dict[str, Any]] = []
-        if self.evaluations.exists():
-            rows = [json.loads(line) for line in self.evaluations.read_text().splitlines()]
-        rows = [earlier for earlier in rows if earlier["step"] < row["step"]] + [row]
-        self.evaluations.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        rows = [earlier for earlier in rows_of(self.evaluations) if earlier["step"] < row["step"]] + [row]
+        replace_text(self.evaluations, "".join(json.dumps(each) + "\n" for each in rows))
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file that has one JSON object with its `step` a line; damaged and half lines are passed over."""
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            row = json.loads(line)
+            is_row = isinstance(row["step"], int | float)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if is_row:
+            yield row
 
 
 def log_to(path: Path, *, rank: int) -> None:
     """Send the log of rank 0, and warnings of every rank, to `path`; the terminal is the console's alone."""
+    # A full disk under the log must not bury the run's own word for it under one traceback a line.
+    logging.raiseExceptions = False
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)

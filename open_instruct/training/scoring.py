@@ -14,6 +14,7 @@ import torch.distributed as dist
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.shards import reshard
 from open_instruct.packing.steps import BatchShape, step_batch
+from open_instruct.parallel.peers import doing
 from open_instruct.training.console import Console
 from open_instruct.training.forward import sequence_logprobs
 from open_instruct.training.train_module import ObjectiveTrainModule
@@ -35,6 +36,7 @@ class Scorer:
     @torch.no_grad()
     def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
         """Sums over the replies of each document of `rows`: float32 array (N, D); of a pair, chosen then rejected."""
+        doing(f"scoring rows ({title})")
         rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
         # Rows of like length share a step, so that padding and waiting are short.
         order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))

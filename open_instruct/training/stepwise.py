@@ -15,6 +15,7 @@ from olmo_core.data.data_loader import DataLoaderBase
 from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 
+from open_instruct.parallel.peers import doing
 from open_instruct.training.checkpoints import (
     SkipStepHistory,
     load_checkpoint,
@@ -110,6 +111,7 @@ class StepwiseTrainer:
         `…/max`. `num_tokens` is what the whole step counts, on all ranks.
         """
         self.trainer.global_step += 1
+        doing(f"training step {self.trainer.global_step}")
         self.trainer.global_train_tokens_seen += num_tokens
         of_updates: list[dict[str, float]] = []
         for minibatch in minibatches:

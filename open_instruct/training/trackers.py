@@ -8,6 +8,7 @@ from typing import Any
 
 from open_instruct.config.sections import LoggingSection
 from open_instruct.training.metrics_log import Tracker
+from open_instruct.whole_file import replace_text
 
 
 class TensorBoardTracker:
@@ -34,7 +35,7 @@ class WandbTracker:
 
         id_file = folder / "wandb_id"
         run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
-        id_file.write_text(run_id)
+        replace_text(id_file, run_id)
         self._run = wandb.init(
             id=run_id,
             resume="allow",

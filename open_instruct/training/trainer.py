@@ -9,6 +9,7 @@ from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import ConsoleLoggerCallback
 
 from open_instruct.config.resolved import as_flat_dict
+from open_instruct.parallel.peers import doing
 from open_instruct.training.checkpoints import RunCheckpointer, SkipStepHistory, resume
 from open_instruct.training.metrics_log import MetricsFile, MetricsLog
 from open_instruct.training.run import Run
@@ -54,6 +55,7 @@ def build_trainer(
             "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
         },
     ).build(policy, loader)
+    doing("loading the checkpoint")
     step = resume(trainer)
     if step is not None:
         run.console.say(f"resuming after step {step} of {num_steps}")

@@ -210,7 +210,13 @@ def test_a_killed_learner_is_replaced(variant: Callable[..., GRPOCase], undistur
 def test_a_killed_engine_is_replaced(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
     case = variant(num_learners_per_node=2)
     process = case.start()
-    case.when_step(1, process, lambda: os.kill(case.pids()["engines"][0], signal.SIGKILL))
+
+    def kill() -> None:
+        second = case.start()  # beside it all: another run in the folder is refused
+        assert f"in use by process {process.pid} on" in finished(second, exit_code=2)
+        os.kill(case.pids()["engines"][0], signal.SIGKILL)
+
+    case.when_step(1, process, kill)
     said = finished(process, exit_code=0)
     assert "engine 0 was lost" in said and "starting it again (1 of 3 restarts)" in said
     assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
@@ -232,6 +238,32 @@ def test_a_killed_driver_takes_all_with_it_and_the_next_start_resumes(
     assert untimed(case.rows())[-1]["reward"] == untimed(undisturbed.rows())[-1]["reward"]
     for name, tensor in weights(undisturbed).items():
         assert torch.equal(tensor, weights(case)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [("prompts: ", "while "), ("starting ", "while starting learners and engines")],
+    ids=["reading", "starting"],
+)
+def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(
+    variant: Callable[..., GRPOCase], words: str, where: str
+) -> None:
+    case = variant(num_learners_per_node=2)
+    process = case.start()
+    log = case.output_dir / "run.log"
+    deadline_s = time.monotonic() + 120
+    while not (log.exists() and words in log.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s, "it did not get that far"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = finished(process, exit_code=143)
+    assert f"SIGTERM {where}" in said.splitlines()[-1]
+    assert "There is no checkpoint yet" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert not (case.output_dir / "run.lock.json").exists()
+    # What Ray had started: its processes name the run's folder of temporary files, which goes with them.
+    assert not list(SHARED_MEMORY.glob(f"open_instruct-{process.pid}-*"))
 
 
 def test_a_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from open_instruct.errors import InputError, RunError
+from open_instruct.parallel import peers
 from open_instruct.rollout.learner_call import LearnerLost
 from open_instruct.rollout.learner_group import LearnerGroup
 from open_instruct.rollout.pids import remove_pids, write_pids
@@ -109,6 +110,23 @@ def test_a_frozen_rank_is_told_from_those_that_wait_for_it(group: LearnerGroup) 
     with pytest.raises(LearnerLost, match=r"no answer to fail within 3 s .*the process of rank 0 is stopped") as caught:
         group.call("fail", "freeze", 0, timeout_s=3)
     assert caught.value.ranks == (0,)
+
+
+def test_a_frozen_rank_is_known_long_before_a_step_may_be_over(
+    group: LearnerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "SILENT_S", 6.0)  # in earnest a minute and a half
+    pid = group.pids()[0]
+    with pytest.raises(
+        LearnerLost, match=rf"rank 0 .*pid {pid}\) was lost during fail, while .+: its process is stopped"
+    ) as caught:
+        group.call("fail", "freeze", 0, timeout_s=3600)
+    assert caught.value.ranks == (0,)
+
+
+def test_a_rank_that_works_for_long_is_left_alone(group: LearnerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "SILENT_S", 1.0)
+    group.call("meet", 1, 12.0, timeout_s=60)
 
 
 def test_a_constructor_refuses_in_its_own_words(local_ray: None) -> None:

@@ -27,7 +27,7 @@ DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 # From the ground up; a room imports from its own floor and those below it.
 FLOORS = [
-    {"__init__", "errors", "records"},
+    {"__init__", "errors", "records", "whole_file"},
     {"config"},
     {"losses"},
     {"parallel"},
@@ -43,7 +43,8 @@ FLOORS = [
 FLEET_LIBRARIES = {"ray", "vllm"}
 HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}
 WITHOUT_TORCH = [
-    *("errors.py", "records.py", "entry.py", "cli.py", "parallel/layout.py", "parallel/layout_warnings.py"),
+    *("errors.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
+    *("parallel/layout_warnings.py", "parallel/processes.py"),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(f"planning/{path.name}" for path in sorted((PACKAGE / "planning").glob("*.py"))),
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.sections import ParallelSection
 from open_instruct.entry import LAUNCHER_ERROR_FILE, check_layout, run_entry, run_to_exit_code
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
+from open_instruct.parallel import peers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0"]
@@ -255,15 +259,62 @@ class TestEntry:
         assert entry_code(tmp_path, [], OutOfMemoryError("CUDA out of memory")) == EXIT_FAILURE
         assert "halve --per_device_train_batch_size" in capsys.readouterr().err.splitlines()[-1]
 
-    def test_a_full_disk_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert entry_code(tmp_path, [], OSError(28, "No space left on device")) == EXIT_FAILURE
-        assert "The disk is full: make room." in capsys.readouterr().err.splitlines()[-1]
+    @pytest.mark.parametrize(
+        "error",
+        [
+            OSError(errno.ENOSPC, "No space left on device"),
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0"),
+            ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        ],
+    )
+    def test_a_full_disk_is_one_sentence_whoever_meets_it(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception
+    ) -> None:
+        (tmp_path / "step20").mkdir()
+        (tmp_path / "step100").mkdir()
+        assert entry_code(tmp_path, [], error) == EXIT_FAILURE
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "the disk is full" in line and "make room" in line
+        assert f"go on from the last checkpoint, {tmp_path / 'step100'}" in line
+
+    def test_a_full_disk_found_while_another_error_was_handled(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        error = RuntimeError("unexpected pos 640 vs 534")
+        error.__context__ = OSError(errno.ENOSPC, "No space left on device")
+        assert entry_code(tmp_path, [], error) == EXIT_FAILURE
+        assert "the disk is full" in capsys.readouterr().err
+
+    def test_a_disk_that_holds_stderr_too_is_met_in_silence(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Path("/dev/full").open("w") as full:
+            monkeypatch.setattr(sys, "stderr", full)
+            assert entry_code(tmp_path, [], OSError(errno.ENOSPC, "No space left on device")) == EXIT_FAILURE
+            monkeypatch.undo()
+            with contextlib.suppress(OSError):
+                full.close()
+
+    def test_sigterm_is_one_line_and_143(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+
+        def main(config: DPOConfig) -> int:
+            peers.doing("reading the rows")
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("it came back")
+
+        argv = [*REQUIRED, "--output_dir", str(tmp_path)]
+        assert run_entry(DPOConfig, main, argv, program="dpo", validate=validate_dpo) == 143
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("dpo: SIGTERM while reading the rows. There is no checkpoint yet")
+        assert signal.getsignal(signal.SIGTERM) is before
 
     def test_ctrl_c_is_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert entry_code(tmp_path, [], KeyboardInterrupt()) == EXIT_FAILURE
         (line,) = capsys.readouterr().err.splitlines()
-        assert "interrupted" in line
-        assert "last checkpoint" in line
+        assert "interrupted while" in line
+        assert "the same command, given again, starts from the beginning" in line
 
     def test_a_rank_that_fails_alone_is_heard_after_rank_0_had_its_say(
         self,

@@ -277,14 +277,14 @@ class TestRunDirectory:
             (tmp_path / name).mkdir()
         for name in ("metrics.jsonl", "eval.jsonl", "pids.json", "notes.txt"):
             (tmp_path / name).write_text("")
-        RunDirectory(path=tmp_path).create(overwrite=True)
+        RunDirectory(path=tmp_path).remove_earlier_run()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_by_step"]
 
     def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
         file = tmp_path / "out"
         file.write_text("")
         with pytest.raises(InputError, match=r"--output_dir .*out cannot be written"):
-            RunDirectory(path=file).create(overwrite=False)
+            RunDirectory(path=file).create()
 
     def test_a_second_evaluation_replaces_the_first(self, tmp_path: Path) -> None:
         directory = RunDirectory(path=tmp_path)

@@ -1,0 +1,287 @@
+"""What every rank is doing, told to the others: so that one that is gone or frozen is named by those that wait for it.
+
+Each rank keeps a sign in the key-value store that the ranks met by, and renews it every `BEAT_S` from a thread of its
+own. Rank 0 watches all of them, the others rank 0. Time is counted from when a reader last saw a sign change, never
+by another machine's clock; and a rank that computes for long, or compiles, still beats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from open_instruct.parallel import processes
+
+BEAT_S = 5.0
+# How long nothing may be heard of a rank.
+SILENT_S = 90.0
+# The same once a connection to some rank broke.
+SILENT_AFTER_LOSS_S = 2.5 * BEAT_S
+# For the thread that waits in a collective to notice, and tell, by itself.
+GRACE_S = 10.0
+STORE_TIMEOUT_S = 10.0
+
+# Set where the store is kept by a launcher (torchrun's agent, the driver of GRPO), which can read signs too.
+STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
+
+# How gloo and NCCL speak of a peer that is gone.
+LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
+WAITED_WORDS = ("Timed out waiting", "Wait timeout", "NCCL")
+
+
+class Store(Protocol):
+    """What is needed of torch's key-value stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """What a rank tells. `last_words` it has once it ends in order; "" where all is well.
+
+    Sign(rank=1, host="node7", pid=4711, machine="…", beat=3, doing="training step 5", last_words=None)
+    """
+
+    rank: int
+    host: str
+    pid: int
+    machine: str
+    beat: int
+    doing: str
+    last_words: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A rank that will not come to the next collective, and how that is known."""
+
+    sign: Sign
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.sign.name} was lost while {self.sign.doing}: {self.reason}"
+
+
+class Signs:
+    """A reader's view of all signs; raises what the store does where that is gone."""
+
+    def __init__(self, store: Store, ranks: Sequence[int]) -> None:
+        self._store = store
+        self._keys = [_key(rank) for rank in ranks]
+        self._seen: dict[int, tuple[Sign, float]] = {}
+
+    def look(self) -> list[Sign]:
+        """The signs in rank order; none until every rank has given its first."""
+        if not self._store.check(self._keys):
+            return []
+        signs = [Sign(**json.loads(content)) for content in self._store.multi_get(self._keys)]
+        now_s = time.monotonic()
+        for sign in signs:
+            if sign.rank not in self._seen or self._seen[sign.rank][0] != sign:
+                self._seen[sign.rank] = (sign, now_s)
+        return signs
+
+    def losses(self, *, silent_s: float) -> list[Loss]:
+        """Ranks that are gone, or that were not heard of for `silent_s`; looks first."""
+        found = ((sign, self._reason(sign, silent_s)) for sign in self.look() if sign.last_words is None)
+        return [Loss(sign=sign, reason=reason) for sign, reason in found if reason is not None]
+
+    def _reason(self, sign: Sign, silent_s: float) -> str | None:
+        silence_s = time.monotonic() - self._seen[sign.rank][1]
+        if sign.machine != processes.machine():
+            heard = f"nothing was heard of it for {silence_s:.0f} s: its machine is down, or not to be reached"
+            return heard if silence_s >= silent_s else None
+        if processes.has_ended(sign.pid):
+            return "its process was killed or crashed (by the kernel, if memory ran out: `dmesg` says so)"
+        if processes.is_stopped(sign.pid) and silence_s >= silent_s:
+            return f"its process is stopped (SIGSTOP, or a debugger), for {silence_s:.0f} s"
+        return None
+
+
+def _key(rank: int) -> str:
+    # A launcher that starts its ranks again may keep the store.
+    return f"open_instruct/sign/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+
+
+class Peers:
+    """This rank's own sign, and its view of the others'."""
+
+    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self._store = store
+        self._signs = Signs(store, range(num_ranks))
+        # Were all to read all, the store would be asked too much.
+        self._watched = self._signs if rank == 0 else Signs(store, [0])
+        self._limit_s: float | None = None
+        self._num_beats = 0
+        self._has_left = threading.Event()
+        self._give()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="peers")
+        self._thread.start()
+
+    def watch(self, limit_s: float) -> None:
+        """Have `on_loss` called, from the thread, where a rank is lost: 0 looks at all, the others at 0."""
+        self._limit_s = limit_s
+
+    def leave(self, words: str) -> None:
+        """Tell the others that this rank ends in order, and, if it failed, of what."""
+        self._has_left.set()
+        with suppress(Exception):  # the store may be gone before us
+            self._give(words)
+
+    def explanation(self, *, wait_s: float) -> tuple[str, bool] | None:
+        """What became of the others, in words, and whether this rank is the one to say it; None if it cannot tell."""
+        deadline_s = time.monotonic() + wait_s
+        with suppress(Exception):
+            while True:
+                losses = self._signs.losses(silent_s=SILENT_AFTER_LOSS_S)
+                signs = self._signs.look()
+                lost = {loss.sign.rank for loss in losses}
+                first = min((sign.rank for sign in signs if sign.rank not in lost and sign.last_words != ""), default=0)
+                if losses:
+                    return "; ".join(map(str, losses)), self.rank == first
+                for sign in signs:
+                    if sign.last_words and sign.rank != self.rank:
+                        return f"[rank {sign.rank}] {sign.last_words}", self.rank == first
+                if time.monotonic() >= deadline_s:
+                    break
+                time.sleep(0.2)
+        return None
+
+    def whereabouts(self) -> str:
+        """Who does what, those first who do something that few do; "" where the store is gone."""
+        at: dict[str, list[Sign]] = {}
+        with suppress(Exception):
+            for sign in self._signs.look():
+                at.setdefault(sign.doing, []).append(sign)
+
+        def told(what: str, there: list[Sign]) -> str:
+            names = there[0].name if len(there) == 1 else f"{there[0].name} and {len(there) - 1} more"
+            return f"{names}: {what}"
+
+        rarest_first = sorted(at.items(), key=lambda item: len(item[1]))
+        return "; ".join(told(what, there) for what, there in rarest_first[:4])
+
+    def _run(self) -> None:
+        while not self._has_left.wait(BEAT_S):
+            try:
+                self._num_beats += 1
+                self._give()
+                losses = [] if self._limit_s is None else self._watched.losses(silent_s=self._limit_s)
+            except Exception:  # the store went with its process: a collective will tell
+                continue
+            if losses and not self._has_left.wait(GRACE_S):
+                on_loss("; ".join(map(str, losses)))
+
+    def _give(self, last_words: str | None = None) -> None:
+        sign = Sign(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            machine=processes.machine(),
+            beat=self._num_beats,
+            doing=_doing,
+            last_words=last_words,
+        )
+        self._store.set(_key(self.rank), json.dumps(asdict(sign)))
+
+
+# One process has one rank and does one thing at a time.
+_doing = "starting"
+_peers: Peers | None = None
+
+
+def _nobody_cares(words: str) -> None:
+    del words
+
+
+on_loss: Callable[[str], Any] = _nobody_cares
+"""Called from the thread that watches, with words on who was lost."""
+
+
+def doing(what: str) -> None:
+    """Note what this process does from now on, in words that follow "while": "training step 5"."""
+    global _doing
+    _doing = what
+
+
+def activity() -> str:
+    return _doing
+
+
+def meet(*, rank: int, num_ranks: int) -> None:
+    """Give the first sign. The process group is there; each rank calls this before the next collective."""
+    global _peers
+    if num_ranks < 2 and STORE_OF_LAUNCHER not in os.environ:
+        return  # nobody to look
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+    )
+    _peers = Peers(store, rank=rank, num_ranks=num_ranks)
+
+
+def watch(limit_s: float) -> None:
+    """Have `on_loss` called where a rank is gone, or was not heard of for `limit_s`, at most `SILENT_S`."""
+    if _peers is not None:
+        _peers.watch(min(limit_s, SILENT_S))
+
+
+def leave(words: str = "") -> None:
+    """This rank ends in order; `words` on its failure, if it failed."""
+    global _peers
+    if _peers is not None:
+        _peers.leave(words)
+        _peers = None
+
+
+def explanation(error: BaseException) -> tuple[str, bool] | None:
+    """Why a rank that others went away from failed with `error`, and whether this rank is to say it; else None."""
+    if _peers is None:
+        return None
+    return _peers.explanation(wait_s=SILENT_AFTER_LOSS_S + BEAT_S) if _is_about(error, LOST_PEER_WORDS) else None
+
+
+def whereabouts(error: BaseException) -> str:
+    """What each rank does, where `error` is about one that did not answer, in parentheses."""
+    told = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
+    return f" ({told})" if told else ""
+
+
+def loss_now() -> tuple[str, bool] | None:
+    """As `explanation`, of a rank of this machine that is gone."""
+    if _peers is not None:
+        with suppress(Exception):
+            if _peers._signs.losses(silent_s=SILENT_S):
+                return _peers.explanation(wait_s=0)
+    return None
+
+
+def _is_about(error: BaseException | None, words: Sequence[str]) -> bool:
+    while error is not None:
+        # An OSError is of the hub, or of a disk far away: these lose connections too.
+        if not isinstance(error, OSError) and any(each in str(error) for each in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

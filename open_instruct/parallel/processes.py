@@ -1,0 +1,50 @@
+"""What /proc tells of a process: whether it is there, whether it is frozen, and whether it is still the same one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@cache
+def machine() -> str:
+    """The same for two processes that can look at each other: one kernel since it booted, one space of process ids."""
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(PROC / 'self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def state(pid: int) -> str | None:
+    """The letter of `ps`: "T" and "t" are frozen, "Z" has ended. None where there is no such process, or no /proc."""
+    fields = _fields(pid)
+    return fields[0] if fields else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is frozen by a signal (SIGSTOP) or a debugger; False where there is no /proc."""
+    return (state(pid) or "") in ("T", "t")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether it is gone, or waits to be reaped; False where there is no /proc."""
+    return state(os.getpid()) is not None and state(pid) in (None, "Z", "X")
+
+
+def start_time(pid: int) -> str | None:
+    """Tells a process from a later one with its id."""
+    fields = _fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else None
+
+
+def _fields(pid: int) -> list[str]:
+    # After the name in parentheses, which may hold anything.
+    try:
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,257 @@
+"""Faults of DPO and SFT runs: what is said, with which exit code, and what the same command does next.
+
+The table of faults is docs/reliability.md; those of GRPO's fleet are in tests/fleet/test_grpo.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.data.synthetic import write_synthetic_preferences
+from tests.ranks.launch import REPOSITORY
+from tests.ranks.train_case import TrainCase, free_ports
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+TIMEOUT_S = 240.0
+# A run that takes long enough to be met anywhere in it.
+MANY_STEPS = 4000
+
+
+def start(command: list[str], *, ranks: int = 1, entry: str = "dpo", **options: Any) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    program = [sys.executable] if ranks == 1 else [*torchrun, "--master_port", str(free_ports(1)[0])]
+    return subprocess.Popen(
+        [*program, str(REPOSITORY / "open_instruct" / f"{entry}.py"), *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def pids_of(process: subprocess.Popen[str]) -> list[int]:
+    """The ranks that torchrun has started, in rank order."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {}
+    for child in map(int, children):
+        with suppress(OSError):
+            for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(b"RANK="):
+                    ranks[int(entry.removeprefix(b"RANK="))] = child
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+@contextmanager
+def running(*arguments: Any, **named: Any) -> Iterator[subprocess.Popen[str]]:
+    process = start(*arguments, **named)
+    try:
+        yield process
+    finally:
+        with suppress(OSError):
+            for pid in [*pids_of(process), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def said_by(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=TIMEOUT_S)
+    return said
+
+
+def once(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.01)
+
+
+def rows_in(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def logged(folder: Path, words: str) -> bool:
+    log = folder / "run.log"
+    return log.exists() and words in log.read_text()
+
+
+def our_lines(said: str) -> list[str]:
+    """What is not torchrun's report."""
+    return [line for line in said.splitlines() if "dpo.py:" in line]
+
+
+class TestLostRanks:
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_killed_rank_is_named(self, dpo_case: TrainCase, rank: int) -> None:
+        out = dpo_case.folder / f"killed_{rank}"
+        command = dpo_case.command(out.name, ranks=3, batch=1, max_train_steps=MANY_STEPS, checkpointing_steps=2)
+        with running(command, ranks=3) as process:
+            once(lambda: rows_in(out) >= 3, process)
+            pid = pids_of(process)[rank]
+            os.kill(pid, signal.SIGKILL)
+            said = said_by(process)
+        assert process.returncode == 1
+        # torchrun shows it once more in its report.
+        lines = [line for line in our_lines(said) if line.startswith("dpo.py:")]
+        assert len(lines) == 1, said
+        assert f"rank {rank} (host " in lines[0] and f"pid {pid}) was lost while " in lines[0]
+        assert "step" in lines[0] and "killed or crashed" in lines[0]
+        assert "Run the same command again to go on from the last checkpoint" in lines[0]
+        assert "gloo" not in said and "Connection closed" not in said
+
+    def test_a_stopped_rank_is_named_within_two_minutes(self, dpo_case: TrainCase) -> None:
+        out = dpo_case.folder / "stopped_rank"
+        command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
+        with running(command, ranks=2) as process:
+            once(lambda: rows_in(out) >= 2, process)
+            pid = pids_of(process)[1]
+            os.kill(pid, signal.SIGSTOP)
+            said = said_by(process)  # far below --dist_timeout_s
+        assert process.returncode == 1
+        (line,) = [line for line in our_lines(said) if line.startswith("dpo.py:")]
+        assert f"rank 1 (host {os.uname().nodename}, pid {pid}) was lost while " in line
+        assert "its process is stopped" in line
+
+    def test_a_rank_that_fails_alone_is_quoted_by_rank_0(self, dpo_case: TrainCase) -> None:
+        out = dpo_case.folder / "fails_alone"
+        command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
+        with running(command, ranks=2) as process:
+            once(lambda: rows_in(out) >= 2, process)
+            os.kill(pids_of(process)[1], signal.SIGUSR1)  # ends a process that has no handler for it
+            said = said_by(process)
+        assert "rank 1 (host " in said and "gloo" not in said
+
+
+class TestSignals:
+    def stopped(self, command: list[str], out: Path, words: str, number: int) -> tuple[int, str]:
+        with running(command) as process:
+            once(lambda: logged(out, words), process)
+            process.send_signal(number)
+            said = said_by(process)
+        return process.returncode, said
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+    def test_before_anything_is_there(self, dpo_case: TrainCase, number: int, code: int) -> None:
+        out = dpo_case.folder / f"early_{number}"
+        with running(dpo_case.command(out.name)) as process:
+            once(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes(), process)
+            process.send_signal(number)
+            said = said_by(process)
+        assert process.returncode == code, said
+        assert "while starting. " in said.splitlines()[-1]
+        assert "There is no checkpoint yet: the same command, given again, starts from the beginning." in said
+        assert "Traceback" not in said
+
+    def test_in_the_reference_pass(self, dpo_case: TrainCase) -> None:
+        rows = dpo_case.folder / "many_rows.jsonl"
+        write_synthetic_preferences(rows, num_rows=6000, seed=2)
+        out = dpo_case.folder / "in_reference"
+        command = dpo_case.command(out.name, mixer_list=[rows, "1.0"], batch=1)
+        code, said = self.stopped(command, out, "to compute", signal.SIGTERM)
+        assert code == 143, said
+        assert "SIGTERM while scoring rows (reference log-probs). There is no checkpoint yet" in said.splitlines()[-1]
+        assert "Traceback" not in said
+        assert not (out / "run.lock.json").exists()
+
+    def test_of_torchrun_in_the_reference_pass(self, dpo_case: TrainCase) -> None:
+        rows = dpo_case.folder / "more_rows.jsonl"
+        write_synthetic_preferences(rows, num_rows=6000, seed=3)
+        out = dpo_case.folder / "in_reference_of_two"
+        command = dpo_case.command(out.name, ranks=2, mixer_list=[rows, "1.0"], batch=1)
+        with running(command, ranks=2) as process:
+            once(lambda: logged(out, "to compute"), process)
+            process.send_signal(signal.SIGTERM)
+            said = said_by(process)
+        lines = [line for line in our_lines(said) if line.startswith("dpo.py:")]
+        assert len(lines) == 1, said
+        assert "SIGTERM while scoring rows" in lines[0]
+        assert "gloo" not in said
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def small_disk(self, tmp_path: Path) -> Iterator[Path]:
+        """One mebibyte, which a checkpoint of the tiny model does not fit in."""
+        if os.getuid() != 0:
+            pytest.skip("mounting needs root")
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True
+        ).returncode:
+            pytest.skip("mounting is not allowed here")
+        yield disk
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+    def test_everything_lies_on_it(self, dpo_case: TrainCase, small_disk: Path) -> None:
+        out = small_disk / "out"
+        command = dpo_case.command("unused", checkpointing_steps=2)
+        command[command.index("--output_dir") + 1] = str(out)
+        said = said_by(start(command))
+        self.check(said)
+
+    def test_it_is_full_from_the_start(self, dpo_case: TrainCase, small_disk: Path) -> None:
+        with suppress(OSError), (small_disk / "other").open("wb") as other:
+            other.write(bytes(2 << 20))
+        out = small_disk / "out"
+        command = dpo_case.command("unused")
+        command[command.index("--output_dir") + 1] = str(out)
+        self.check(said_by(start(command)))
+
+    def test_it_fills_between_two_checkpoints(self, dpo_case: TrainCase) -> None:
+        """As a quota does: files may not grow beyond what the rows of some steps take."""
+        out = dpo_case.folder / "quota"
+
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+
+        command = dpo_case.command(out.name, max_train_steps=MANY_STEPS, checkpointing_steps=MANY_STEPS)
+        said_by(start([*command, "--cache_logprobs_only"]))  # which needs larger files
+        process = start(command, preexec_fn=limit)
+        said = said_by(process)
+        assert process.returncode == 1, said
+        self.check(said)
+        assert all(json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[:-1])
+
+    def check(self, said: str) -> None:
+        *_, last = said.splitlines()
+        assert "make room" in last or "free some space" in last, said
+        assert "again" in last
+        assert not [line for line in said.splitlines() if line.startswith(("Traceback", "--- Logging error"))], said
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: TrainCase) -> None:
+    out = dpo_case.folder / "shared"
+    command = dpo_case.command(out.name, max_train_steps=MANY_STEPS)
+    with running(command) as first:
+        once(lambda: rows_in(out) >= 1, first)
+        second = start(command)
+        said = said_by(second)
+        assert second.returncode == 2
+        assert f"in use by process {first.pid} on {os.uname().nodename}" in said
+        before = rows_in(out)
+        once(lambda: rows_in(out) > before + 2, first)
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()[:-1]]
+    assert steps == list(range(1, len(steps) + 1))
+    # Its predecessor is dead, so the next one is refused nothing.
+    with running(command) as third:
+        once(lambda: rows_in(out) >= 1, third)

@@ -1,0 +1,129 @@
+"""Files of a run that are replaced as a whole, and what a crash or a bad disk may leave of them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.config.resolved import write_config
+from open_instruct.errors import InputError
+from open_instruct.records import ShardLayout
+from open_instruct.rollout.pids import write_pids
+from open_instruct.training.console import Console
+from open_instruct.training.metrics_log import MetricsFile
+from open_instruct.training.run import made_ready
+from open_instruct.training.run_directory import RunDirectory
+from open_instruct.whole_file import replace_text
+
+LAYOUT = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
+
+
+def config_of(folder: Path, *words: str) -> DPOConfig:
+    return parse(
+        DPOConfig, ["--model_name_or_path", "m", "--mixer_list", "r", "1.0", "--output_dir", str(folder), *words]
+    )
+
+
+def with_checkpoint(folder: Path) -> DPOConfig:
+    """The folder of a run that has taken two steps."""
+    config = config_of(folder)
+    with made_ready(RunDirectory(path=folder), config, LAYOUT, Console(speaks=False)):
+        pass
+    (folder / "step2").mkdir()
+    (folder / "step2" / ".metadata.json").touch()
+    return config
+
+
+WRITERS: dict[str, Any] = {
+    "layout.json": lambda folder: RunDirectory(path=folder).write_layout(LAYOUT),
+    "eval.jsonl": lambda folder: RunDirectory(path=folder).write_evaluation({"step": 3, "score": 0.5}),
+    "pids.json": lambda folder: write_pids(folder / "pids.json", driver=1, learners=[2], engines=[]),
+    "config.yaml": lambda folder: write_config(config_of(folder), folder / "config.yaml"),
+    "metrics.jsonl": lambda folder: MetricsFile(folder / "metrics.jsonl").keep_until(1),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = '{"step": 1}\n'
+    (tmp_path / name).write_text(before)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        WRITERS[name](tmp_path)
+    assert (tmp_path / name).read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_is_in_place_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    sync, move = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("sync"), sync(descriptor)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append("move"), move(path, to)))
+    replace_text(tmp_path / "file", "content")
+    assert events == ["sync", "move", "sync"]
+
+
+def test_what_a_killed_run_had_not_finished_goes_away(tmp_path: Path) -> None:
+    (tmp_path / ".layout.json.4711-1.partial").write_text("{")
+    (tmp_path / ".hf_model.partial").mkdir()
+    with_checkpoint(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob(".*.partial")) == [".hf_model.partial"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"num_replicas": "x"}'])
+def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    config = with_checkpoint(tmp_path)
+    monkeypatch.setattr("open_instruct.training.run.latest_step", lambda path: 2)
+    (tmp_path / "layout.json").write_text(content)
+    with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False)):
+        assert json.loads((tmp_path / "layout.json").read_text())["shard_degree"] == 2
+
+
+def test_another_global_batch_is_still_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_checkpoint(tmp_path)
+    monkeypatch.setattr("open_instruct.training.run.latest_step", lambda path: 2)
+    layout = ShardLayout(gpus_per_node=(4,), shard_degree=4, num_replicas=1)
+    with pytest.raises(InputError, match="global batch"):
+        made_ready(RunDirectory(path=tmp_path), config, layout, Console(speaks=False)).__enter__()
+
+
+def test_a_damaged_config_names_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_checkpoint(tmp_path)
+    monkeypatch.setattr("open_instruct.training.run.latest_step", lambda path: 2)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(InputError, match=r"config\.yaml.*Remove that file"):
+        made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False)).__enter__()
+
+
+BAD_LINES = b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": null}\n{"step": 3, "lo'
+
+
+def test_damaged_metrics_are_passed_over(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1, "loss": float("nan")})
+    with file.path.open("ab") as raw:
+        raw.write(BAD_LINES)
+    assert [row["step"] for row in file.rows()] == [1]
+    file.keep_until(5)
+    file.append({"step": 2, "loss": 0.5})
+    lines = file.path.read_text().splitlines()
+    assert lines == ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": 0.5}']
+
+
+def test_damaged_evaluations_are_passed_over(tmp_path: Path) -> None:
+    directory = RunDirectory(path=tmp_path)
+    directory.evaluations.write_bytes(b'{"step": 0, "score": 0.4}\n' + BAD_LINES)
+    directory.write_evaluation({"step": 8, "score": 0.5})
+    rows = [json.loads(line) for line in directory.evaluations.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 8]
