@@ -16,9 +16,9 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
 from open_instruct.parallel.wording import counted
 from open_instruct.records import ShardLayout
-from open_instruct.training.checkpoints import latest_step
 from open_instruct.training.console import Console
 from open_instruct.training.run_directory import RunDirectory, log_to
+from open_instruct.training.step_folder import latest_step, refuse_earlier_format
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ def make_ready(directory: RunDirectory, config: Any, layout: ShardLayout) -> Non
     :raises InputError: if it cannot be written, or holds another run.
     """
     directory.create(overwrite=config.run.overwrite_output_dir)
+    refuse_earlier_format(directory.path)
     if latest_step(directory.path) is not None:
         _refuse_another_run(config, directory, layout)
     directory.write_layout(layout)
