@@ -43,6 +43,7 @@ def train(config: DPOConfig) -> int:
     from open_instruct.training.run import open_run
     from open_instruct.training.sample_loader import BatchShape, SampleLoader
     from open_instruct.training.scoring import Scorer
+    from open_instruct.training.start_model import start_model_of
     from open_instruct.training.trainer import build_trainer
 
     with open_run(config) as run:
@@ -53,6 +54,7 @@ def train(config: DPOConfig) -> int:
             layout=run.layout,
         )
         check_plan_of_run(config, run, pretrained.folder)
+        start_model = start_model_of(pretrained, run)
         pairs, heldout_pairs = load_datasets(
             load_preference_dataset, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )
@@ -94,7 +96,7 @@ def train(config: DPOConfig) -> int:
             work_dir=run.directory.path,
             dp_group=policy.dp_process_group,
         )
-        trainer = build_trainer(policy, loader, config=config, run=run, num_steps=num_steps)
+        trainer = build_trainer(policy, loader, config=config, run=run, start_model=start_model, num_steps=num_steps)
         trainer.fit()
         if trainer.is_canceled:
             return preempted(trainer, run)

@@ -9,6 +9,7 @@ from open_instruct.training.policy import build_policy
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.reference_policy import build_reference
 from open_instruct.training.run import Run
+from open_instruct.training.start_model import start_model_of
 from open_instruct.training.stepwise import StepwiseTrainer
 
 
@@ -43,6 +44,7 @@ class GRPOLearner:
         self.trainer = StepwiseTrainer(
             self.policy,
             folder=run.directory.path,
+            start_model=start_model_of(pretrained, run),
             num_steps=config.num_steps,
             max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
         )

@@ -12,10 +12,11 @@ from open_instruct.data.chat import choose_chat_template
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
 from open_instruct.models.export import export_hf
 from open_instruct.parallel.peers import doing
-from open_instruct.training.checkpoints import last_checkpoint, latest_step
+from open_instruct.training.checkpoints import last_checkpoint
 from open_instruct.training.finite import check_weights
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.run import Run
+from open_instruct.training.step_folder import latest_step
 from open_instruct.training.train_module import SegmentTrainModule
 
 
