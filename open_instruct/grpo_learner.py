@@ -7,8 +7,9 @@ from open_instruct.olmo_core_train_modules import GRPOTrainModule
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.training.policy import build_policy
 from open_instruct.training.pretrained import Pretrained
-from open_instruct.training.reference_policy import build_reference
+from open_instruct.training.reference_policy import Reference, build_reference
 from open_instruct.training.run import Run
+from open_instruct.training.start_model import start_model_of
 from open_instruct.training.stepwise import StepwiseTrainer
 
 
@@ -39,21 +40,28 @@ class GRPOLearner:
             response_length=config.data.response_length,
         )
         if config.loss.beta > 0:
-            self.policy.reference = build_reference(reference or pretrained, run=run, config=config)
+            self.policy.reference = Reference(
+                model=build_reference(reference or pretrained, run=run, config=config),
+                update_freq=config.loss.ref_policy_update_freq,
+                alpha=config.loss.alpha,
+            )
         self.trainer = StepwiseTrainer(
             self.policy,
             folder=run.directory.path,
+            start_model=start_model_of(pretrained, run),
             num_steps=config.num_steps,
             max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
-        minibatches = self.policy.fill_logprobs(
+        num_epochs = self.config.loss.num_epochs
+        updates = self.policy.with_frozen_logprobs(
             rollout_minibatches(
                 work,
                 pad_token_id=self.pretrained.pad_token_id,
                 pad_to_multiple_of=self.run.layout.model_parallel_degree,
-            )
+            ),
+            num_epochs=num_epochs,
         )
-        return self.trainer.take_step(minibatches * self.config.loss.num_epochs, num_tokens=work.num_tokens_global)
+        return self.trainer.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)

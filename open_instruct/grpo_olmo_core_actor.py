@@ -80,9 +80,13 @@ class PolicyTrainerOLMoCoreProcess:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
         return self.learner.step(work)
 
-    def resume(self) -> dict[str, Any] | None:
-        """Stand where the newest checkpoint stands; returns what `save_state` was given for it, None at the start."""
-        return self.learner.trainer.resume()
+    def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """Stand where the newest whole checkpoint stands.
+
+        Returns what `save_state` was given for it, None at the start; and what people should be warned of.
+        """
+        warnings: list[str] = []
+        return self.learner.trainer.resume(warn=warnings.append), warnings
 
     def save_state(self, drivers_state: dict[str, Any]) -> None:
         """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own."""

@@ -230,9 +230,9 @@ class Batch:
     """One microbatch: its documents as tensors, which rows they are, and what else the objective needs of them.
 
     The documents of R rows with D documents each lie document by document: sequence d * R + r is document d of row
-    `row_ids[r]`. Each of `values` has an entry a sequence (name in `_S`) or a labelled token, in the order of the labels
-    (name in `_N`). A microbatch of no rows still holds one unlabelled document, so that every rank enters the same
-    collectives.
+    `row_ids[r]`. Each of `values` has an entry a sequence (name in `_S`) or a labelled token, in the order of the
+    labels (name in `_N`). A microbatch of no rows still holds one unlabelled document, so that every rank enters the
+    same collectives.
 
     Example: two preference pairs, rows 7 and 3: sequences 0 and 1 are the chosen replies of rows 7 and 3, 2 and 3 the
     rejected ones, and `values` may be `{"reference_logps_S": tensor([-3.0, -9.5, -8.0, -7.5])}`.

@@ -40,6 +40,8 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
     from open_instruct.training.run import open_run
     from open_instruct.training.sample_loader import SampleLoader
     from open_instruct.training.scoring import Scorer
+    from open_instruct.training.start_model import start_model_of
+    from open_instruct.training.train_module import ObjectiveTrainModule
     from open_instruct.training.trainer import build_trainer
 
     with open_run(config) as run:
@@ -50,6 +52,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
             layout=run.layout,
         )
         check_plan_of_run(config, run, pretrained.folder)
+        start_model = start_model_of(pretrained, run)
         rows, heldout_rows = load_datasets(
             objective.rows, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )
@@ -63,7 +66,9 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         )
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
 
-        policy = build_policy(objective.bind(config), pretrained, run=run, config=config, num_steps=num_steps)
+        policy = build_policy(
+            ObjectiveTrainModule, pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config)
+        )
         scorer = Scorer(policy, shape=shape, console=run.console)
 
         scores = {}
@@ -92,7 +97,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
             work_dir=run.directory.path,
             dp_group=policy.dp_process_group,
         )
-        trainer = build_trainer(policy, loader, config=config, run=run, num_steps=num_steps)
+        trainer = build_trainer(policy, loader, config=config, run=run, start_model=start_model, num_steps=num_steps)
         trainer.fit()
         if trainer.is_canceled:
             return preempted(trainer, run)

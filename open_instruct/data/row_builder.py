@@ -47,8 +47,8 @@ class RowBuilder(ABC):
     """Gathers the distinct rows of all sources, then repeats them as the mixture says.
 
     A subclass says how a row is rendered, and what of its tokens is kept. Of a row with one document, pieces that are
-    given and pieces that are learned take turns; of one with several, the first piece is the prompt of them all, and each
-    further piece one reply to it.
+    given and pieces that are learned take turns; of one with several, the first piece is the prompt of them all, and
+    each further piece one reply to it.
     """
 
     unit: ClassVar[Unit]

@@ -36,8 +36,8 @@ CACHE_VERSION = 2
 class TokenDataset:
     """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows share their tokens.
 
-    A row is a run of pieces. Of a row with one document, pieces that are given and pieces that are learned take turns; of
-    one with several (D), the first piece is the prompt of them all, and each further piece one reply to it.
+    A row is a run of pieces. Of a row with one document, pieces that are given and pieces that are learned take
+    turns; of one with several (D), the first piece is the prompt of them all, and each further piece one reply to it.
 
     Attributes:
         token_ids_T: int32; the pieces of every distinct row.
@@ -138,10 +138,10 @@ def load_token_dataset(
 ) -> tuple[TokenDataset, DataReport]:
     """The tokenised mixture, from the cache where the same has been asked for before.
 
-    `builder_of` is the class of rows; `own` are the arguments of this kind of builder, such as `max_seq_length`, as JSON
-    can write them; `facts` are what the arrays depend on beside all that, as JSON too.
-    Nothing here speaks of ranks: let one rank call it first, then, past a barrier, the others; they find the file.
-    `on_progress(done, total)` counts distinct rows while they are tokenised.
+    `builder_of` is the class of rows; `own` are the arguments of this kind of builder, such as `max_seq_length`, as
+    JSON can write them; `facts` are what the arrays depend on beside all that, as JSON too. Nothing here speaks of
+    ranks: let one rank call it first, then, past a barrier, the others; they find the file. `on_progress(done,
+    total)` counts distinct rows while they are tokenised.
 
     Raises:
         InputError: see `parse_mixer_list`, `open_rows` and `choose_chat_template`; a row is malformed and

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+import xxhash
 
 from open_instruct.models.checkpoint_files import CheckpointFiles
 
@@ -34,7 +34,7 @@ def weights_fingerprint(files: CheckpointFiles, process_group: dist.ProcessGroup
         of_ranks = [{} for _ in range(num_ranks)]
         dist.all_gather_object(of_ranks, own, group=process_group)
     digests = {number: digest for of_rank in of_ranks for number, digest in of_rank.items()}
-    return hashlib.blake2b(b"".join(digests[number] for number in range(len(chunks))), digest_size=16).hexdigest()
+    return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
 
 
 def _chunks(files: CheckpointFiles) -> Iterator[tuple[Path, int]]:
@@ -44,7 +44,7 @@ def _chunks(files: CheckpointFiles) -> Iterator[tuple[Path, int]]:
 
 
 def _digest(path: Path, offset: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=32)
+    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         file.seek(offset)
         for _ in range(0, CHUNK_BYTES, READ_BYTES):

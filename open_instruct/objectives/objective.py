@@ -1,8 +1,8 @@
 """What an objective is: a row form, a loss over log-probs, and the facts that the walk around it needs.
 
 An objective knows no backend. It is given the log-probs of the labelled tokens and what the loader put beside them, and
-returns a loss that is divided by counts over the whole global batch, so that the result does not depend on how the batch
-is cut. Importing one loads no torch: that happens inside its functions.
+returns a loss that is divided by counts over the whole global batch, so that the result does not depend on how the
+batch is cut. Importing one loads no torch: that happens inside its functions.
 
 Legend: N labelled tokens of a microbatch or rows of a data set, D documents of a row.
 """
@@ -51,9 +51,9 @@ class LossOutputs:
 class BoundLoss:
     """The loss of a run: an objective's, with the settings of its flags.
 
-    `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature` divides the
-    logits; `with_entropy` asks for the entropy at every label. `first_loss` is the loss of a policy that equals its
-    reference, where that is a number; `remedy` says what it means that the first step had another.
+    `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
+    divides the logits; `with_entropy` asks for the entropy at every label. `first_loss` is the loss of a policy that
+    equals its reference, where that is a number; `remedy` says what it means that the first step had another.
     """
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
@@ -84,7 +84,8 @@ class Objective:
         only_scores: whether these flags ask for those alone, and no training.
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
-        evaluate: from summed log-probs of all held-out documents (float32, (N, D)) and the reference's; None where there
+        evaluate: from summed log-probs of all held-out documents (float32, (N, D)) and the reference's; None where
+        there
             is nothing to tell of them.
     """
 

@@ -28,8 +28,8 @@ def collate(
 ) -> Batch:
     """The tensors of one microbatch of R rows: sequence d * R + r is document d of the row at r.
 
-    Packed, all documents lie in one row, with no padding between them; a row whose prompt is shared lies together, behind
-    its prompt. No rows give a batch of one unlabelled document.
+    Packed, all documents lie in one row, with no padding between them; a row whose prompt is shared lies together,
+    behind its prompt. No rows give a batch of one unlabelled document.
 
     `scores` are frozen values of all documents of the data set by name, float32 (N, D); the batch has those of its
     documents as `NAME_S`.

@@ -178,7 +178,9 @@ class Driver:
     def _resume(self) -> None:
         """Stand where the newest checkpoint stands, or at the start."""
         with self.view.phase("loading the checkpoint"):
-            state = self._learners("resume")[0]
+            state, warnings = self._learners("resume")[0]
+        for warning in warnings:
+            self.console.warn(warning)
         self.conductor = self.fleet.new_conductor()
         if state is not None:
             self.step, self.num_tokens = state["step"], state["num_tokens"]

@@ -12,7 +12,7 @@ import torch
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template
-from open_instruct.data.prompt_dataset import PromptDataset, load_prompt_dataset
+from open_instruct.data.prompts import Prompts, load_prompt_dataset
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.placement import learner_layout
@@ -37,8 +37,8 @@ class RolloutRun:
     console: Console
     pretrained: Pretrained
     chat: ChatFormat
-    prompts: PromptDataset
-    held_out: PromptDataset | None
+    prompts: Prompts
+    held_out: Prompts | None
     trackers: tuple[Tracker, ...]
 
 
@@ -76,7 +76,7 @@ def _opened(
     data = config.data
     chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
 
-    def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> PromptDataset:
+    def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> Prompts:
         with console.counting(title) as on_progress:
             prompts, report = load_prompt_dataset(
                 mixer_list=mixer_list,

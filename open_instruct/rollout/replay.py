@@ -11,8 +11,8 @@ from open_instruct.errors import InputError
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.training.checkpoints import find_checkpoints
 from open_instruct.training.metrics_log import MetricsFile
+from open_instruct.training.step_folder import find_checkpoints
 
 # What belongs to the layout and the length of the run rather than to the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib", "shared_fraction")

@@ -1,26 +1,37 @@
-"""Checkpoints that a crash cannot harm: written beside, renamed into place, the last N kept."""
+"""When checkpoints are written, which one a run goes on from, and what is said when one is damaged."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from olmo_core.distributed.utils import barrier, broadcast_object, get_rank
+import torch.distributed as dist
+from olmo_core.distributed.utils import barrier, broadcast_object, get_rank, get_world_size
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Trainer
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
-from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.train.train_module import TransformerTrainModule
-from torch.distributed.checkpoint.api import CheckpointException
 
 from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.process import on_main_process
 from open_instruct.training.finite import check_weights
+from open_instruct.training.step_folder import (
+    Damaged,
+    Manifest,
+    candidates,
+    damage,
+    find_checkpoints,
+    keep_aside,
+    latest_step,
+    read_manifest,
+    remove,
+    tidy,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +56,10 @@ class RunCheckpointer(CheckpointerCallback):
         with explained(self.trainer):
             return super()._save_checkpoint(save_async=save_async, ephemeral=ephemeral)
 
+    def _remove_checkpoint(self, path: str) -> None:
+        if get_rank() == 0:
+            _remove(Path(path))
+
 
 @contextmanager
 def explained(trainer: Trainer) -> Iterator[None]:
@@ -57,11 +72,11 @@ def explained(trainer: Trainer) -> Iterator[None]:
     )
     try:
         yield
-    except (OSError, CheckpointException) as error:
+    except OSError as error:
         log.exception("the checkpoint cannot be written")
         raise RunError(
             f"the checkpoint of step {trainer.global_step} cannot be written to {trainer.save_folder} "
-            f"({_cause(error)}). Those written before are unharmed: make room, then give the same command again to go "
+            f"({error}). Those written before are unharmed: make room, then give the same command again to go "
             "on from the newest"
         ) from error
 
@@ -80,27 +95,14 @@ def remove_old_checkpoints(folder: Path, *, keep_last_n: int) -> None:
     barrier()
     if get_rank() == 0:
         for path in find_checkpoints(folder)[:-keep_last_n]:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(Path(path))
 
 
-def _cause(error: BaseException) -> str:
-    """One line. What torch raises for a failed checkpoint holds the traceback of every rank that failed."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def find_checkpoints(folder: Path) -> list[str]:
-    """Paths of the complete checkpoints in `folder`, oldest step first."""
-    if not folder.is_dir():
-        return []
-    return [path for _, path in sorted(Checkpointer.find_checkpoints(folder))]
-
-
-def latest_step(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint, or None."""
-    paths = find_checkpoints(folder)
-    return int(Path(paths[-1]).name.removeprefix("step")) if paths else None
+def _remove(path: Path) -> None:
+    try:
+        remove(path)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
 
 
 def last_checkpoint(folder: Path) -> str:
@@ -139,29 +141,75 @@ class SkipStepHistory(Callback):
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:
     """Put the trainer where the checkpoint in `folder` was written. Collective.
 
-    :raises RunError: if it cannot be read.
+    :raises InputError: it is of a run with another start model.
+    :raises RunError: it cannot be read.
     """
-    try:
-        trainer.load_checkpoint(folder, load_trainer_state=True, load_optim_state=True)
-    except (Exception, CheckpointException) as error:
-        log.exception("the checkpoint cannot be read")
-        raise RunError(f"the checkpoint {folder} cannot be read ({_cause(error)})") from error
+    told = _damage_on_any_rank(folder)
+    if told:
+        raise RunError(f"the checkpoint {folder} is damaged: {told[0]}")
+    _load(trainer, folder)
 
 
-def resume(trainer: Trainer) -> int | None:
-    """Load the newest checkpoint of the run directory, if there is one, and return its step.
+def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
+    """Load the newest checkpoint of the run directory that is whole, if there is one, and return its step. Collective.
 
-    :raises RunError: if that checkpoint cannot be read; it names the way back.
+    Newer ones that are not whole are kept under another name, and `warn` is told of each.
+
+    :raises InputError: it is of a run with another start model.
+    :raises RunError: there are checkpoints, but none can be read; it names the way on.
     """
     folder = Path(trainer.save_folder)
+    on_main_process(lambda: tidy(folder))
+    reasons: dict[Path, str] = {}
+    chosen = None
+    for path in on_main_process(lambda: candidates(folder)):
+        told = _damage_on_any_rank(path)
+        if not told:
+            chosen = path
+            break
+        reasons[path] = told[0]
+    if chosen is None:
+        if reasons:
+            raise RunError(
+                f"no checkpoint in {folder} can be gone on from: {'; '.join(reasons.values())}. Put back what was "
+                "there, or start afresh with another --output_dir or --overwrite_output_dir"
+            )
+        return None
+    _load(trainer, chosen)
+    for path, reason in reasons.items():
+        kept = on_main_process(lambda path=path: keep_aside(path))  # type: ignore[misc]
+        warn(
+            f"the checkpoint {path.name} is damaged: {reason}. Going on from {chosen.name}, the newest that is whole; "
+            f"the damaged one is kept as {kept}, to be looked at and removed"
+        )
+    return trainer.global_step
+
+
+def _load(trainer: Trainer, folder: Path) -> None:
     try:
-        loaded = trainer.maybe_load_checkpoint(load_trainer_state=True, load_optim_state=True)
+        trainer.load_checkpoint(folder, load_trainer_state=True, load_optim_state=True)
     except InputError:
         raise
-    except (Exception, CheckpointException) as error:
+    except Exception as error:
         log.exception("the checkpoint cannot be read")
         raise RunError(
-            f"the newest checkpoint, {folder / f'step{latest_step(folder)}'}, cannot be read ({_cause(error)}). "
-            "Remove that folder to go on from the one before it, or give --overwrite_output_dir to start afresh"
+            f"the checkpoint {folder} cannot be read ({error}). Remove that folder to go on from the one before it, "
+            "or start afresh with another --output_dir or --overwrite_output_dir"
         ) from error
-    return trainer.global_step if loaded else None
+
+
+def _damage_on_any_rank(folder: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint: each is read by one rank, and all ranks return the same."""
+
+    def manifest_or_reason() -> Manifest | str:
+        try:
+            return read_manifest(folder)
+        except Damaged as error:
+            return str(error)
+
+    manifest = on_main_process(manifest_or_reason)
+    if isinstance(manifest, str):
+        return [manifest]
+    of_ranks: list[list[str]] = [[] for _ in range(get_world_size())]
+    dist.all_gather_object(of_ranks, damage(folder, manifest, share=get_rank(), num_shares=get_world_size()))
+    return [told for of_rank in of_ranks for told in of_rank]

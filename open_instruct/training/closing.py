@@ -12,11 +12,12 @@ from open_instruct.data.chat import choose_chat_template
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
 from open_instruct.models.export import export_hf
 from open_instruct.parallel.peers import doing
-from open_instruct.training.checkpoints import last_checkpoint, latest_step
+from open_instruct.training.checkpoints import last_checkpoint
 from open_instruct.training.finite import check_weights
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.run import Run
-from open_instruct.training.train_module import SegmentTrainModule
+from open_instruct.training.step_folder import latest_step
+from open_instruct.training.train_module import ObjectiveTrainModule
 
 
 def preempted(trainer: Trainer, run: Run) -> int:
@@ -30,7 +31,7 @@ def preempted(trainer: Trainer, run: Run) -> int:
     return EXIT_PREEMPTED if signal.Signals.SIGTERM.name in reason else EXIT_FAILURE
 
 
-def export_policy(policy: SegmentTrainModule, pretrained: Pretrained, *, run: Run, config: Any) -> None:
+def export_policy(policy: ObjectiveTrainModule, pretrained: Pretrained, *, run: Run, config: Any) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`. Every rank enters together."""
     doing("exporting the trained model")
     name, template_name = config.run.export_dtype, config.data.chat_template_name

@@ -18,9 +18,9 @@ from open_instruct.training.optimizers import build_optimizer_config, build_sche
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.replica import build_replica
 from open_instruct.training.run import Run
-from open_instruct.training.train_module import SegmentTrainModule
+from open_instruct.training.train_module import ObjectiveTrainModule
 
-TrainModuleT = TypeVar("TrainModuleT", bound=SegmentTrainModule)
+TrainModuleT = TypeVar("TrainModuleT", bound=ObjectiveTrainModule)
 
 
 def build_policy(

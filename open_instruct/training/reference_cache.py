@@ -20,13 +20,12 @@ import torch.distributed as dist
 from safetensors.numpy import load_file, save_file
 
 from open_instruct.config.sections import ModelSection
-from open_instruct.data.preference_dataset import PreferenceDataset
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.packing.steps import BatchShape
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted
-from open_instruct.training.preference_steps import PairLogprobs
 from open_instruct.training.pretrained import Pretrained
-from open_instruct.training.sample_loader import BatchShape
 from open_instruct.training.scoring import Scorer
 
 log = logging.getLogger(__name__)
@@ -37,12 +36,14 @@ NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 class ReferenceCache:
-    """One file of (row key -> chosen and rejected log-prob) for one set of weights in one precision and layout."""
+    """One file of (row key -> log-prob of each of its D documents) for one set of weights in one precision and layout."""
 
-    def __init__(self, folder: Path, *, model_fingerprint: str, precision: str, laid_out: str) -> None:
+    def __init__(
+        self, folder: Path, *, model_fingerprint: str, precision: str, laid_out: str, documents_per_row: int
+    ) -> None:
         self.path = folder / f"{model_fingerprint[:32]}-{precision}-{laid_out}.safetensors"
         self._row_of: dict[bytes, int] = {}
-        self._values_N2 = np.zeros((0, 2), dtype=np.float32)
+        self._values_ND = np.zeros((0, documents_per_row), dtype=np.float32)
 
     def read(self) -> None:
         """Load what is there. A damaged file counts as empty, and is replaced by the next `add`."""
@@ -51,12 +52,12 @@ class ReferenceCache:
         try:
             stored = load_file(self.path)
             keys, values = stored["keys"], stored["logprobs"]
-            assert keys.shape == (len(values), KEY_NUM_BYTES) and values.shape[1] == 2
+            assert keys.shape == (len(values), KEY_NUM_BYTES) and values.shape[1:] == self._values_ND.shape[1:]
         except Exception as error:
             log.warning("reference log-probs in %s cannot be read (%s): computing them again", self.path, error)
             return
         self._row_of = {key.tobytes(): row for row, key in enumerate(keys)}
-        self._values_N2 = values
+        self._values_ND = values
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -64,32 +65,29 @@ class ReferenceCache:
     def __contains__(self, key: str) -> bool:
         return bytes.fromhex(key) in self._row_of
 
-    def lookup(self, dataset: PreferenceDataset) -> PairLogprobs:
-        """The log-probs of every row of `dataset`, all of which must be here."""
-        rows = [self._row_of[bytes.fromhex(dataset.key(i))] for i in range(len(dataset))]
-        return PairLogprobs.of(self._values_N2[rows])
+    def lookup(self, dataset: TokenDataset) -> np.ndarray:
+        """The log-probs of every row of `dataset`, all of which must be here: float32 (N, D)."""
+        return self._values_ND[[self._row_of[bytes.fromhex(dataset.key(i))] for i in range(len(dataset))]]
 
-    def add(self, keys: Sequence[str], values_N2: np.ndarray) -> None:
+    def add(self, keys: Sequence[str], values_ND: np.ndarray) -> None:
         """Take rows in; `write` puts them on disk."""
-        for key, row in zip(keys, range(len(self._values_N2), len(self._values_N2) + len(keys)), strict=True):
+        for key, row in zip(keys, range(len(self._values_ND), len(self._values_ND) + len(keys)), strict=True):
             self._row_of[bytes.fromhex(key)] = row
-        self._values_N2 = np.concatenate([self._values_N2, values_N2.astype(np.float32)])
+        self._values_ND = np.concatenate([self._values_ND, values_ND.astype(np.float32)])
 
     def write(self) -> None:
         """Put the whole file in place by a rename, so that a crash leaves the old one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = list(self._row_of.items())
         key_bytes = np.frombuffer(b"".join(key for key, _ in rows), dtype=np.uint8).reshape(-1, KEY_NUM_BYTES)
-        values_N2 = self._values_N2[[row for _, row in rows]]
+        values_ND = self._values_ND[[row for _, row in rows]]
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
-        save_file({"keys": key_bytes, "logprobs": values_N2}, partial)
+        save_file({"keys": key_bytes, "logprobs": values_ND}, partial)
         partial.replace(self.path)
 
 
-def reference_logprobs(
-    scorer: Scorer, dataset: PreferenceDataset, *, cache: ReferenceCache, title: str
-) -> PairLogprobs:
-    """Reference log-probs of all rows: from the cache, and by a forward pass for those it lacks.
+def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: ReferenceCache, title: str) -> np.ndarray:
+    """Reference log-probs of all rows, float32 (N, D): from the cache, and by a forward pass for those it lacks.
 
     The model must still hold the weights it started from. Every rank enters together and all return
     the same arrays; rank 0 writes the file.
@@ -100,8 +98,8 @@ def reference_logprobs(
     missing = [row for key, row in first_of.items() if key not in cache]
     scorer.console.say(f"{title}: {counted(len(first_of) - len(missing), 'row')} cached, {len(missing):,} to compute")
     if missing:
-        values_N2 = scorer.score(dataset, missing, title=title)
-        cache.add([dataset.key(row) for row in missing], values_N2)
+        values_ND = scorer.score(dataset, missing, title=title)
+        cache.add([dataset.key(row) for row in missing], values_ND)
         on_main_process(cache.write)
     return cache.lookup(dataset)
 
@@ -115,6 +113,7 @@ def open_reference_cache(
         model_fingerprint=_fingerprint(pretrained),
         precision=model.param_dtype,
         laid_out=f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded",
+        documents_per_row=shape.documents_per_sample,
     )
     cache.read()
     # All ranks must see the same rows before any of them writes.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from olmo_core.nn.transformer import Transformer
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
@@ -13,6 +16,40 @@ from open_instruct.models.shards import reshard
 from open_instruct.training.pretrained import Pretrained
 from open_instruct.training.replica import build_replica
 from open_instruct.training.run import Run
+
+# What a reference policy that moves is called in a checkpoint.
+IN_CHECKPOINT = "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A reference policy, sharded as the policy is. `update_freq` is None for one that is never updated.
+
+    That one is the start model, and is built from there again after a restart. One that moves is part of the
+    checkpoints, beside the policy and the optimizer.
+    """
+
+    model: Transformer
+    update_freq: int | None = None
+    alpha: float = 1.0
+
+    def follow(self, policy: Transformer, *, step: int) -> None:
+        """Move towards the policy, if it is time to."""
+        if self.update_freq is not None and step % self.update_freq == 0:
+            polyak_update(self.model, policy, alpha=self.alpha)
+
+    def state_to_save(self, options: StateDictOptions) -> dict[str, Any]:
+        if self.update_freq is None:
+            return {}
+        return {IN_CHECKPOINT: get_model_state_dict(self.model, options=options)}
+
+    def state_to_load(self, metadata: Metadata, options: StateDictOptions) -> dict[str, Any]:
+        is_there = any(name.startswith(f"{IN_CHECKPOINT}.") for name in metadata.state_dict_metadata)
+        return self.state_to_save(options) if is_there else {}
+
+    def load(self, state: dict[str, Any], options: StateDictOptions) -> None:
+        if self.update_freq is not None and IN_CHECKPOINT in state:
+            set_model_state_dict(self.model, state[IN_CHECKPOINT], options=options)
 
 
 def build_reference(pretrained: Pretrained, *, run: Run, config: Any) -> Transformer:

@@ -17,10 +17,10 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
 from open_instruct.parallel.wording import counted
 from open_instruct.records import ShardLayout
-from open_instruct.training.checkpoints import latest_step
 from open_instruct.training.console import Console
 from open_instruct.training.run_directory import RunDirectory, log_to
 from open_instruct.training.run_lock import locked
+from open_instruct.training.step_folder import latest_step, refuse_earlier_format
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ def made_ready(directory: RunDirectory, config: Any, layout: ShardLayout, consol
         directory.remove_partials()
         if config.run.overwrite_output_dir:
             directory.remove_earlier_run()
+        refuse_earlier_format(directory.path)
         if latest_step(directory.path) is not None:
             _refuse_another_run(config, directory, layout)
         directory.write_layout(layout)

@@ -18,8 +18,8 @@ from open_instruct.packing.steps import BatchShape, step_batch
 class SampleLoader(DataLoaderBase):
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
-    The last batch of an epoch is the shorter rest: every sample is seen once an epoch. `scores` are frozen values of the
-    samples that the loss is given; see `collate`.
+    The last batch of an epoch is the shorter rest: every sample is seen once an epoch. `scores` are frozen values of
+    the samples that the loss is given; see `collate`.
     """
 
     def __init__(

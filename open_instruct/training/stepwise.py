@@ -5,7 +5,7 @@ state and the checkpoints; what a step is made of, and when the next one comes, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from open_instruct.training.checkpoints import (
     save_checkpoint,
 )
 from open_instruct.training.metrics_log import row_of
-from open_instruct.training.train_module import SegmentTrainModule
+from open_instruct.training.safe_checkpointer import SafeCheckpointerConfig
+from open_instruct.training.train_module import ObjectiveTrainModule
 
 NEVER = 10**12
 
@@ -46,7 +47,7 @@ class BroughtBatches(DataLoaderBase):
         raise NotImplementedError("batches are brought by `StepwiseTrainer.take_step`")
 
     def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int:
-        return batch["step"].num_tokens_global
+        return batch["step"].counts["tokens"]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -69,9 +70,14 @@ class CallersState(Callback):
 
 
 class StepwiseTrainer:
-    """Takes optimisation steps on `policy` and keeps its checkpoints in `folder`. Every method is collective."""
+    """Takes optimisation steps on `policy` and keeps its checkpoints in `folder`. Every method is collective.
 
-    def __init__(self, policy: SegmentTrainModule, *, folder: Path, num_steps: int, max_tokens_per_step: int) -> None:
+    `start_model` is the fingerprint of what the policy began as, see `start_model_of`.
+    """
+
+    def __init__(
+        self, policy: ObjectiveTrainModule, *, folder: Path, start_model: str, num_steps: int, max_tokens_per_step: int
+    ) -> None:
         group = policy.dp_process_group
         self.policy = policy
         self.folder = folder
@@ -79,7 +85,8 @@ class StepwiseTrainer:
         self.trainer: Trainer = TrainerConfig(
             save_folder=str(folder),
             save_overwrite=True,
-            load_strategy=LoadStrategy.if_available,
+            load_strategy=LoadStrategy.never,  # but by `resume`
+            checkpointer=SafeCheckpointerConfig(start_model=start_model),
             # The schedule stretches over this; nobody calls fit().
             max_duration=Duration.steps(num_steps),
             async_bookkeeping=False,
@@ -135,9 +142,9 @@ class StepwiseTrainer:
         if keep_last_n:
             remove_old_checkpoints(self.folder, keep_last_n=keep_last_n)
 
-    def resume(self) -> dict[str, Any] | None:
-        """Load the newest checkpoint, if there is one, and return what the caller had saved with it."""
-        return self._callers_state.value if resume(self.trainer) is not None else None
+    def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is whole, if there is one, and return what the caller had saved with it."""
+        return self._callers_state.value if resume(self.trainer, warn=warn) is not None else None
 
     def stand_before(self, step: int, *, checkpoint: Path | None) -> None:
         """Be about to take `step`, with weights and optimizer of `checkpoint`, or as they are.

@@ -1,4 +1,4 @@
-"""What one optimisation step over microbatches shares, whatever the loss."""
+"""OLMo-core's train module, given an objective: forward, backward and update over microbatches of packed documents."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import math
 import resource
 import sys
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +16,19 @@ from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TransformerTrainModule
+from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.errors import RunError
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.segments import segments_of
+from open_instruct.models.shards import reshard
+from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.parallel.reduce import reduce_metrics
-from open_instruct.records import Metric, PackedBatch
+from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.training.cast_copy import CastCopy
 from open_instruct.training.checkpoints import last_checkpoint
+from open_instruct.training.forward import token_logprobs
+from open_instruct.training.reference_policy import Reference
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +65,24 @@ class WeightedSums:
         }
 
 
-class SegmentTrainModule(TransformerTrainModule):
-    """OLMo-core's train module with a loss over packed documents instead of next-token prediction.
+class ObjectiveTrainModule(TransformerTrainModule):
+    """OLMo-core's train module with the loss of an objective instead of next-token prediction.
 
-    A subclass gives `microbatch_loss`. Losses are sums over the microbatch divided by a global
-    denominator, so their total over microbatches and ranks is the loss of the global batch however that was cut.
+    Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
+    loss of the global batch however that was cut.
+
+    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads`,
+    `train_batch`, `optim_step`; at last `end_step`.
+
+    :param loss: of the run; every other argument is `TransformerTrainModule`'s.
     """
 
-    def __init__(self, **olmo_core: Any) -> None:
+    def __init__(self, *, loss: BoundLoss, **olmo_core: Any) -> None:
         super().__init__(**olmo_core)
+        self.loss = loss
+        # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
+        self.reference: Reference | None = None
+        self._has_nothing_to_learn = False
         self._grad_norm = torch.zeros(())
         self._num_left_out = 0
         self._copy: CastCopy | None = None
@@ -88,8 +101,22 @@ class SegmentTrainModule(TransformerTrainModule):
         if self._copy is not None:
             self._copy.refresh()
 
+    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
+        state = super().state_dict_to_save(optim=optim)
+        if self.reference is not None:
+            state |= self.reference.state_to_save(self.state_dict_save_opts)
+        return state
+
+    def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
+        state = super().state_dict_to_load(metadata, optim=optim)
+        if self.reference is not None:
+            state |= self.reference.state_to_load(metadata, self.state_dict_load_opts)
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        if self.reference is not None:
+            self.reference.load(state_dict, self.state_dict_load_opts)
         self.refresh_copy()
 
     def _set_model_mode(self, mode: Literal["train", "eval"]) -> None:
@@ -97,9 +124,56 @@ class SegmentTrainModule(TransformerTrainModule):
         if self._copy is not None:
             self._copy.model.train(mode == "train")
 
-    @abstractmethod
-    def microbatch_loss(self, microbatch: Any, step: Any) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Loss of `microbatch` as its share of the global batch (a scalar with gradient), and its metrics."""
+    def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+        """The microbatch's share of the loss of the global batch, with gradient."""
+        scores = token_logprobs(
+            self.computing_model,
+            batch.packed,
+            device=self.device,
+            temperature=self.loss.temperature,
+            with_entropy=self.loss.with_entropy,
+        )
+        values = {name: value.to(self.device) for name, value in batch.values.items()}
+        return self.loss.function(scores, replace(batch, values=values), counts)
+
+    @torch.no_grad()
+    def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
+        """The updates of a step with the log-probs that are fixed during it; call it before the first of them.
+
+        The reference policy's, if there is one, and those of the policy as it is now. The latter are left out where the
+        step is a single update: there they are those of the update's own forward pass, so a pass is saved, and the
+        ratio is exactly 1.
+        """
+        models = {} if self.reference is None else {"reference_logprobs_N": self.reference.model}
+        if len(updates) * num_epochs > 1:
+            models["old_logprobs_N"] = self.computing_model
+        if not models:
+            return tuple(updates)
+        self._set_model_mode("eval")
+        filled = tuple(
+            replace(
+                update,
+                microbatches=tuple(
+                    replace(
+                        batch,
+                        values={
+                            **batch.values,
+                            **{name: self._logprobs_N(model, batch.packed) for name, model in models.items()},
+                        },
+                    )
+                    for batch in update.microbatches
+                ),
+            )
+            for update in updates
+        )
+        # A forward pass without a backward leaves FSDP's root parameters gathered.
+        reshard(self.model)
+        if self.reference is not None:
+            reshard(self.reference.model)
+        return filled
+
+    def _logprobs_N(self, model: Transformer, packed: PackedBatch) -> torch.Tensor:
+        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature).logprobs_N
 
     def pre_train(self) -> None:
         # OLMo-core checks here that batches divide evenly in tokens; ours are planned in documents.
@@ -111,7 +185,8 @@ class SegmentTrainModule(TransformerTrainModule):
     def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
         """Forward and backward over this rank's microbatches, then one all-reduce for all metrics."""
         assert not dry_run, "the loader has no mock batch"
-        step = batch["step"]
+        step: StepBatch = batch["step"]
+        self._has_nothing_to_learn = step.counts["rows"] == 0
         self._set_model_mode("train")
         # FSDP averages gradients over the data-parallel ranks; the denominators are global already. Ranks that split a
         # row are averaged over too, while each has only its tokens' part of the row's gradient.
@@ -120,9 +195,9 @@ class SegmentTrainModule(TransformerTrainModule):
         sums = WeightedSums()
         for index, microbatch in enumerate(step.microbatches):
             with self._train_microbatch_context(index, len(step.microbatches)):
-                loss, metrics = self.microbatch_loss(microbatch, step)
-                (loss * gradient_scale).backward()
-            sums.add(metrics)
+                outputs = self.microbatch_loss(microbatch, step.counts)
+                (outputs.loss * gradient_scale).backward()
+            sums.add(outputs.metrics)
             packed = microbatch.packed
             sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
         self.model.post_batch()
@@ -148,7 +223,13 @@ class SegmentTrainModule(TransformerTrainModule):
         self.trainer.record_metric("num_tokens", self.trainer.global_train_tokens_seen)
 
     def optim_step(self) -> None:
-        """Update the weights; not from a gradient that is not finite, after which a skip-step optimizer goes on."""
+        """Update the weights; not from a gradient that is not finite, after which a skip-step optimizer goes on.
+
+        Nor where there was nothing to learn from, or momentum alone would move them.
+        """
+        if self._has_nothing_to_learn:
+            self.trainer.record_metric("total grad norm", 0.0, namespace="optim")
+            return
         if not self._num_left_out:
             super().optim_step()
             self.refresh_copy()
@@ -165,11 +246,25 @@ class SegmentTrainModule(TransformerTrainModule):
         return self._grad_norm
 
     def end_step(self) -> None:
-        """Called once after the last update of a step that has several."""
+        """Call it once after the last update of a step."""
+        if self.reference is not None:
+            self.reference.follow(self.model, step=self.trainer.global_step)
 
     def _check(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise self._broken(f"the loss is {loss}")
+        expected = self.loss.first_loss
+        if self.trainer.global_step != 1 or expected is None:
+            return
+        # Policy and reference are the same weights before the first update: the cheapest proof that
+        # packing, labels and the frozen scores agree.
+        computes_in = self.dp_config.param_dtype if self.dp_config else next(self.computing_model.parameters()).dtype
+        tolerance = (1e-3 if computes_in in ("float32", torch.float32) else 5e-2) * max(1.0, expected)
+        if abs(loss - expected) > tolerance:
+            raise RunError(
+                f"the first loss is {loss:.6f}, but a policy equal to its reference has {expected:.6f}: "
+                f"{self.loss.remedy}"
+            )
 
     def _check_gradient(self, norm: float) -> None:
         if math.isfinite(norm):

@@ -13,21 +13,23 @@ from open_instruct.parallel.peers import doing
 from open_instruct.training.checkpoints import RunCheckpointer, SkipStepHistory, resume
 from open_instruct.training.metrics_log import MetricsFile, MetricsLog
 from open_instruct.training.run import Run
+from open_instruct.training.safe_checkpointer import SafeCheckpointerConfig
 from open_instruct.training.trackers import build_trackers
-from open_instruct.training.train_module import SegmentTrainModule
+from open_instruct.training.train_module import ObjectiveTrainModule
 
 NEVER = 10**12
 
 
 def build_trainer(
-    policy: SegmentTrainModule, loader: DataLoaderBase, *, config: Any, run: Run, num_steps: int
+    policy: ObjectiveTrainModule, loader: DataLoaderBase, *, config: Any, run: Run, start_model: str, num_steps: int
 ) -> Trainer:
-    """A trainer that stands where the newest checkpoint of the run directory left off.
+    """A trainer that stands where the newest whole checkpoint of the run directory left off.
 
     Bookkeeping is synchronous: ranks must agree at the end of which step a signal stops them, and the
     background threads of the asynchronous kind let one rank leave the loop a step before its peers.
 
-    :raises RunError: if the newest checkpoint cannot be read.
+    :param start_model: fingerprint of what the policy began as, see `start_model_of`.
+    :raises RunError: if there are checkpoints, but none can be read.
     """
     metrics_log = MetricsLog()
     if run.process.rank == 0:
@@ -36,7 +38,8 @@ def build_trainer(
     trainer = TrainerConfig(
         save_folder=str(run.directory.path),
         save_overwrite=True,
-        load_strategy=LoadStrategy.if_available,
+        load_strategy=LoadStrategy.never,  # but by `resume`
+        checkpointer=SafeCheckpointerConfig(start_model=start_model),
         max_duration=Duration.steps(num_steps),
         metrics_collect_interval=1,
         cancel_check_interval=1,
@@ -56,7 +59,7 @@ def build_trainer(
         },
     ).build(policy, loader)
     doing("loading the checkpoint")
-    step = resume(trainer)
+    step = resume(trainer, warn=run.console.warn)
     if step is not None:
         run.console.say(f"resuming after step {step} of {num_steps}")
     return trainer

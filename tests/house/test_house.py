@@ -51,7 +51,7 @@ WITHOUT_TORCH = [
 LIGHT_TO_IMPORT = ["dpo.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
 
 MAX_LINES_OF_A_FILE = 500
-MAX_CODE_LINES = 17000
+MAX_CODE_LINES = 18900
 NOT_CODE = {
     *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

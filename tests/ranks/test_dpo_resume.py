@@ -88,6 +88,26 @@ def test_killed_run_resumes_bitwise_in_bfloat16(dpo_case: TrainCase, command_of:
         assert sorted(path.name for path in (dpo_case.folder / name).glob("step*")) == ["step10", "step12"]
 
 
+def test_damaged_newest_checkpoint_is_gone_around_bitwise(
+    dpo_case: TrainCase, command_of: Callable[..., Command]
+) -> None:
+    command = command_of(ranks=2, param_dtype="bfloat16", max_train_steps=4)
+    first = finish(start(command("gone_around"), ranks=2))
+    undisturbed = dpo_case.weights_digest("gone_around"), dpo_case.trajectory("gone_around")
+    run = dpo_case.folder / "gone_around"
+    weights = run / "step4" / "rank1.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+
+    output = finish(start(command("gone_around"), ranks=2))
+    told = " ".join(output.split())
+    assert "warning: the checkpoint step4 is damaged" in told and f"{weights} is not what was written" in told
+    assert "resuming after step 2 of 4" in told and "damaged" not in first
+    assert (dpo_case.weights_digest("gone_around"), dpo_case.trajectory("gone_around")) == undisturbed
+    assert sorted(path.name for path in run.glob("step*")) == ["step2", "step4", "step4-damaged"]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "skip_step_adamw", "muon"])
 def test_terminated_run_resumes_bitwise_in_float32(
     dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str

@@ -20,6 +20,7 @@ from open_instruct.dpo import main
 from open_instruct.models.export_files import replacing_problem
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.process import stop_process
+from open_instruct.training.step_folder import damage, read_manifest
 
 Damage = Callable[[Path], None]
 
@@ -168,8 +169,43 @@ def test_a_folder_continues_only_its_own_run(
     stop_process()
     rows = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1]
-    (tmp_path / "out" / "step1" / "model_and_optim" / "__0_0.distcp").write_bytes(b"damaged")
-    assert "cannot be read" in stderr_of(exit_code=1)
+    (tmp_path / "out" / "step1" / "rank0.safetensors").write_bytes(b"damaged")
+    told = stderr_of(exit_code=1)
+    assert "step1/rank0.safetensors is not what was written" in told and "--overwrite_output_dir" in told
+
+
+def test_a_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, stderr_of: Callable[..., str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(good / "model", model)
+    stderr_of(exit_code=0, model_name_or_path=model)
+    stop_process()
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+
+    def told_after(change: Damage) -> str:
+        change(model)
+        told = stderr_of(model_name_or_path=model)
+        stop_process()
+        for name, content in before.items():
+            (model / name).write_bytes(content)
+        return told
+
+    for change in (edit_tensors(lambda tensors: tensors[NORM].mul_(1.01)), edit_config(rms_norm_eps=0.1)):
+        told = told_after(change)
+        assert "the start model is not the one that the run of" in told and "--overwrite_output_dir" in told
+    # Written anew with the same content, it is the same model.
+    edit_config(transformers_version="7.0")(model)
+    stderr_of(exit_code=0, model_name_or_path=model)
+
+
+def test_a_checkpoint_of_the_format_before(stderr_of: Callable[..., str], tmp_path: Path) -> None:
+    old = tmp_path / "out" / "step1"
+    (old / "train").mkdir(parents=True)
+    (old / "model_and_optim").mkdir()
+    for name in ("train/rank0.pt", "model_and_optim/.metadata", ".metadata.json"):
+        (old / name).write_bytes(b"{}")
+    told = stderr_of()
+    assert f"{old} is a checkpoint of the format before" in told and "--overwrite_output_dir" in told
+    assert old.is_dir()
 
 
 @pytest.mark.parametrize("name", ["hf_model", ".hf_model.partial"])
@@ -205,12 +241,22 @@ def test_a_mount_or_a_folder_that_cannot_be_written_takes_no_export(
 def test_a_checkpoint_that_cannot_be_written(
     stderr_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    sync, synced = os.fsync, []
 
-    monkeypatch.setattr("olmo_core.train.checkpoint.save_state_dict", full)
-    told = stderr_of(exit_code=1)
-    assert "step 1 cannot be written" in told and "No space left" in told and "same command" in told
+    def full(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.parent.name == "step2-tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced.append(path)
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", full)
+    told = stderr_of(exit_code=1, max_train_steps=2, checkpointing_steps=1)
+    assert "step 2 cannot be written" in told and "No space left" in told and "same command" in told
+    # The half one makes room again, the one before is whole.
+    assert [path.name for path in (tmp_path / "out").glob("step*")] == ["step1"]
+    assert damage(tmp_path / "out" / "step1", read_manifest(tmp_path / "out" / "step1")) == []
+    assert any(path.name == "rank0.safetensors" for path in synced)
 
 
 def test_a_learning_rate_that_breaks_the_weights(stderr_of: Callable[..., str], tmp_path: Path) -> None:

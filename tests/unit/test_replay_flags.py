@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     for step in (2, 4):
         (folder / f"step{step}").mkdir(parents=True)
-        (folder / f"step{step}" / ".metadata").touch()
+        (folder / f"step{step}" / "checkpoint.json").touch()
     compiled = ["--compile_model", "--activation_memory_budget", "0.5", "--active_sampling"]
     words = [*REQUIRED, "--output_dir", str(folder), *LARGE, *compiled, "--clip_higher", "0.3"]
     write_config(parse(GRPOConfig, words), folder / "config.yaml")

@@ -27,7 +27,7 @@ def _run(flags: list[str], *, completions: list[int], stop_after: int | None = N
     """Go on from the newest checkpoint, if there is one; `stop_after` so many steps save one and stop."""
     learner = Learner(flags, num_steps=len(completions))
     start = [parameter.detach().clone() for parameter in learner.policy.model.parameters()]
-    learner.trainer.resume()
+    learner.trainer.resume(warn=refuse)
     rows = []
     for num_completions in completions[learner.trainer.step : stop_after]:
         row = learner.take_step(num_completions)
@@ -46,6 +46,10 @@ def _run(flags: list[str], *, completions: list[int], stop_after: int | None = N
         learner.trainer.save({}, keep_last_n=0)
     stop_process()
     return rows
+
+
+def refuse(warning: str) -> None:
+    raise AssertionError(warning)
 
 
 @torch.no_grad()

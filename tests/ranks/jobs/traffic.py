@@ -66,7 +66,7 @@ def _dpo_steps(
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
     policy._check = lambda loss: None  # the reference log-probs are made up
-    trainer = StepwiseTrainer(policy, folder=run.directory.path, num_steps=2, max_tokens_per_step=10**6)
+    trainer = StepwiseTrainer(policy, folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6)
     microbatch = _pair(num_tokens)
     step = PreferenceStep(
         microbatches=(microbatch,) * num_microbatches,

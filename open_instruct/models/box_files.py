@@ -1,0 +1,189 @@
+"""Boxes of sharded tensors in safetensors files: who writes which, hashed as it is written, read under any layout."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from open_instruct.models.build import local_part
+from open_instruct.models.checkpoint_files import DTYPE_NAMES, CheckpointFiles, read_header
+from open_instruct.models.shards import own_box
+
+PIECE_BYTES = 16 * 2**20  # hashed while it is still in the processor's cache
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What this rank holds of a tensor.
+
+    Example: the lower half of a matrix of four rows, `Part(local=zeros(2, 3), start=(2, 0), shape=(4, 3))`.
+    """
+
+    local: torch.Tensor
+    start: Numbers
+    shape: Numbers
+
+    @property
+    def claim(self) -> Claim:
+        return Claim(dtype=DTYPE_NAMES[self.local.dtype], start=self.start, size=_of(self.local), shape=self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """That a rank holds the box of `size` at `start` of a tensor of `shape`.
+
+    Example: `Claim(dtype="F32", start=(2, 0), size=(2, 3), shape=(4, 3))`.
+    """
+
+    dtype: str
+    start: Numbers
+    size: Numbers
+    shape: Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """Size and digest of a file as it was written. Example: `WrittenFile(num_bytes=8, xxh3="2d06…")`."""
+
+    num_bytes: int
+    xxh3: str
+
+
+def part_of(tensor: torch.Tensor) -> Part:
+    """An ordinary tensor is a part that is the whole, the same on every rank."""
+    start = tuple(cut.start for cut in own_box(tensor)) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
+    return Part(local=local_part(tensor).detach(), start=start, shape=_of(tensor))
+
+
+def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[str, Any]]:
+    """Who writes which box: each is written once, by the holder that has least to write so far.
+
+    Returns, for each tensor, what a reader needs: dtype, shape, and its boxes as (rank, start, size).
+
+    :raises ValueError: the boxes of a tensor are not the whole of it.
+    """
+    holders: dict[tuple[str, Claim], list[int]] = {}
+    for rank, claims in enumerate(claims_of_ranks):
+        for name, claim in claims.items():
+            if math.prod(claim.size):
+                holders.setdefault((name, claim), []).append(rank)
+    load = [0] * len(claims_of_ranks)
+    index: dict[str, dict[str, Any]] = {}
+    for (name, claim), ranks in sorted(holders.items(), key=lambda held: (-math.prod(held[0][1].size), held[0][0])):
+        owner = min(ranks, key=lambda rank: (load[rank], rank))
+        load[owner] += math.prod(claim.size)
+        entry = index.setdefault(name, {"dtype": claim.dtype, "shape": list(claim.shape), "boxes": []})
+        entry["boxes"].append([owner, list(claim.start), list(claim.size)])
+    for name, entry in index.items():
+        entry["boxes"].sort(key=lambda box: box[1])
+        if sum(math.prod(size) for _, _, size in entry["boxes"]) != math.prod(entry["shape"]):
+            raise ValueError(f"the ranks together do not hold {name!r} once and whole")
+    return dict(sorted(index.items()))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
+    """A safetensors file of `tensors` in their order; no second copy of them is made on the CPU."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        offsets = [at, at + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    raw = (t.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors.values())
+    return write_hashed(path, itertools.chain((struct.pack("<Q", len(text)), text), raw))
+
+
+def write_hashed(path: Path, contents: Iterable[bytes | memoryview]) -> WrittenFile:
+    """Write `contents` one after the other, down to the disk."""
+    bits, num_bytes = xxhash.xxh3_128(), 0
+    with path.open("wb") as file:
+        for content in contents:
+            num_bytes += len(content)
+            for start in range(0, len(content), PIECE_BYTES):
+                piece = content[start : start + PIECE_BYTES]
+                bits.update(piece)
+                file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(num_bytes=num_bytes, xxh3=bits.hexdigest())
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """What of the box of tensor `name` that a file holds is copied into a view of a part."""
+
+    name: str
+    size: list[int]
+    there: tuple[slice, ...]
+    into: torch.Tensor
+
+
+@torch.no_grad()
+def read_parts(folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]) -> None:
+    """Fill `parts` from the files of `share_out`'s ranks in `folder`, `rank0.safetensors` and so on.
+
+    :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole. Nothing is filled then.
+    """
+    of_ranks: dict[int, list[_Piece]] = {}
+    for name, part in parts.items():
+        if part.local.numel():
+            for rank, piece in _pieces(name, part, index.get(name)):
+                of_ranks.setdefault(rank, []).append(piece)
+    headers = {rank: read_header(folder / f"rank{rank}.safetensors") for rank in sorted(of_ranks)}
+    for rank, pieces in of_ranks.items():
+        for piece in pieces:
+            stored = headers[rank].get(piece.name)
+            if stored is None or (stored.dtype, list(stored.shape)) != (piece.into.dtype, piece.size):
+                raise ValueError(f"rank{rank}.safetensors does not hold {piece.name!r} as the index says")
+    for rank, pieces in sorted(of_ranks.items()):
+        with CheckpointFiles(folder, headers[rank]) as files:
+            for piece in pieces:
+                piece.into.copy_(files.read(piece.name, piece.there))
+                files.forget(piece.name)
+
+
+def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[tuple[int, _Piece]]:
+    """Where what a part needs lies: which rank's file, and what of the box in it."""
+    if entry is None:
+        raise ValueError(f"it has no {name!r}")
+    saved, wanted = (entry["dtype"], tuple(entry["shape"])), (DTYPE_NAMES[part.local.dtype], part.shape)
+    if saved != wanted:
+        raise ValueError(f"{name!r} is {saved[0]} of shape {saved[1]} there, {wanted[0]} of shape {wanted[1]} here")
+    missing = part.local.numel()
+    for rank, start, size in entry["boxes"]:
+        edges = list(zip(start, size, part.start, part.local.shape, strict=True))
+        cut = [slice(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
+        if all(one.start < one.stop for one in cut):
+            into = part.local[_seen_from(part.start, cut)]
+            missing -= into.numel()
+            yield int(rank), _Piece(name=name, size=size, there=_seen_from(start, cut), into=into)
+    if missing:
+        raise ValueError(f"{name!r} is not there whole")
+
+
+def _seen_from(start: Sequence[int], cut: Sequence[slice]) -> tuple[slice, ...]:
+    return tuple(slice(one.start - at, one.stop - at) for one, at in zip(cut, start, strict=True))
+
+
+def _of(tensor: torch.Tensor) -> Numbers:
+    return tuple(tensor.shape)

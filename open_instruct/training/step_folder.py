@@ -1,0 +1,217 @@
+"""The folder of one checkpoint, `step{N}`: what it is made of, whether it is whole, and how it comes and goes.
+
+It is written as `step{N}-tmp` and renamed; the last file written is `checkpoint.json`, which has size and digest of
+every other. Whatever is removed or damaged gets another name first, so that `step{N}` is always a whole checkpoint
+as far as names tell.
+
+    checkpoint.json       format, step, start model; size and digest of the files below, and of itself
+    index.json            which box of which tensor is in which file; values that are no tensors
+    rank{R}.safetensors   the boxes that rank R wrote
+    rank{R}.json          the trainer's state on rank R
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from open_instruct.errors import InputError
+from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed
+
+FORMAT = 2
+PART, REMOVED, DAMAGED = "-tmp", "-removed", "-damaged"
+MANIFEST, INDEX = "checkpoint.json", "index.json"
+NAME = re.compile(r"step(0|[1-9]\d*)")
+# What OLMo-core's own format, which is pickle, has in a checkpoint.
+EARLIER_FORMAT = (".metadata", ".metadata.json", "train", "model_and_optim")
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading JSON that somebody else may have written can raise."""
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written; the message names the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What `checkpoint.json` says.
+
+    Example: `Manifest(step=4, num_ranks=2, start_model="9f…", files={"index.json": WrittenFile(…), …})`.
+    """
+
+    step: int
+    num_ranks: int
+    start_model: str
+    files: Mapping[str, WrittenFile]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    content = {"format": FORMAT} | asdict(manifest)
+    text = json.dumps({"checkpoint": content, "xxh3": _digest(content)}, indent=1) + "\n"
+    write_hashed(folder / MANIFEST, [text.encode()])
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """:raises Damaged: it is missing, or not what was written."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        if any((folder / name).exists() for name in EARLIER_FORMAT):
+            raise Damaged(f"{folder} is of the format before this one, which holds pickles, and those are never read")
+        raise Damaged(f"{path} is missing")
+    try:
+        told = json.loads(path.read_bytes())
+        content = told["checkpoint"]
+        if told["xxh3"] != _digest(content) or content["format"] != FORMAT:
+            raise ValueError
+        files = {
+            name: WrittenFile(num_bytes=int(file["num_bytes"]), xxh3=str(file["xxh3"]))
+            for name, file in content["files"].items()
+        }
+        if any(name != Path(name).name or name in ("", "..") for name in files):
+            raise ValueError
+        return Manifest(
+            step=int(content["step"]),
+            num_ranks=int(content["num_ranks"]),
+            start_model=str(content["start_model"]),
+            files=files,
+        )
+    except UNREADABLE as error:
+        why = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        raise Damaged(f"{path} is not what was written{why}") from error
+
+
+def damage(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> list[str]:
+    """The files, of every `num_shares`th from `share`, that are not what was written."""
+    told = []
+    for name, written in sorted(manifest.files.items())[share::num_shares]:
+        path = folder / name
+        try:
+            whole = path.is_file() and path.stat().st_size == written.num_bytes and digest_of(path) == written.xxh3
+            if not whole:
+                told.append(f"{path} is {'not what was written' if path.is_file() else 'missing'}")
+        except OSError as error:
+            told.append(f"{path} cannot be read: {error.strerror}")
+    return told
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step"))
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Folders that are named like checkpoints and hold something of one, whole or not; newest first."""
+    signs = (MANIFEST, INDEX, *EARLIER_FORMAT)
+    found = [path for path in folder.glob("step*") if NAME.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in found if any((path / sign).exists() for sign in signs) or any(path.glob("rank*"))]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def find_checkpoints(folder: Path) -> list[str]:
+    """Paths of the complete checkpoints in `folder`, oldest step first."""
+    return [str(path) for path in reversed(candidates(folder)) if (path / MANIFEST).is_file()]
+
+
+def latest_step(folder: Path) -> int | None:
+    """Step of the newest complete checkpoint, or None."""
+    paths = find_checkpoints(folder)
+    return step_of(Path(paths[-1])) if paths else None
+
+
+def refuse_earlier_format(folder: Path) -> None:
+    """:raises InputError: `folder` has checkpoints, but none of a format that is read."""
+    found = candidates(folder)
+    if found and all(not (path / MANIFEST).exists() for path in found):
+        old = [path for path in found if any((path / name).exists() for name in EARLIER_FORMAT)]
+        if old:
+            raise InputError(
+                f"{old[0]} is a checkpoint of the format before this one, which holds pickles, and those can run code "
+                "and are never read. Go on with the version that wrote it (config.yaml names it), or start afresh "
+                "with another --output_dir or --overwrite_output_dir"
+            )
+
+
+def refuse_another_start_model(checkpoint: Path, saved: str, own: str) -> None:
+    """:raises InputError: `saved` is not `own`."""
+    if saved != own:
+        raise InputError(
+            f"the start model is not the one that the run of {checkpoint} began with: its weights or its config.json "
+            "were changed in place. Put those back to go on, or start afresh with another --output_dir or "
+            "--overwrite_output_dir"
+        )
+
+
+def begin(final: Path) -> Path:
+    """An empty folder beside `final` to write in."""
+    part = _beside(final, PART)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    return part
+
+
+def publish(part: Path, final: Path) -> None:
+    """Give a folder that is complete its name; one that has it gives way."""
+    old = _set_aside(final, REMOVED) if final.exists() else None
+    part.replace(final)
+    sync_folder(final.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Renamed first: half of a checkpoint must not go by its name."""
+    shutil.rmtree(_set_aside(folder, REMOVED), ignore_errors=True)
+
+
+def keep_aside(folder: Path) -> Path:
+    """Take the name of a checkpoint from a damaged one, which may still be looked at."""
+    return _set_aside(folder, DAMAGED)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a killed run left half written or half removed; what lacked but its name gets that."""
+    for part in folder.glob(f"step*{PART}"):
+        final = part.with_name(part.name.removesuffix(PART))
+        try:
+            read_manifest(part)
+            part.replace(final)  # fails where one of that name is there, which then is the newer
+        except (Damaged, OSError):
+            shutil.rmtree(part, ignore_errors=True)
+    for gone in folder.glob(f"step*{REMOVED}"):
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names down to the disk too; not every file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _set_aside(folder: Path, suffix: str) -> Path:
+    aside = _beside(folder, suffix)
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.replace(aside)
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(folder.name + suffix)
+
+
+def _digest(content: Any) -> str:
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

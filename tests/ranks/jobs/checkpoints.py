@@ -1,0 +1,113 @@
+"""Checkpoints of GRPO's learner: written on some ranks, read on others, damaged, planted, and cut short on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.process import stop_process
+from open_instruct.training import safe_checkpointer
+from open_instruct.training.exact_json import to_json
+from open_instruct.training.safe_checkpointer import split
+from tests.ranks.jobs.grpo_steps import Learner
+
+NUM_STEPS = 4
+
+
+def save_each(cases: list[list[str]], ports: list[int], num_saved: int) -> list[dict[str, Any]]:
+    """Take and save so many steps; what was in the last of them."""
+    results = []
+    for flags, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        learner = Learner(flags, num_steps=NUM_STEPS)
+        for _ in range(num_saved):
+            learner.take_step(7)
+            learner.trainer.save({"mark": learner.trainer.step}, keep_last_n=0)
+        results.append(state_of(learner))
+        stop_process()
+    return results
+
+
+def load_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
+    """Go on from what is there: the state that was found, what was warned of, or why it was refused."""
+    results: list[dict[str, Any]] = []
+    for flags, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        warnings: list[str] = []
+        try:
+            learner = Learner(flags, num_steps=NUM_STEPS)
+            found = learner.trainer.resume(warn=warnings.append)
+            results.append(state_of(learner) | {"found": found, "warnings": warnings})
+        except (InputError, RunError) as error:
+            results.append({"error": f"{type(error).__name__}: {error}"})
+        stop_process()
+    return results
+
+
+def state_of(learner: Learner) -> dict[str, Any]:
+    """Of every tensor of policy, optimizer and reference the bits of the whole, of the rest the value."""
+    tensors, values = split(learner.policy.state_dict_to_save())
+    trainer = learner.trainer.trainer.state_dict()
+    own_random_state = hashlib.sha256(json.dumps(to_json(trainer.pop("rng"))).encode()).hexdigest()
+    del trainer["world_size"]
+    return {
+        "tensors": {name: bits(tensor) for name, tensor in tensors.items()},
+        "values": to_json(values),
+        "trainer": to_json(trainer),
+        "random_state": own_random_state,
+    }
+
+
+@torch.no_grad()
+def bits(tensor: torch.Tensor) -> str:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    raw = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{whole.dtype} {tuple(whole.shape)} {hashlib.sha256(raw).hexdigest()}"
+
+
+def faults_of_one_rank(flags: list[str]) -> list[str]:
+    """Rank 1 cannot write, then cannot read: what each rank is told, and what is there in the end."""
+    learner = Learner(flags, num_steps=NUM_STEPS)
+    learner.take_step(7)
+    learner.trainer.save({}, keep_last_n=0)
+    learner.take_step(7)
+    told = []
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == 1:  # as a full disk or a quota would
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+    try:
+        learner.trainer.save({}, keep_last_n=0)
+    except RunError as error:
+        told.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    read_parts = safe_checkpointer.read_parts
+
+    def unreadable(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    if dist.get_rank() == 1:
+        safe_checkpointer.read_parts = unreadable
+    try:
+        learner.trainer.resume(warn=told.append)
+    except RunError as error:
+        told.append(str(error))
+    safe_checkpointer.read_parts = read_parts
+
+    learner.trainer.resume(warn=told.append)
+    told.append(f"at step {learner.trainer.step}")
+    folder = Path(learner.config.run.output_dir)
+    told.append(", ".join(sorted(path.name for path in folder.glob("step*"))))
+    stop_process()
+    return told

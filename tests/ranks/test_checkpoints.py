@@ -1,0 +1,196 @@
+"""Checkpoints are read bitwise under any layout; damaged ones are gone around, by all ranks alike; none runs code."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.grpo_case import GRPOCase
+from tests.ranks.launch import run_ranks
+from tests.ranks.train_case import free_ports
+
+JOBS = "tests.ranks.jobs.checkpoints"
+HSDP_2X2 = {"num_learners_per_node": 4, "fsdp_shard_degree": 2}
+FSDP_2_TP_2 = {"num_learners_per_node": 4, "fsdp_shard_degree": 2, "tensor_parallel_degree": 2}
+FSDP_2, TP_2 = {"num_learners_per_node": 2}, {"num_learners_per_node": 2, "tensor_parallel_degree": 2}
+ONE = {"num_learners_per_node": 1}
+MOVING = {"beta": 0.05, "ref_policy_update_freq": 1, "alpha": 0.5, "learning_rate": 1e-2}
+
+# What is trained, the layout that saves, and those that load.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
+    "adamw": ({"weight_decay": 0.1}, HSDP_2X2, [HSDP_2X2, FSDP_2_TP_2, FSDP_2, TP_2, ONE]),
+    "skip_step": ({"optimizer": "skip_step_adamw", **MOVING}, FSDP_2_TP_2, [FSDP_2_TP_2, FSDP_2, ONE]),
+    "muon": ({"optimizer": "muon"}, HSDP_2X2, [HSDP_2X2, FSDP_2]),
+    "tied": ({"family": "qwen3"}, FSDP_2, [HSDP_2X2, FSDP_2, TP_2, ONE]),
+    "one": ({"single_gpu_mode": True, "param_dtype": "bfloat16"}, ONE, [ONE]),
+}
+
+
+def flags_of(case: GRPOCase, name: str, **flags: Any) -> list[str]:
+    family = flags.pop("family", None)
+    if family is not None:
+        # A vocabulary that no number of ranks divides.
+        model = case.folder / f"{name}_model"
+        flags["model_name_or_path"] = write_tiny_model(model, family=family, tie=True, vocab_size=389)
+    return case.case(name, flags=flags)["flags"]
+
+
+def with_layout(flags: list[str], layout: dict[str, Any]) -> list[str]:
+    return [*flags, *(word for name, value in layout.items() for word in (f"--{name}", str(value)))]
+
+
+Results = list[list[dict[str, Any]]]
+
+
+def call(job: str, num_ranks: int, cases: list[list[str]], **arguments: Any) -> Results:
+    """For each case, what every rank returned."""
+    ports = free_ports(len(cases))
+    of_ranks = run_ranks(num_ranks, f"{JOBS}:{job}", timeout_s=300, cases=cases, ports=ports, **arguments)
+    return [list(of_case) for of_case in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.slow
+def test_any_layout_finds_the_very_bits(grpo_case: GRPOCase) -> None:
+    flags = {name: flags_of(grpo_case, name, **own) for name, (own, _, _) in RUNS.items()}
+    saved: dict[str, list[dict[str, Any]]] = {}
+    for num_ranks in (1, 2, 4):
+        names = [name for name, (_, layout, _) in RUNS.items() if layout["num_learners_per_node"] == num_ranks]
+        cases = [with_layout(flags[name], RUNS[name][1]) for name in names]
+        saved |= dict(zip(names, call("save_each", num_ranks, cases, num_saved=2), strict=True))
+    for num_ranks in (1, 2, 4):
+        wanted = [
+            (name, layout)
+            for name, (_, _, layouts) in RUNS.items()
+            for layout in layouts
+            if layout["num_learners_per_node"] == num_ranks
+        ]
+        results = call("load_each", num_ranks, [with_layout(flags[name], layout) for name, layout in wanted])
+        for (name, layout), found in zip(wanted, results, strict=True):
+            check_found(name, found, saved[name], of_same_layout=layout == RUNS[name][1])
+
+
+def check_found(name: str, found: list[dict[str, Any]], saved: list[dict[str, Any]], *, of_same_layout: bool) -> None:
+    for rank, theirs in enumerate(found):
+        assert theirs["found"] == {"mark": 2} and theirs["warnings"] == []
+        for kind in ("tensors", "values", "trainer"):
+            assert theirs[kind] == saved[0][kind], f"{kind} of {name}"
+        if of_same_layout:
+            assert theirs["random_state"] == saved[rank]["random_state"]
+    names = saved[0]["tensors"]
+    assert any(tensor.startswith("optim.") for tensor in names)
+    assert any(tensor.startswith("reference.") for tensor in names) == (name == "skip_step")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def flipped(name: str) -> Callable[[Path], None]:
+    return lambda run: flip(run / "step2" / name)
+
+
+def cut_short(run: Path) -> None:
+    path = run / "step2" / "rank1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def half_written(run: Path) -> None:
+    shutil.copytree(run / "step2", run / "step3-tmp")
+    (run / "step3-tmp" / "checkpoint.json").unlink()
+
+
+def plant(run: Path) -> None:
+    """Where checkpoints of the format before were unpickled: in one of today's, and in a newer one of its own."""
+    for folder in (run / "step2", run / "step9"):
+        for name in ("train", "model_and_optim"):
+            (folder / name).mkdir(parents=True)
+        for name in ("train/rank0.pt", "train/rank1.pt", "rank0.pt"):
+            torch.save(Opens(run / "ran"), folder / name)
+        for name in (".metadata", "model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "__0_0.distcp"):
+            (folder / name).write_bytes(pickle.dumps(Opens(run / "ran")))
+        (folder / ".metadata.json").write_text("{}")
+
+
+class Opens:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+def damage_both(run: Path) -> None:
+    flip(run / "step2" / "index.json")
+    flip(run / "step1" / "rank0.json")
+
+
+# What is done to a run of two checkpoints, the step it goes on from, and what is said of which file.
+DAMAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    **{
+        name: (flipped(name), 1, f"{name} is not what was written")
+        for name in (
+            *("checkpoint.json", "index.json", "rank0.json", "rank1.json"),
+            *("rank0.safetensors", "rank1.safetensors"),
+        )
+    },
+    "missing": (lambda run: (run / "step2" / "rank1.safetensors").unlink(), 1, "rank1.safetensors is missing"),
+    "cut": (cut_short, 1, "rank1.safetensors is not what was written"),
+    "half": (half_written, 2, ""),
+    "planted": (plant, 2, "step9 is of the format before"),
+    "both": (damage_both, 0, "index.json is not what was written"),
+}
+
+
+def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) -> None:
+    flags = flags_of(grpo_case, "damaged")
+    call("save_each", 2, [with_layout(flags, FSDP_2)], num_saved=2)
+    at = flags.index("--output_dir") + 1
+    whole = Path(flags[at])
+    cases = []
+    for name, (change, _, _) in DAMAGES.items():
+        run = tmp_path / name
+        shutil.copytree(whole, run)
+        change(run)
+        cases.append(with_layout([*flags[:at], str(run), *flags[at + 1 :]], FSDP_2))
+    for (name, (_, step, told)), of_ranks in zip(DAMAGES.items(), call("load_each", 2, cases), strict=True):
+        run = tmp_path / name
+        left = sorted(path.name for path in run.glob("step*"))
+        assert not (run / "ran").exists(), "a pickle was loaded"
+        if name == "both":
+            for rank in of_ranks:
+                assert rank["error"].startswith("RunError: no checkpoint in")
+                assert told in rank["error"] and "rank0.json" in rank["error"]
+                assert "--overwrite_output_dir" in rank["error"]
+            assert left == ["step1", "step2"], "what is damaged is left where it is"
+            continue
+        for rank in of_ranks:
+            assert rank["found"] == {"mark": step}, name
+            if told:
+                (warning,) = rank["warnings"]
+                assert told in warning and f"Going on from step{step}" in warning
+        if step == 1:
+            assert left == ["step1", "step2-damaged"]
+        else:
+            assert left == (["step1", "step2", "step9-damaged"] if name == "planted" else ["step1", "step2"])
+
+
+def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase) -> None:
+    flags = with_layout(flags_of(grpo_case, "faults"), FSDP_2)
+    of_ranks = run_ranks(2, f"{JOBS}:faults_of_one_rank", timeout_s=120, flags=flags)
+    assert of_ranks[0] == of_ranks[1]
+    written, read, step, left = of_ranks[0]
+    assert "the checkpoint of step 2 cannot be written" in written and "rank 1: " in written
+    assert "File too large" in written and "unharmed" in written
+    assert "step1 cannot be read" in read and "rank 1: " in read and "Input/output error" in read
+    assert (step, left) == ("at step 1", "step1")

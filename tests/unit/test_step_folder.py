@@ -1,0 +1,202 @@
+"""Folders of checkpoints: whole ones, damaged ones, half ones, and those of the format before."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.errors import InputError
+from open_instruct.models.box_files import write_hashed
+from open_instruct.training import step_folder
+from open_instruct.training.step_folder import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    begin,
+    candidates,
+    damage,
+    find_checkpoints,
+    keep_aside,
+    latest_step,
+    publish,
+    read_manifest,
+    refuse_earlier_format,
+    remove,
+    tidy,
+    write_manifest,
+)
+
+FILES = {"index.json": b"{}", "rank0.json": b"[]", "rank0.safetensors": b"weights", "rank1.json": b"[1]"}
+
+
+def save(folder: Path, step: int, *, contents: dict[str, bytes] = FILES) -> Path:
+    final = folder / f"step{step}"
+    part = begin(final)
+    files = {name: write_hashed(part / name, [content]) for name, content in contents.items()}
+    write_manifest(part, Manifest(step=step, num_ranks=2, start_model="ab", files=files))
+    publish(part, final)
+    return final
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_whole_one(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    manifest = read_manifest(folder)
+    assert (manifest.step, manifest.num_ranks, manifest.start_model) == (4, 2, "ab")
+    assert damage(folder, manifest) == [] and manifest.files.keys() == FILES.keys()
+    assert names(tmp_path) == ["step4"] and latest_step(tmp_path) == 4
+
+
+def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
+    for step in (10, 2, 9):
+        save(tmp_path, step)
+    (tmp_path / "step99").mkdir()  # the user's own
+    (tmp_path / "step_by_step").mkdir()
+    assert [path.name for path in candidates(tmp_path)] == ["step10", "step9", "step2"]
+    assert [Path(path).name for path in find_checkpoints(tmp_path)] == ["step2", "step9", "step10"]
+    assert latest_step(tmp_path / "gone") is None and find_checkpoints(tmp_path / "gone") == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_byte_of_any_file_counts(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 4)
+    for at in range(len(FILES[name])):
+        flip(folder / name, at)
+        (told,) = damage(folder, read_manifest(folder))
+        assert told == f"{folder / name} is not what was written"
+        flip(folder / name, at)
+    (folder / name).unlink()
+    assert damage(folder, read_manifest(folder)) == [f"{folder / name} is missing"]
+
+
+def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    for at in range((folder / MANIFEST).stat().st_size - 1):  # but the line break at its end
+        flip(folder / MANIFEST, at)
+        with pytest.raises(Damaged, match=r"checkpoint\.json is not what was written"):
+            read_manifest(folder)
+        flip(folder / MANIFEST, at)
+    (folder / MANIFEST).unlink()
+    with pytest.raises(Damaged, match=r"checkpoint\.json is missing"):
+        read_manifest(folder)
+    assert [path.name for path in candidates(tmp_path)] == ["step4"] and find_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff", b'{"checkpoint": 1, "xxh3": 2}'],
+)
+def test_a_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
+    folder = save(tmp_path, 4)
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises(Damaged, match="is not what was written"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "", "a/b"])
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 4)
+    content: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["checkpoint"]
+    content["files"][name] = {"num_bytes": 1, "xxh3": "0"}
+    told = {"checkpoint": content, "xxh3": step_folder._digest(content)}
+    (folder / MANIFEST).write_text(json.dumps(told))
+    with pytest.raises(Damaged):
+        read_manifest(folder)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    (folder / "rank0.json").unlink()
+    os.mkfifo(folder / "rank0.json")  # whoever opens it waits for a writer
+    assert damage(folder, read_manifest(folder)) == [f"{folder / 'rank0.json'} is missing"]
+
+
+class Killed(BaseException):
+    pass
+
+
+CALLS = [(os, "fsync"), (Path, "replace"), (Path, "mkdir"), (step_folder.shutil, "rmtree")]
+
+
+@pytest.mark.parametrize("step", [6, 4])  # a new one; one that takes the place of the newest
+def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The process ends before the n-th call that changes the disk, for every n until the save gets through."""
+    for n in range(100):
+        folder = tmp_path / str(n)
+        save(folder, 2)
+        save(folder, 4)
+        left = n
+
+        with monkeypatch.context() as patch:
+
+            def counted(original: Any) -> Any:
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        raise Killed
+                    return original(*args, **kwargs)
+
+                return call
+
+            for owner, name in CALLS:
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            try:
+                save(folder, step, contents=FILES | {"rank0.json": b"new"})
+                break
+            except Killed:
+                pass
+        tidy(folder)
+        assert all(name in ("step2", "step4", "step6") for name in names(folder))
+        assert latest_step(folder) in (4, step)
+        for path in candidates(folder):
+            assert damage(path, read_manifest(path)) == []
+    assert n > 5 and names(folder) == sorted({"step2", "step4", f"step{step}"})
+    assert (folder / f"step{step}" / "rank0.json").read_bytes() == b"new"
+
+
+def test_half_removed_ones_are_removed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_folder.shutil, "rmtree", lambda *_, **__: None)
+        remove(folder)
+    assert candidates(tmp_path) == [] and names(tmp_path) == ["step4-removed"]
+    tidy(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_damaged_ones_lose_their_name_and_nothing_else(tmp_path: Path) -> None:
+    for _ in range(2):
+        kept = keep_aside(save(tmp_path, 4))
+        tidy(tmp_path)
+        assert candidates(tmp_path) == [] and kept.name == "step4-damaged" and (kept / "rank0.safetensors").exists()
+
+
+def plant_earlier_format(folder: Path) -> None:
+    (folder / "train").mkdir(parents=True)
+    (folder / "train" / "rank0.pt").write_bytes(b"a pickle")
+    (folder / ".metadata.json").write_text("{}")
+
+
+def test_the_format_before_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    plant_earlier_format(tmp_path / "step4")
+    with pytest.raises(InputError, match=r"step4 is a checkpoint of the format before.*--overwrite_output_dir"):
+        refuse_earlier_format(tmp_path)
+    with pytest.raises(Damaged, match="of the format before"):
+        read_manifest(tmp_path / "step4")
+    # Beside one that can be read it is only damage.
+    save(tmp_path, 2)
+    refuse_earlier_format(tmp_path)
