@@ -23,8 +23,9 @@ import torch
 from olmo_core.train.callbacks.speed_monitor import get_device_peak_flops_per_second
 
 from open_instruct.data.chat import load_tokenizer
-from open_instruct.data.preference_dataset import PreferenceDataset, load_preference_dataset
+from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.tiny import SIZES, write_tiny_model
 
@@ -84,9 +85,10 @@ def find_peak_flops() -> float:
     return float(peak)
 
 
-def read_pairs(model: Path, rows: Path, max_seq_length: int, cache_dir: Path) -> PreferenceDataset:
+def read_pairs(model: Path, rows: Path, max_seq_length: int, cache_dir: Path) -> TokenDataset:
     """The pairs as the run saw them."""
-    pairs, _ = load_preference_dataset(
+    pairs, _ = load_token_dataset(
+        PreferenceBuilder,
         mixer_list=[str(rows), "1.0"],
         splits=["train"],
         tokenizer=load_tokenizer(str(model)),
@@ -99,15 +101,15 @@ def read_pairs(model: Path, rows: Path, max_seq_length: int, cache_dir: Path) ->
     return pairs
 
 
-def mean_flops_per_token(model: Path, pairs: PreferenceDataset) -> float:
+def mean_flops_per_token(model: Path, pairs: TokenDataset) -> float:
     """FLOPs of all conversations over their tokens (formula at the top)."""
     config = load_hf_config(str(model))
     width, layers = config.hidden_size, config.num_hidden_layers
     head_width = width // config.num_attention_heads
     attention = width * head_width * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     block_weights = layers * (attention + 3 * width * config.intermediate_size)
-    lengths = [int(n) for n in (*pairs.chosen_lengths, *pairs.rejected_lengths)]
-    num_labels = int(pairs.chosen_response_lengths.sum() + pairs.rejected_response_lengths.sum())
+    lengths = [len(document) for pair in pairs for document in pair]
+    num_labels = int(pairs.num_label_tokens.sum())
     flops = 6 * block_weights * sum(lengths)
     flops += 6 * width * config.vocab_size * num_labels
     flops += 6 * layers * width * sum(length**2 for length in lengths)

@@ -167,8 +167,9 @@ def batch_of(case: Case) -> Any:
     """One microbatch of random pairs, with a label at every token but the first of each document."""
     import torch
 
+    from open_instruct.objectives.objective import REFERENCE
     from open_instruct.packing.documents import pack_documents
-    from open_instruct.records import Document, PreferenceBatch, Span
+    from open_instruct.records import Batch, Document, Span
 
     draw = torch.Generator().manual_seed(0)
     documents = [
@@ -178,12 +179,10 @@ def batch_of(case: Case) -> Any:
         )
         for length in case.lengths
     ]
-    num_pairs = len(case.pairs)
-    return PreferenceBatch(
+    return Batch(
         packed=pack_documents(documents),
-        row_ids=tuple(range(num_pairs)),
-        reference_chosen_logps_P=torch.zeros(num_pairs),
-        reference_rejected_logps_P=torch.zeros(num_pairs),
+        row_ids=tuple(range(len(case.pairs))),
+        values={f"{REFERENCE}_S": torch.zeros(len(documents))},
     )
 
 
@@ -196,7 +195,7 @@ def run_rank(case: Case, folder: Path) -> None:
     import torch.distributed as dist
 
     from open_instruct.models.build import local_part
-    from open_instruct.training.preference_steps import PreferenceStep
+    from open_instruct.records import StepBatch
 
     class Recorder:
         """What a train module asks of its trainer."""
@@ -230,9 +229,8 @@ def run_rank(case: Case, folder: Path) -> None:
         for parameter in module.model.parameters():
             for row in local_part(parameter):
                 row.normal_(0.0, 0.02, generator=draw)
-    step = PreferenceStep(
-        microbatches=(batch,) * case.num_microbatches, num_pairs_global=len(case.pairs), num_tokens_global=0
-    )
+    counts = {"rows": len(case.pairs), "tokens": 0}
+    step = StepBatch(microbatches=(batch,) * case.num_microbatches, counts=counts)
     for _ in range(NUM_STEPS):
         module.zero_grads()
         module.train_batch({"step": step})

@@ -30,7 +30,8 @@ import torch
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.data.chat import load_tokenizer
-from open_instruct.data.preference_dataset import load_preference_dataset
+from open_instruct.data.preference_rows import PreferenceBuilder
+from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.models.build import build_model
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.tiny import SIZES, write_tiny_model
@@ -170,7 +171,8 @@ def made_up_groups(scale: int) -> Rows:
 
 
 def real_pairs(file: Path, checkpoint: Path, folder: Path) -> Rows:
-    pairs, _ = load_preference_dataset(
+    pairs, _ = load_token_dataset(
+        PreferenceBuilder,
         mixer_list=[str(file), "8"],
         splits=["train"],
         tokenizer=load_tokenizer(str(checkpoint)),
@@ -180,7 +182,7 @@ def real_pairs(file: Path, checkpoint: Path, folder: Path) -> Rows:
         seed=0,
         cache_dir=folder / "cache",
     )
-    documents = [each for pair in pairs for each in (pair.chosen, pair.rejected)]
+    documents = [each for pair in pairs for each in pair]
     groups = [(i, i + 1) for i in range(0, len(documents), 2)]
     return Rows(name=f"real pairs of {file.name}", documents=documents, groups=groups, goal=None)
 

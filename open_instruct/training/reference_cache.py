@@ -36,7 +36,7 @@ NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 class ReferenceCache:
-    """One file of (row key -> log-prob of each of its D documents) for one set of weights in one precision and layout."""
+    """One file of (row key -> log-prob of each of its D documents), for one set of weights, precision and layout."""
 
     def __init__(
         self, folder: Path, *, model_fingerprint: str, precision: str, laid_out: str, documents_per_row: int

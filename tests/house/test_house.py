@@ -35,10 +35,11 @@ FLOORS = [
     {"data"},
     {"models"},
     {"packing"},
+    {"objectives"},
     {"planning"},
     {"training"},
     {"rollout"},
-    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "grpo_learner", "olmo_core_train_modules", "replay", "cli"},
+    {"entry", "dpo", "sft", "grpo_olmo_core_actor", "grpo_learner", "olmo_core_train_modules", "replay", "train", "cli"},
 ]
 FLEET_LIBRARIES = {"ray", "vllm"}
 HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,12 @@ from open_instruct.config.sections import OptimSection
 from open_instruct.errors import RunError
 from open_instruct.models.build import build_model
 from open_instruct.models.tiny import Size, tiny_config
-from open_instruct.records import Metric, PackedBatch
+from open_instruct.objectives.objective import BoundLoss, LossOutputs
+from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.training import checkpoints
 from open_instruct.training.finite import check_weights
 from open_instruct.training.optimizers import build_optimizer_config
-from open_instruct.training.train_module import MAX_LEFT_OUT, SegmentTrainModule
+from open_instruct.training.train_module import MAX_LEFT_OUT, ObjectiveTrainModule
 
 CPU = torch.device("cpu")
 SIZE = Size(roughly="", hidden=64, mlp=64, layers=1, heads=2, kv_heads=2, vocab_size=64, window=16)
@@ -48,18 +48,24 @@ class Recorder:
         self.metrics[name] = float(value)
 
 
-class Summed(SegmentTrainModule):
-    """Its microbatches are packed rows; `step.factor` is the gradient of every weight, while the loss stays finite."""
+class Summed(ObjectiveTrainModule):
+    """`factor` of a step is the gradient of every weight, while the loss stays finite; `loss` is what is told."""
 
-    def microbatch_loss(self, microbatch: Any, step: Any) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def microbatch_loss(self, batch: Batch, counts: Any) -> LossOutputs:
         total = sum(parameter.sum() for parameter in self.model.parameters())
         assert isinstance(total, torch.Tensor)
-        loss = (total - total.detach()) * step.factor if math.isfinite(step.factor) else (total - total.detach()).sqrt()
-        return loss, {"loss": Metric(value=step.loss)}
+        factor = counts["factor"]
+        loss = (total - total.detach()) * factor if math.isfinite(factor) else (total - total.detach()).sqrt()
+        return LossOutputs(loss=loss, metrics={"loss": Metric(value=counts["loss"])})
+
+
+def unused(*arguments: Any) -> LossOutputs:
+    raise AssertionError
 
 
 def module_of(optimizer: Any, folder: Path) -> Summed:
     module = Summed(
+        loss=BoundLoss(function=unused),
         model=build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu"),
         optim=build_optimizer_config(OptimSection(optimizer=optimizer, learning_rate=0.1), device=CPU),
         rank_microbatch_size=2,
@@ -76,8 +82,8 @@ def module_of(optimizer: Any, folder: Path) -> Summed:
 
 def take_step(module: Summed, *, factor: float = 1.0, loss: float = 2.0) -> dict[str, float]:
     module.zero_grads()
-    microbatches = (SimpleNamespace(packed=PACKED),)
-    module.train_batch({"step": SimpleNamespace(microbatches=microbatches, factor=factor, loss=loss)})
+    counts: Any = {"rows": 1, "factor": factor, "loss": loss}
+    module.train_batch({"step": StepBatch(microbatches=(Batch(packed=PACKED, row_ids=(0,)),), counts=counts)})
     module.optim_step()
     return module.trainer.metrics  # type: ignore[attr-defined, no-any-return]
 

@@ -16,40 +16,48 @@ import torch
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
-from open_instruct.data.preference_dataset import PreferenceDataset
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.tiny import SIZES, tiny_config
-from open_instruct.packing.preference_pairs import preference_batch
+from open_instruct.packing.collate import collate
+from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Metric, ShardLayout
 from open_instruct.training.memory import build_activation_checkpointing
 from open_instruct.training.metrics_log import MetricsFile
 from open_instruct.training.muon import MuonWithAdamW
 from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.training.preference_steps import PairLogprobs, preference_step
 from open_instruct.training.reference_cache import ReferenceCache
 from open_instruct.training.run_directory import RunDirectory
-from open_instruct.training.sample_loader import BatchShape
 from open_instruct.training.trackers import build_trackers
 from open_instruct.training.train_module import WeightedSums, padding_fraction
 
 CPU = torch.device("cpu")
 
 
-def make_pairs(num_pairs: int) -> PreferenceDataset:
+def make_pairs(num_pairs: int) -> TokenDataset:
     """Pairs of 2 prompt tokens and replies of 1 to 5."""
     token_ids: list[int] = []
-    bounds = []
+    edges: list[int] = []
+    lengths = []
     for pair in range(num_pairs):
         start = len(token_ids)
         chosen, rejected = 1 + pair % 5, 1 + (3 * pair + 1) % 5
         token_ids += range(2 + chosen + rejected)
-        bounds.append((start, start + 2, start + 2 + chosen, start + 2 + chosen + rejected))
+        edges += (start, start + 2, start + 2 + chosen, start + 2 + chosen + rejected)
+        lengths.append((4 + chosen + rejected, chosen + rejected))
     keys = np.arange(num_pairs * 32, dtype=np.uint32).astype(np.uint8).reshape(num_pairs, 32)
     keys[:, 0] = np.arange(num_pairs)
-    return PreferenceDataset(
-        token_ids_T=np.array(token_ids, dtype=np.int32), bounds_N4=np.array(bounds, dtype=np.int64), keys_N32=keys
+    return TokenDataset(
+        documents_per_row=2,
+        token_ids_T=np.array(token_ids, dtype=np.int32),
+        edges_E=np.array(edges, dtype=np.int64),
+        details_C=np.zeros(0, dtype=np.uint8),
+        bounds_N4=np.array([(4 * pair, 4 * pair + 4, 0, 0) for pair in range(num_pairs)], dtype=np.int64),
+        num_tokens_N=np.array([both for both, _ in lengths], dtype=np.int64),
+        num_labels_N=np.array([labels for _, labels in lengths], dtype=np.int64),
+        keys_N32=keys,
     )
 
 
@@ -79,7 +87,7 @@ class TestMetrics:
 
     def test_padding_fraction_counts_slots(self) -> None:
         pairs = make_pairs(2)
-        batch = preference_batch([pairs[0], pairs[1]], packing=False, pad_token_id=0)
+        batch = collate([pairs[0], pairs[1]], (0, 1), packing=False, pad_token_id=0)
         slots = batch.packed.input_ids_BT.numel()
         metric = padding_fraction(batch.packed)
         assert metric.weight == slots
@@ -100,30 +108,32 @@ class TestLoading:
     def test_ranks_share_a_global_batch(self, num_ranks: int) -> None:
         pairs = make_pairs(4)
         steps = [
-            preference_step(pairs, [3, 1, 0, 2], shape=shape_of(), rank=rank, num_ranks=num_ranks)
+            step_batch(pairs, [3, 1, 0, 2], shape=shape_of(), rank=rank, num_ranks=num_ranks)
             for rank in range(num_ranks)
         ]
         rows = [row for step in steps for batch in step.microbatches for row in batch.row_ids]
         assert sorted(rows) == [0, 1, 2, 3]
-        assert {step.num_pairs_global for step in steps} == {4}
-        assert {step.num_tokens_global for step in steps} == {int(pairs.num_tokens.sum())}
+        counts = {"rows": 4, "labels": int(pairs.num_label_tokens.sum()), "tokens": int(pairs.num_tokens.sum())}
+        assert [step.counts for step in steps] == [counts] * num_ranks
         assert len({len(step.microbatches) for step in steps}) == 1
 
     def test_reference_follows_its_rows(self) -> None:
         pairs = make_pairs(4)
-        reference = PairLogprobs(
-            chosen_N=np.arange(4, dtype=np.float32), rejected_N=np.arange(10, 14, dtype=np.float32)
-        )
-        step = preference_step(pairs, [2, 0, 3], shape=shape_of(), rank=0, num_ranks=1, reference=reference)
+        scores = {"reference_logps": np.array([[row, 10 + row] for row in range(4)], dtype=np.float32)}
+        step = step_batch(pairs, [2, 0, 3], shape=shape_of(), rank=0, num_ranks=1, scores=scores)
         for batch in step.microbatches:
-            assert batch.reference_chosen_logps_P is not None and batch.reference_rejected_logps_P is not None
-            assert batch.reference_chosen_logps_P.tolist() == list(batch.row_ids)
-            assert batch.reference_rejected_logps_P.tolist() == [10 + row for row in batch.row_ids]
+            expected = [*batch.row_ids, *(10 + row for row in batch.row_ids)]
+            assert batch.values["reference_logps_S"].tolist() == expected
+
+
+def cache_in(folder: Path, **changes: Any) -> ReferenceCache:
+    settings = {"model_fingerprint": "a" * 64, "precision": "float32", "laid_out": "padded", "documents_per_row": 2}
+    return ReferenceCache(folder, **(settings | changes))
 
 
 class TestReferenceCache:
-    def fill(self, folder: Path, pairs: PreferenceDataset) -> ReferenceCache:
-        cache = ReferenceCache(folder, model_fingerprint="a" * 64, precision="float32", laid_out="padded")
+    def fill(self, folder: Path, pairs: TokenDataset) -> ReferenceCache:
+        cache = cache_in(folder)
         values = np.arange(2 * len(pairs), dtype=np.float32).reshape(-1, 2)
         cache.add([pairs.key(row) for row in range(len(pairs))], values)
         cache.write()
@@ -131,15 +141,12 @@ class TestReferenceCache:
 
     def test_another_mixture_finds_its_rows(self, tmp_path: Path) -> None:
         self.fill(tmp_path, make_pairs(6))
-        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32", laid_out="padded")
+        again = cache_in(tmp_path)
         again.read()
         pairs = make_pairs(6)
         order = [5, 1, 1]
-        mixture = PreferenceDataset(
-            token_ids_T=pairs.token_ids_T, bounds_N4=pairs.bounds_N4[order], keys_N32=pairs.keys_N32[order]
-        )
-        found = again.lookup(mixture)
-        assert found.chosen_N.tolist() == [10, 2, 2] and found.rejected_N.tolist() == [11, 3, 3]
+        pairs.keys_N32 = pairs.keys_N32[order]
+        assert again.lookup(pairs).tolist() == [[10, 11], [2, 3], [2, 3]]
 
     @pytest.mark.parametrize(
         ("fingerprint", "precision", "laid_out"),
@@ -153,14 +160,14 @@ class TestReferenceCache:
         self, tmp_path: Path, fingerprint: str, precision: str, laid_out: str
     ) -> None:
         self.fill(tmp_path, make_pairs(3))
-        other = ReferenceCache(tmp_path, model_fingerprint=fingerprint, precision=precision, laid_out=laid_out)
+        other = cache_in(tmp_path, model_fingerprint=fingerprint, precision=precision, laid_out=laid_out)
         other.read()
         assert len(other) == 0 and make_pairs(3).key(0) not in other
 
     def test_a_damaged_file_counts_as_empty(self, tmp_path: Path) -> None:
         cache = self.fill(tmp_path, make_pairs(3))
         cache.path.write_bytes(cache.path.read_bytes()[:40])
-        again = ReferenceCache(tmp_path, model_fingerprint="a" * 64, precision="float32", laid_out="padded")
+        again = cache_in(tmp_path)
         again.read()
         assert len(again) == 0
 

@@ -31,7 +31,8 @@ def _run(flags: list[str], *, completions: list[int], stop_after: int | None = N
     rows = []
     for num_completions in completions[learner.trainer.step : stop_after]:
         row = learner.take_step(num_completions)
-        policy, reference = learner.policy.model, learner.policy.reference
+        policy = learner.policy.model
+        reference = None if learner.policy.reference is None else learner.policy.reference.model
         rows.append(
             {name: row[name] for name in ("loss", "policy_loss", "kl", "grad_norm") if name in row}
             | {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import placement_types
@@ -17,16 +17,16 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
 from open_instruct.models.logprob_head import LogprobHead
 from open_instruct.models.names import TensorNames
+from open_instruct.objectives.objective import REFERENCE
 from open_instruct.olmo_core_train_modules import DPOTrainModule
-from open_instruct.packing.preference_pairs import preference_batch
+from open_instruct.packing.collate import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
-from open_instruct.records import Document, PreferenceBatch, PreferenceExample, RolloutSample, Span
+from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.rollout.weight_sync import WeightSender
 from open_instruct.training.console import Console
 from open_instruct.training.forward import sequence_logprobs
 from open_instruct.training.policy import build_policy
-from open_instruct.training.preference_steps import PreferenceStep
 from open_instruct.training.pretrained import open_pretrained
 from open_instruct.training.run import Run, join_run
 from open_instruct.training.run_directory import RunDirectory
@@ -68,10 +68,9 @@ def _dpo_steps(
     policy._check = lambda loss: None  # the reference log-probs are made up
     trainer = StepwiseTrainer(policy, folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6)
     microbatch = _pair(num_tokens)
-    step = PreferenceStep(
-        microbatches=(microbatch,) * num_microbatches,
-        num_pairs_global=num_microbatches * run.layout.data_parallel_world_size,
-        num_tokens_global=num_tokens * num_microbatches * run.layout.data_parallel_world_size,
+    num_rows = num_microbatches * run.layout.data_parallel_world_size
+    step = StepBatch(
+        microbatches=(microbatch,) * num_microbatches, counts={"rows": num_rows, "tokens": num_tokens * num_rows}
     )
     counted = {}
     with torch.no_grad():
@@ -79,8 +78,8 @@ def _dpo_steps(
             lambda: sequence_logprobs(policy.model, microbatch.packed, device=policy.device)
         )
     # The second step, as all that follow: the first one makes what lasts.
-    trainer.take_step([step], num_tokens=step.num_tokens_global)
-    counted["step"] = _counted(lambda: trainer.take_step([step], num_tokens=step.num_tokens_global))
+    trainer.take_step([step], num_tokens=step.counts["tokens"])
+    counted["step"] = _counted(lambda: trainer.take_step([step], num_tokens=step.counts["tokens"]))
     return counted
 
 
@@ -125,14 +124,11 @@ def _counted(work: Any) -> Rows:
     return [(*kind, num_calls) for kind, num_calls in sorted(recorder.issued.items())]
 
 
-def _pair(num_tokens: int) -> PreferenceBatch:
+def _pair(num_tokens: int) -> Batch:
     """One pair in one row of so many tokens."""
     half = _document(num_tokens // 2)
-    batch = preference_batch(
-        [PreferenceExample(row_id=0, key="", chosen=half, rejected=half)], packing=True, pad_token_id=0
-    )
-    logps_P = torch.tensor([-6.0 * (num_tokens // 4)])
-    return replace(batch, reference_chosen_logps_P=logps_P, reference_rejected_logps_P=logps_P)
+    scores = {REFERENCE: np.full((1, 2), -6.0 * (num_tokens // 4), dtype=np.float32)}
+    return collate([(half, half)], (0,), packing=True, pad_token_id=0, scores=scores)
 
 
 def _document(num_tokens: int) -> Document:
