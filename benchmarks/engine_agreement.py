@@ -27,9 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.models.tiny import CONFIG_CLASSES, write_tiny_model
 from open_instruct.records import Completion, Document, Span
-from open_instruct.rollout.requests import EngineSettings, GenerationRequest, SamplingSettings
 
 if TYPE_CHECKING:  # the engine's process imports this file, and needs none of it
     import torch
@@ -93,8 +93,8 @@ class EngineProcess:
 
 def serve(connection: Connection, settings: EngineSettings) -> None:
     """What the engine's process runs, until the other end closes."""
-    from open_instruct.rollout.engine_host import EngineHost
-    from open_instruct.rollout.vllm_core import engine_environment
+    from open_instruct.engines.engine_host import EngineHost
+    from open_instruct.engines.vllm_core import engine_environment
 
     host = EngineHost()
     host.construct({"VLLM_LOGGING_LEVEL": "ERROR", **engine_environment(on_cuda=False)}, settings)
@@ -122,8 +122,8 @@ class Learner:
         from open_instruct.models.hf_config import load_hf_config
         from open_instruct.models.load import stream_load
         from open_instruct.models.names import TensorNames
-        from open_instruct.rollout.weight_backend import choose_backend
-        from open_instruct.rollout.weight_sync import WeightSender
+        from open_instruct.weights.sender import WeightSender
+        from open_instruct.weights.ways import choose_backend
 
         hf_config = load_hf_config(str(folder))
         names = TensorNames(hf_config)
@@ -145,8 +145,8 @@ class Learner:
         """Of every token of every completion, in order: shape (N,), float32."""
         import torch
 
+        from open_instruct.learner.forward import token_logprobs
         from open_instruct.packing.documents import pack_documents
-        from open_instruct.training.forward import token_logprobs
 
         documents = []
         for request, completion in sample:

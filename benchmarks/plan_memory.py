@@ -138,12 +138,12 @@ def build_module(case: Case) -> Any:
     import torch
 
     from open_instruct.config.sections import MemorySection, OptimSection, PreferenceLossSection
+    from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
+    from open_instruct.learner.optimizers import build_optimizer_config
     from open_instruct.models.build import build_model
     from open_instruct.olmo_core_train_modules import DPOTrainModule
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
-    from open_instruct.training.memory import build_activation_checkpointing
-    from open_instruct.training.optimizers import build_optimizer_config
 
     device = torch.device("cpu")
     layout = resolve_layout([case.num_ranks], fsdp_shard_degree=case.shard_degree)
@@ -291,12 +291,12 @@ def track(case: Case) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from open_instruct.config.sections import MemorySection, OptimSection
+    from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
+    from open_instruct.learner.optimizers import build_optimizer_config
     from open_instruct.models.attention import SegmentAttention, attend_by_document
     from open_instruct.models.build import build_model
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
-    from open_instruct.training.memory import build_activation_checkpointing
-    from open_instruct.training.optimizers import build_optimizer_config
 
     class KnownLengths(SegmentAttention):
         def forward(self, qkv: Any, cu_doc_lens: Any = None, **more: Any) -> torch.Tensor:

@@ -32,13 +32,13 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import load_token_dataset
+from open_instruct.learner.forward import sequence_logprobs
 from open_instruct.models.build import build_model
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.tiny import SIZES, write_tiny_model
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.packing.prefixes import groups_that_share
 from open_instruct.records import Document, PackedBatch, Span
-from open_instruct.training.forward import sequence_logprobs
 
 PAIRS_GOAL, GROUPS_GOAL, NOTHING_GOAL = 1.3, 0.7, 0.97
 GROUP = 8

@@ -55,7 +55,7 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> N
     from open_instruct.models.build import build_model
     from open_instruct.models.names import TensorNames
     from open_instruct.models.tiny import SIZES, tiny_config
-    from open_instruct.rollout.weight_sync import WeightSender
+    from open_instruct.weights.sender import WeightSender
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -119,7 +119,7 @@ def receiver(repeat: int, folder: Path) -> None:
     """The process of an engine, without an engine."""
     import torch
 
-    from open_instruct.rollout.weight_receiver import IncomingWeights
+    from open_instruct.weights.receiver import IncomingWeights
 
     info = awaited(folder / "info.json")
     memory = PeakMemory()
@@ -143,10 +143,10 @@ class Bare:
     def __init__(self, info: dict[str, Any], *, rank: int, port_path: Path) -> None:
         import torch
 
-        from open_instruct.rollout import weight_wire
-        from open_instruct.rollout.addresses import LOOPBACK
-        from open_instruct.rollout.roll_call import RollCall
-        from open_instruct.rollout.weight_manifest import WeightManifest
+        from open_instruct.cluster.addresses import LOOPBACK
+        from open_instruct.weights import wire as weight_wire
+        from open_instruct.weights.manifest import WeightManifest
+        from open_instruct.weights.progress import RollCall
 
         self.wire = weight_wire
         self.manifest = WeightManifest.of_plain(info)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.learner.policy import build_policy
+from open_instruct.learner.reference_policy import Reference, build_reference
+from open_instruct.learner.stepwise import StepwiseTrainer
 from open_instruct.olmo_core_train_modules import GRPOTrainModule
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
-from open_instruct.training.policy import build_policy
-from open_instruct.training.pretrained import Pretrained
-from open_instruct.training.reference_policy import Reference, build_reference
-from open_instruct.training.run import Run
-from open_instruct.training.start_model import start_model_of
-from open_instruct.training.stepwise import StepwiseTrainer
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
+from open_instruct.run.start_model import start_model_of
 
 
 class GRPOLearner:

@@ -23,7 +23,7 @@ from open_instruct.entry import leave, run_entry
 
 if TYPE_CHECKING:
     from open_instruct.packing.rollouts import RankStep
-    from open_instruct.rollout.weight_sync import WeightSender
+    from open_instruct.weights.sender import WeightSender
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: GRPOConfig) -> int:
     """The whole run, as the driver walks it. Returns the exit code."""
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
+    from open_instruct.rollout.checked_run import open_rollout_run
     from open_instruct.rollout.driver import Driver
     from open_instruct.rollout.fleet import start_fleet
-    from open_instruct.rollout.opening import open_rollout_run
 
     with open_rollout_run(config) as run, start_fleet(PolicyTrainerOLMoCoreProcess, run) as fleet:
         return Driver(run, fleet).fit()
@@ -65,8 +65,8 @@ class PolicyTrainerOLMoCoreProcess:
             engine_dtype: that weights travel in.
         """
         from open_instruct.grpo_learner import GRPOLearner
-        from open_instruct.training.pretrained import open_pretrained
-        from open_instruct.training.run import join_run
+        from open_instruct.run.opened import join_run
+        from open_instruct.run.pretrained import open_pretrained
 
         self.config = config
         self.run = join_run(config)
@@ -94,7 +94,7 @@ class PolicyTrainerOLMoCoreProcess:
 
     def save_model(self) -> None:
         """Write OUT/hf_model."""
-        from open_instruct.training.closing import export_policy
+        from open_instruct.learner.export import export_policy
 
         export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config)
 
@@ -113,7 +113,7 @@ class PolicyTrainerOLMoCoreProcess:
     def _weight_sender(self, backend: str, engine_dtype: str) -> WeightSender:
         import torch
 
-        from open_instruct.rollout.weight_sync import WeightSender
+        from open_instruct.weights.sender import WeightSender
 
         fleet = self.config.fleet
         return WeightSender(

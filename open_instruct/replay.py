@@ -52,7 +52,7 @@ def replay(asked: Replay) -> dict[str, Any]:
     from open_instruct.parallel.process import start_process, stop_process
     from open_instruct.rollout.replay import agreement, recorded_row, table, weights_before
     from open_instruct.rollout.traces import read_traces
-    from open_instruct.training.run_directory import RunDirectory
+    from open_instruct.run.run_directory import RunDirectory
 
     # Libraries warn of what a run keeps in its log; here nobody reads it.
     logging.captureWarnings(True)
@@ -104,10 +104,10 @@ def take_again(
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
     from open_instruct.rollout.replay import OF_THE_RUN, check_token_ids, work_of
-    from open_instruct.training.console import Console
-    from open_instruct.training.pretrained import open_pretrained
-    from open_instruct.training.run import Run
-    from open_instruct.training.run_directory import RunDirectory
+    from open_instruct.run.console import Console
+    from open_instruct.run.opened import Run
+    from open_instruct.run.pretrained import open_pretrained
+    from open_instruct.run.run_directory import RunDirectory
 
     config = on_one_process(config)
     work, num_completions = work_of(groups, step=step, config=config)

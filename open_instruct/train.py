@@ -28,21 +28,21 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
     """The whole run, as every rank walks it. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
+    from open_instruct.learner.export import export_policy, preempted
+    from open_instruct.learner.heldout import Heldout
+    from open_instruct.learner.policy import build_policy
+    from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
+    from open_instruct.learner.sample_loader import SampleLoader
+    from open_instruct.learner.scoring import Scorer
+    from open_instruct.learner.train_module import ObjectiveTrainModule
+    from open_instruct.learner.trainer import build_trainer
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
-    from open_instruct.training.closing import export_policy, preempted
-    from open_instruct.training.datasets import load_datasets
-    from open_instruct.training.evaluation import Heldout
-    from open_instruct.training.plan_check import check_plan_of_run
-    from open_instruct.training.policy import build_policy
-    from open_instruct.training.pretrained import open_pretrained
-    from open_instruct.training.reference_cache import open_reference_cache, reference_logprobs
-    from open_instruct.training.run import open_run
-    from open_instruct.training.sample_loader import SampleLoader
-    from open_instruct.training.scoring import Scorer
-    from open_instruct.training.start_model import start_model_of
-    from open_instruct.training.train_module import ObjectiveTrainModule
-    from open_instruct.training.trainer import build_trainer
+    from open_instruct.run.datasets import load_datasets
+    from open_instruct.run.opened import open_run
+    from open_instruct.run.plan_check import check_plan_of_run
+    from open_instruct.run.pretrained import open_pretrained
+    from open_instruct.run.start_model import start_model_of
 
     with open_run(config) as run:
         pretrained = open_pretrained(

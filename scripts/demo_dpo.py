@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from open_instruct.data.synthetic import write_synthetic_preferences
-from open_instruct.training.curves import draw_curve
+from open_instruct.run.curves import draw_curve
 
 MODEL, TRAIN_ROWS, HELD_OUT_ROWS, RUN = (OUTPUT / name for name in ("model", "train.jsonl", "held_out.jsonl", "run"))
 

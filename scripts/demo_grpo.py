@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from open_instruct.data.arithmetic import write_arithmetic
-from open_instruct.training.curves import draw_curve
+from open_instruct.run.curves import draw_curve
 
 # Where configs/sft/cpu_tiny.yaml and configs/grpo/cpu_tiny.yaml look for them.
 MODEL, DATA = OUTPUT / "tiny", OUTPUT / "arithmetic"

@@ -1,7 +1,4 @@
-"""`--help` in the terminal, and the same flags as `docs/flags.md`.
-
-`python -m open_instruct.config.help` writes the Markdown page to stdout.
-"""
+"""`--help` in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 
@@ -25,31 +21,6 @@ Booleans: --flag, --flag false or --no_flag. Lists take every word up to the nex
 command line replace those of FILE.yaml, a flat mapping of flag names.
 """
 
-MARKDOWN_HEAD = """\
-# Flags
-
-Written by `python -m open_instruct.config.help > docs/flags.md`; a test holds it up to date.
-
-A command and its script take the same flags: {commands}.
-
-- The first word may be a YAML file, a flat mapping of flag names: `run.yaml --beta 5`. Flags replace its values.
-- `--flag value` and `--flag=value` are the same, and so are `--max-seq-length` and `--max_seq_length`.
-- Booleans: `--packing`, `--packing true`, `--packing false`, `--no_packing`.
-- A list takes every word up to the next flag: `--mixer_list a.jsonl 1.0 b.parquet 500`.
-- `none` unsets a flag whose default is none: `--max_train_steps none`.
-- Unknown, repeated and mistyped flags are errors (exit code 2), all of them listed at once, before anything is loaded.
-"""
-
-MARKDOWN_UPSTREAM = """\
-## Flags of open-instruct that mean nothing here
-
-A command written for open-instruct's `dpo_tune_cache.py` or `finetune.py` may carry these. Each is refused with its
-sentence, or, where that names a flag which the command lacks, as unknown.
-
-| flag | |
-|---|---|
-"""
-
 
 def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
     """The lines of `--help`. The description is the config class's docstring, the examples its `examples`."""
@@ -62,7 +33,7 @@ def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
     yield from wrapped(SPELLING, width)
     for section, section_class in sections_of(config_class).items():
         of_section = [flag for flag in flags.values() if flag.section == section]
-        yield from flag_lines(_title(section_class), of_section, width)
+        yield from flag_lines(title_of(section_class), of_section, width)
     examples: Sequence[str] = getattr(config_class, "examples", ())
     if examples:
         yield BLANK
@@ -113,7 +84,7 @@ def wrapped(text: str, width: int, indent: int = 0, later_indent: int = 0) -> It
         yield ((line, ""),)
 
 
-def _title(section_class: type) -> str:
+def title_of(section_class: type) -> str:
     return (inspect.getdoc(section_class) or section_class.__name__).splitlines()[0]
 
 
@@ -123,68 +94,3 @@ def _default(flag: Flag) -> str:
     if flag.default is None and "default" in flag.help:
         return ""
     return f"  [default: {spelled(flag.default)}]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandFlags:
-    """A command of the page of flags: its name, the script that does the same, and what it reads."""
-
-    name: str
-    script: str
-    config_class: type
-
-
-def commands_with_flags() -> tuple[CommandFlags, ...]:
-    """Every command that trains, in the order of the page."""
-    from open_instruct.config.dpo import DPOConfig
-    from open_instruct.config.grpo import GRPOConfig
-    from open_instruct.config.sft import SFTConfig
-
-    return (
-        CommandFlags(name="dpo", script="open_instruct/dpo.py", config_class=DPOConfig),
-        CommandFlags(name="grpo", script="open_instruct/grpo_olmo_core_actor.py", config_class=GRPOConfig),
-        CommandFlags(name="sft", script="open_instruct/sft.py", config_class=SFTConfig),
-    )
-
-
-def markdown(commands: Sequence[CommandFlags]) -> str:
-    """The page `docs/flags.md`: for every command a table a section, and upstream's flags that are refused."""
-    from open_instruct.config.plan import DPOPlanConfig, PlanSection
-    from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
-
-    pairs = ", ".join(f"`open-instruct {command.name}` and `{command.script}`" for command in commands)
-    parts = [MARKDOWN_HEAD.format(commands=pairs)]
-    for command in commands:
-        parts.append(f"## {command.name}\n\n{inspect.getdoc(command.config_class)}\n")
-        parts += _section_tables(command.config_class)
-    parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
-    parts += _section_tables(DPOPlanConfig, only=PlanSection)
-    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
-    parts.append(MARKDOWN_UPSTREAM + rows + "\n")
-    return "\n".join(parts)
-
-
-def _section_tables(config_class: type, *, only: type | None = None) -> Iterator[str]:
-    for section, section_class in sections_of(config_class).items():
-        if only not in (None, section_class):
-            continue
-        rows = "\n".join(
-            f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
-            f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.help)} |"
-            for flag in flags_of(config_class).values()
-            if flag.section == section
-        )
-        yield f"### {_title(section_class)}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "\\<")
-
-
-def _cell(text: str) -> str:
-    # an escaped bar inside code is shown as a bare bar by GitHub's tables
-    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown(commands_with_flags()))

@@ -12,6 +12,8 @@ from open_instruct.models.checkpoint_files import CheckpointFiles
 
 CHUNK_BYTES = 64 * 2**20
 READ_BYTES = 2**20
+# What config.json says of the file's history, not of the forward pass.
+NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
 def weights_fingerprint(files: CheckpointFiles, process_group: dist.ProcessGroup | None = None) -> str:

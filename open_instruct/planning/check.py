@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from open_instruct.errors import InputError
 from open_instruct.planning.advice import change_to_fit, other_batch
 from open_instruct.planning.devices import device_named
-from open_instruct.planning.model_shape import model_shape
 from open_instruct.planning.plan import Plan, RunConfig, Setting, plan_of
 from open_instruct.planning.state import state_bytes
+from open_instruct.planning.subject import model_shape
 from open_instruct.planning.wording import GIB, gib
 
 log = logging.getLogger(__name__)

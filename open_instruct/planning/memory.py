@@ -3,7 +3,7 @@
 Between steps a GPU holds its state (`state.py`); a forward and a backward pass add what `passes.py` says. Sources of
 the rest:
 
-- `models/load.py` reads a chunk of one tensor at a time; `models/export.py` and `rollout/weight_manifest.py` are those
+- `models/load.py` reads a chunk of one tensor at a time; `models/export.py` and `weights/manifest.py` are those
   of the export and of the weight sync.
 - `torch.optim.AdamW` on a CPU works on one parameter after the other, with two temporaries of its size; fused, on CUDA,
   with none. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of the size of all shards.

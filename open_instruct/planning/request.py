@@ -14,8 +14,8 @@ from open_instruct.config.sft import SFTConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
 from open_instruct.planning.devices import Device, device_named
-from open_instruct.planning.model_shape import model_shape
 from open_instruct.planning.plan import Setting, validate
+from open_instruct.planning.subject import model_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

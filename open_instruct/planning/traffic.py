@@ -128,7 +128,7 @@ def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Wor
     """What one rank exchanges to bring its weights to the engines once.
 
     Every rank of one copy of the model broadcasts its parts of each bucket, a run of whole tensors
-    (rollout/weight_manifest.py), in one message to all processes of the engines. A receiver takes the whole bucket.
+    (weights/manifest.py), in one message to all processes of the engines. A receiver takes the whole bucket.
     Through memory that they share nothing is sent.
     """
     if workload.sync_backend not in SENT_BY:

@@ -25,8 +25,8 @@ from open_instruct.errors import RunError
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
-from open_instruct.rollout.plain import Generates, Judges, is_rejected, requests_of, solved_rows
 from open_instruct.rollout.samples import RolloutStepBatch
+from open_instruct.rollout.without_overlap import Generates, Judges, is_rejected, requests_of, solved_rows
 
 if TYPE_CHECKING:
     from open_instruct.data.prompt_stream import PromptStream

@@ -12,20 +12,20 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from open_instruct.cluster.learner_group import LearnerLost
+from open_instruct.cluster.learner_watch import watching
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunError
 from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.peers import activity
-from open_instruct.rollout.agreement import check_agreement
+from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
-from open_instruct.rollout.learner_group import LearnerLost
-from open_instruct.rollout.learner_watch import watching
 from open_instruct.rollout.learning_signal import SignalWatch, refuse_failed_verdicts
-from open_instruct.rollout.opening import RolloutRun
+from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.rollout.view import FleetView
-from open_instruct.training.metrics_log import MetricsFile
+from open_instruct.run.metrics_log import MetricsFile
 
 # What a step has where nothing was learned from it.
 NOTHING_LEARNED = {

@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.pids import remove_pids, write_pids
+from open_instruct.cluster.placement import FleetShape, Placement
+from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompt_stream import PromptStream
 from open_instruct.data.turn_end import turn_end_token_ids
+from open_instruct.engines.engine_host import RayEngine
+from open_instruct.engines.engine_pool import EnginePool
+from open_instruct.engines.requests import EngineSettings
+from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
-from open_instruct.rollout.cluster import start_cluster
+from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conductor import Conductor
-from open_instruct.rollout.engine_host import RayEngine
-from open_instruct.rollout.engine_pool import EnginePool
-from open_instruct.rollout.learner_group import LearnerGroup
-from open_instruct.rollout.opening import RolloutRun
-from open_instruct.rollout.pids import remove_pids, write_pids
-from open_instruct.rollout.placement import FleetShape, Placement
-from open_instruct.rollout.publisher import WeightPublisher
-from open_instruct.rollout.requests import EngineSettings
-from open_instruct.rollout.vllm_core import engine_environment
-from open_instruct.rollout.weight_backend import check_backend, choose_backend
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.reward import RewardModel
+from open_instruct.weights.publisher import WeightPublisher
+from open_instruct.weights.ways import check_backend, choose_backend
 
 LOGS_FOLDER = "logs"
 

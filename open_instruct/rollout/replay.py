@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_instruct.checkpoints.step_folder import find_checkpoints
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.training.metrics_log import MetricsFile
-from open_instruct.training.step_folder import find_checkpoints
+from open_instruct.run.metrics_log import MetricsFile
 
 # What belongs to the layout and the length of the run rather than to the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib", "shared_fraction")

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from open_instruct.parallel.peers import doing
-from open_instruct.training.console import Console
-from open_instruct.training.curves import draw_curve
+from open_instruct.run.console import Console
+from open_instruct.run.curves import draw_curve
 
 REFRESHES_PER_S = 2
 CURVE_HEIGHT = 6

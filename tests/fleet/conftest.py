@@ -24,8 +24,8 @@ def local_ray() -> Iterator[None]:
     """A Ray of this machine alone, connected to; every port binds to loopback."""
     import ray
 
-    from open_instruct.rollout.cluster import short_folder
-    from open_instruct.rollout.watchdog import Watchdog
+    from open_instruct.cluster.ray_cluster import short_folder
+    from open_instruct.cluster.watchdog import Watchdog
 
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=None)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from open_instruct.cluster.placement import FleetShape, learner_layout, place
+from open_instruct.cluster.ray_cluster import short_folder, start_cluster
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.rollout.cluster import short_folder, start_cluster
-from open_instruct.rollout.placement import FleetShape, learner_layout, place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -37,8 +37,8 @@ def shape_of(*learners_per_node: int, engines: int = 1, devices: int = 1, shares
 # 3 pretended GPUs; the smaller one comes second, so that the order of the list is not the order of the nodes.
 SIMULATED_CLUSTER = """
 import os, sys
-from open_instruct.rollout.cluster import short_folder
-from open_instruct.rollout.watchdog import Watchdog
+from open_instruct.cluster.ray_cluster import short_folder
+from open_instruct.cluster.watchdog import Watchdog
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
 folder = short_folder()
 options = {"object_store_memory": 80 << 20, "temp_dir": str(folder)}
@@ -63,9 +63,9 @@ import json, os, sys
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import RunError
-from open_instruct.rollout.cluster import start_cluster
-from open_instruct.rollout.learner_group import LearnerGroup
-from open_instruct.rollout.placement import FleetShape
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.placement import FleetShape
 from tests.fleet.learners import Recruit
 
 def shape_of(*nodes):
@@ -183,7 +183,7 @@ class TestOneMachine:
             place(shape_of(2, 1), timeout_s=0.5, say=lambda text: None, is_one_machine=False)
 
     def test_progress_is_told_while_it_waits(self, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("open_instruct.rollout.placement.SECONDS_BETWEEN_REPORTS", 0.2)
+        monkeypatch.setattr("open_instruct.cluster.placement.SECONDS_BETWEEN_REPORTS", 0.2)
         said: list[str] = []
         with pytest.raises(RunError):
             place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False)
@@ -234,8 +234,8 @@ LOCAL_RUN = """
 import json, os, sys
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.rollout.cluster import start_cluster
-from open_instruct.rollout.placement import FleetShape
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.cluster.placement import FleetShape
 
 fleet = FleetSection()
 shape = FleetShape(learners_per_node=(4,), num_engines=1, devices_per_engine=1, shares_device=False)
@@ -264,8 +264,8 @@ GUARDED_RUN = """
 import json, os, stat, sys
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.rollout.cluster import start_cluster
-from open_instruct.rollout.placement import FleetShape
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.cluster.placement import FleetShape
 
 shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
 modes, tokens = {}, []
@@ -358,8 +358,8 @@ JOINING = """
 import json, sys
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError
-from open_instruct.rollout.cluster import start_cluster
-from open_instruct.rollout.placement import FleetShape
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.cluster.placement import FleetShape
 shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
 said = []
 try:
@@ -383,8 +383,8 @@ def answers(address: str) -> bool:
 IMPORTING = """
 import importlib.util, json
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.rollout.cluster import start_cluster
-from open_instruct.rollout.placement import FleetShape
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.cluster.placement import FleetShape
 
 shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
 with start_cluster(FleetSection(), shape, say=print):

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from open_instruct.cluster.learner_call import LearnerLost
+from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.pids import remove_pids, write_pids
+from open_instruct.cluster.placement import FleetShape, Placement, place
+from open_instruct.cluster.watchdog import MARK_VARIABLE
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
-from open_instruct.rollout.learner_call import LearnerLost
-from open_instruct.rollout.learner_group import LearnerGroup
-from open_instruct.rollout.pids import remove_pids, write_pids
-from open_instruct.rollout.placement import FleetShape, Placement, place
-from open_instruct.rollout.watchdog import MARK_VARIABLE
 from tests.fleet.learners import Recruit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -142,10 +142,10 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.rollout.cluster import start_cluster
-from open_instruct.rollout.learner_group import LearnerGroup
-from open_instruct.rollout.pids import write_pids
-from open_instruct.rollout.placement import FleetShape
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.pids import write_pids
+from open_instruct.cluster.placement import FleetShape
 from tests.fleet.learners import Recruit
 
 shape = FleetShape(learners_per_node=(1, 1), num_engines=1, devices_per_engine=1, shares_device=False)

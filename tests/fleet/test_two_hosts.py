@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.rollout.cluster import short_folder
+from open_instruct.cluster.ray_cluster import short_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf_config import load_hf_config
@@ -22,7 +23,6 @@ from open_instruct.models.names import TensorNames
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
-from open_instruct.training.forward import token_logprobs
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,

@@ -28,7 +28,7 @@ class Sender(Recruit):
 
     def __init__(self) -> None:
         super().__init__()
-        from open_instruct.rollout.weight_sync import WeightSender
+        from open_instruct.weights.sender import WeightSender
 
         linear = nn.Linear(3, 1, bias=False)
         nn.init.constant_(linear.weight, 7.0)
@@ -51,7 +51,7 @@ class Receiver:
     """What an engine is to the learners."""
 
     def receive(self, info: Mapping[str, Any]) -> list[float]:
-        from open_instruct.rollout.weight_receiver import IncomingWeights
+        from open_instruct.weights.receiver import IncomingWeights
 
         incoming = IncomingWeights(info, index=0, device=torch.device("cpu"))
         ((_, weight),) = [pair for bucket in incoming.buckets() for pair in bucket]
@@ -61,10 +61,10 @@ class Receiver:
 
 
 def main(address: str, learners_per_node: tuple[int, ...]) -> None:
+    from open_instruct.cluster.learner_group import LearnerGroup
+    from open_instruct.cluster.placement import FleetShape
+    from open_instruct.cluster.ray_cluster import start_cluster
     from open_instruct.config.rollout_sections import FleetSection
-    from open_instruct.rollout.cluster import start_cluster
-    from open_instruct.rollout.learner_group import LearnerGroup
-    from open_instruct.rollout.placement import FleetShape
 
     shape = FleetShape(learners_per_node=learners_per_node, num_engines=1, devices_per_engine=1, shares_device=False)
     fleet = FleetSection(ray_address=address, cluster_timeout_s=60)

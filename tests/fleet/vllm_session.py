@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from open_instruct.engines import vllm_core
+from open_instruct.engines.engine import Engine
+from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.vllm_core import VLLMCore, engine_environment
 from open_instruct.records import Completion
-from open_instruct.rollout import vllm_core
-from open_instruct.rollout.engine import Engine
-from open_instruct.rollout.requests import EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.rollout.vllm_core import VLLMCore, engine_environment
 
 TEMPERATURE = 0.7
 MAX_MODEL_LEN = 96

@@ -34,7 +34,7 @@ def main(model_folder: str, folder: Path, num_channels: int) -> None:
         kv_cache_memory_bytes=64 << 20,
         enforce_eager=True,
         enable_prefix_caching=False,
-        worker_extension_cls="open_instruct.rollout.weight_receiver.WeightReceiver",
+        worker_extension_cls="open_instruct.weights.receiver.WeightReceiver",
         disable_log_stats=True,
     )
 

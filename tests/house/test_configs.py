@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from open_instruct.cluster.placement import FleetShape, learner_layout
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
@@ -20,7 +21,6 @@ from open_instruct.planning.plan import plan_of
 from open_instruct.planning.public_models import find_public_model
 from open_instruct.planning.request import parse_request
 from open_instruct.records import ShardLayout
-from open_instruct.rollout.placement import FleetShape, learner_layout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAGNITUDES = {"M": 1e6, "B": 1e9}

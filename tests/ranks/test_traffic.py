@@ -19,7 +19,7 @@ from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning import activations
 from open_instruct.planning.exchange import Exchange, groups_of
-from open_instruct.planning.model_shape import model_shape
+from open_instruct.planning.subject import model_shape
 from open_instruct.planning.traffic import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.workload import workload_of
 from open_instruct.records import ShardLayout

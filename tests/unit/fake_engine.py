@@ -9,10 +9,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
+from open_instruct.engines.engine import Engine
+from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
-from open_instruct.rollout.engine import Engine
-from open_instruct.rollout.requests import EngineSettings, GenerationRequest, SamplingSettings
 
 MAX_NUM_SEQS = 4
 MAX_PROMPT_LENGTH = 16

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from open_instruct.engines.requests import GenerationRequest
 from open_instruct.records import Check, Completion, Prompt, Verdict
-from open_instruct.rollout.requests import GenerationRequest
 
 
 class FakeDataset:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from open_instruct.cluster.addresses import Host, Whereabouts, interface_of
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
-from open_instruct.rollout.addresses import Host, Whereabouts, interface_of
-from open_instruct.rollout.weight_backend import choose_backend
+from open_instruct.weights.ways import choose_backend
 
 A, B, C = Host("10.0.0.1", "a"), Host("10.0.0.2", "b"), Host("10.0.0.3", "c")
 TWIN = Host("10.0.0.2", "a")  # a container with the name of host A

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from open_instruct.errors import RunError
-from open_instruct.rollout.agreement import check_agreement
+from open_instruct.rollout.logprob_agreement import check_agreement
 
 
 def metrics(*, mean: float, largest: float) -> dict[str, float]:

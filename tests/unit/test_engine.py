@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from open_instruct.engines.engine import Engine
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
-from open_instruct.rollout.engine import Engine
 from tests.unit.fake_engine import (
     MAX_NUM_SEQS,
     MAX_PROMPT_LENGTH,

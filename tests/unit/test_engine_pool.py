@@ -8,10 +8,10 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
+from open_instruct.engines import engine_pool
+from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
-from open_instruct.rollout import engine_pool
-from open_instruct.rollout.engine_pool import EnginePool
 from tests.unit.fake_engine import (
     MAX_NUM_SEQS,
     MAX_PROMPT_LENGTH,

@@ -10,10 +10,10 @@ import pytest
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
+from open_instruct.engines.requests import GenerationRequest
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, Verdict
 from open_instruct.rollout.evaluation import evaluate, pass_at_k
-from open_instruct.rollout.requests import GenerationRequest
 from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin
 
 PROMPTS = [FakeDataset(5)[i] for i in range(5)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from open_instruct.training.exact_json import from_json, to_json
+from open_instruct.checkpoints.exact_json import from_json, to_json
 
 
 def through_text(value: Any) -> Any:

@@ -10,16 +10,16 @@ import pytest
 import torch
 from olmo_core.optim import SkipStepOptimizer
 
+from open_instruct.checkpoints import resume as checkpoints
+from open_instruct.checkpoints.finite import check_weights
 from open_instruct.config.sections import OptimSection
 from open_instruct.errors import RunError
+from open_instruct.learner.optimizers import build_optimizer_config
+from open_instruct.learner.train_module import MAX_LEFT_OUT, ObjectiveTrainModule
 from open_instruct.models.build import build_model
 from open_instruct.models.tiny import Size, tiny_config
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
-from open_instruct.training import checkpoints
-from open_instruct.training.finite import check_weights
-from open_instruct.training.optimizers import build_optimizer_config
-from open_instruct.training.train_module import MAX_LEFT_OUT, ObjectiveTrainModule
 
 CPU = torch.device("cpu")
 SIZE = Size(roughly="", hidden=64, mlp=64, layers=1, heads=2, kv_heads=2, vocab_size=64, window=16)

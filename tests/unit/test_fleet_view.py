@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from open_instruct.rollout.view import FleetView, describe
-from open_instruct.training.console import Console
+from open_instruct.run.console import Console
 
 QUEUES = {"in_flight": 12, "verifying": 3.0, "waiting": 0}
 

@@ -7,8 +7,8 @@ from queue import Queue
 
 import pytest
 
-from open_instruct.rollout.learner_group import LearnerLost
-from open_instruct.rollout.learner_watch import watching
+from open_instruct.cluster.learner_group import LearnerLost
+from open_instruct.cluster.learner_watch import watching
 
 
 def test_a_loss_is_told_once_and_ends_the_watch() -> None:

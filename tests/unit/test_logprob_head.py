@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
 from open_instruct.models.tiny import SIZES, tiny_config
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document, Span
-from open_instruct.training.forward import token_logprobs
 
 VOCAB_SIZE = 300
 

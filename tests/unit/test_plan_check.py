@@ -15,11 +15,11 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
-from open_instruct.rollout.opening import _say_plan
-from open_instruct.training import plan_check
-from open_instruct.training.console import Console
-from open_instruct.training.run import Run
-from open_instruct.training.run_directory import RunDirectory
+from open_instruct.rollout.checked_run import _say_plan
+from open_instruct.run import plan_check
+from open_instruct.run.console import Console
+from open_instruct.run.opened import Run
+from open_instruct.run.run_directory import RunDirectory
 
 GIB = 2**30
 # 1.14B parameters: 16 bytes each are 17.0 GiB.

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.plan_memory import Case, predicted, tracked
 from open_instruct.config.sections import MemorySection
+from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.cast_copy import CastCopy
 from open_instruct.models.build import build_model
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
@@ -26,12 +28,11 @@ from open_instruct.planning.memory import (
     memory_by_phase,
     peak_phase,
 )
-from open_instruct.planning.model_shape import ModelShape, model_shape, shape_of_fields
+from open_instruct.planning.model_shape import ModelShape, shape_of_fields
+from open_instruct.planning.subject import model_shape
 from open_instruct.planning.tape import Gradient, Tape, Tensor
 from open_instruct.planning.workload import Workload
-from open_instruct.rollout.weight_wire import NUM_SLOTS
-from open_instruct.training.cast_copy import CastCopy
-from open_instruct.training.memory import build_activation_checkpointing
+from open_instruct.weights.wire import NUM_SLOTS
 
 SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)
 LENGTHS = (160, 224)

@@ -18,17 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from open_instruct.config.sections import OptimSection
+from open_instruct.learner.cast_copy import CastCopy
+from open_instruct.learner.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.tiny import SIZES, Size, tiny_config
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.model_shape import ModelShape, model_shape, shape_of_fields
+from open_instruct.planning.model_shape import ModelShape, shape_of_fields
 from open_instruct.planning.state import state_bytes
+from open_instruct.planning.subject import model_shape
 from open_instruct.planning.workload import Workload
 from open_instruct.records import ShardLayout
-from open_instruct.training.cast_copy import CastCopy
-from open_instruct.training.optimizers import build_optimizer_config
 from tests.unit.conftest import JoinAs
 
 CPU = torch.device("cpu")

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from open_instruct.cluster.pids import write_pids
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
 from open_instruct.records import ShardLayout
-from open_instruct.rollout.pids import write_pids
-from open_instruct.training.console import Console
-from open_instruct.training.metrics_log import MetricsFile
-from open_instruct.training.run import made_ready
-from open_instruct.training.run_directory import RunDirectory
+from open_instruct.run.console import Console
+from open_instruct.run.metrics_log import MetricsFile
+from open_instruct.run.opened import made_ready
+from open_instruct.run.run_directory import RunDirectory
 from open_instruct.whole_file import replace_text
 
 LAYOUT = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
@@ -84,7 +84,7 @@ def test_what_a_killed_run_had_not_finished_goes_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"num_replicas": "x"}'])
 def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     config = with_checkpoint(tmp_path)
-    monkeypatch.setattr("open_instruct.training.run.latest_step", lambda path: 2)
+    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
     (tmp_path / "layout.json").write_text(content)
     with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False)):
         assert json.loads((tmp_path / "layout.json").read_text())["shard_degree"] == 2
@@ -92,7 +92,7 @@ def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, monkeypatch: pyt
 
 def test_another_global_batch_is_still_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_checkpoint(tmp_path)
-    monkeypatch.setattr("open_instruct.training.run.latest_step", lambda path: 2)
+    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
     layout = ShardLayout(gpus_per_node=(4,), shard_degree=4, num_replicas=1)
     with pytest.raises(InputError, match="global batch"):
         made_ready(RunDirectory(path=tmp_path), config, layout, Console(speaks=False)).__enter__()
@@ -100,7 +100,7 @@ def test_another_global_batch_is_still_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_a_damaged_config_names_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_checkpoint(tmp_path)
-    monkeypatch.setattr("open_instruct.training.run.latest_step", lambda path: 2)
+    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(InputError, match=r"config\.yaml.*Remove that file"):
         made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False)).__enter__()

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from open_instruct.errors import InputError
-from open_instruct.training import run_lock
-from open_instruct.training.run_lock import locked
+from open_instruct.run import run_lock
+from open_instruct.run.run_lock import locked
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from open_instruct.training import run_lock
+from open_instruct.run import run_lock
 run_lock.BEAT_S = 0.1
 with run_lock.locked(Path(sys.argv[1]), say=print):
     if "fork" in sys.argv and os.fork() == 0:

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from open_instruct.errors import InputError
-from open_instruct.models.box_files import write_hashed
-from open_instruct.training import step_folder
-from open_instruct.training.step_folder import (
+from open_instruct.checkpoints import step_folder
+from open_instruct.checkpoints.step_folder import (
     MANIFEST,
     Damaged,
     Manifest,
@@ -29,6 +27,8 @@ from open_instruct.training.step_folder import (
     tidy,
     write_manifest,
 )
+from open_instruct.errors import InputError
+from open_instruct.models.box_files import write_hashed
 
 FILES = {"index.json": b"{}", "rank0.json": b"[]", "rank0.safetensors": b"weights", "rank1.json": b"[1]"}
 

@@ -11,8 +11,9 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.devices import DEVICES, Device, device_named
 from open_instruct.planning.exchange import exchange_in, ring_bytes, span_of
-from open_instruct.planning.model_shape import ModelShape, model_shape
+from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second, step_time
+from open_instruct.planning.subject import model_shape
 from open_instruct.planning.traffic import traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.workload import Workload
 

@@ -18,20 +18,20 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
+from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.muon import MuonWithAdamW
+from open_instruct.learner.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.reference_cache import ReferenceCache
+from open_instruct.learner.train_module import WeightedSums, padding_fraction
 from open_instruct.models.build import build_model
 from open_instruct.models.tiny import SIZES, tiny_config
 from open_instruct.packing.collate import collate
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Metric, ShardLayout
-from open_instruct.training.memory import build_activation_checkpointing
-from open_instruct.training.metrics_log import MetricsFile
-from open_instruct.training.muon import MuonWithAdamW
-from open_instruct.training.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.training.reference_cache import ReferenceCache
-from open_instruct.training.run_directory import RunDirectory
-from open_instruct.training.trackers import build_trackers
-from open_instruct.training.train_module import WeightedSums, padding_fraction
+from open_instruct.run.metrics_log import MetricsFile
+from open_instruct.run.run_directory import RunDirectory
+from open_instruct.run.trackers import build_trackers
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.rollout.watchdog import POLL_INTERVAL_S, SHARED_MEMORY
+from open_instruct.cluster.watchdog import POLL_INTERVAL_S, SHARED_MEMORY
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30.0
@@ -36,7 +36,7 @@ time.sleep(600)
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
-from open_instruct.rollout.watchdog import Watchdog
+from open_instruct.cluster.watchdog import Watchdog
 watchdog = Watchdog(Path(sys.argv[1]), logs_folder=None)
 with watchdog.marking():
     workers = [subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[3]]) for _ in range(2)]

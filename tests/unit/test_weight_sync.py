@@ -14,9 +14,9 @@ from torch.distributed.tensor import Replicate, Shard
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError
 from open_instruct.models.shards import shard_box
-from open_instruct.rollout.weight_backend import check_backend, choose_backend
-from open_instruct.rollout.weight_manifest import WeightManifest
-from open_instruct.rollout.weight_receiver import ReusedMemory
+from open_instruct.weights.manifest import WeightManifest
+from open_instruct.weights.receiver import ReusedMemory
+from open_instruct.weights.ways import check_backend, choose_backend
 
 
 def manifest_of(shapes: dict[str, tuple[int, ...]], *, num_ranks: int, bucket_bytes: int) -> WeightManifest:
@@ -128,7 +128,7 @@ class TestBackend:
             check_backend(FleetSection(weight_sync_backend=flag), **where)  # type: ignore[arg-type]
 
     def test_systems_without_shared_memory_take_gloo(self, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-        monkeypatch.setattr("open_instruct.rollout.weight_backend.SHARED_MEMORY", tmp_path / "none")
+        monkeypatch.setattr("open_instruct.weights.ways.SHARED_MEMORY", tmp_path / "none")
         assert choose_backend("auto", **ONE_HOST) == "gloo"
         with pytest.raises(InputError, match="this system has no"):
             check_backend(FleetSection(weight_sync_backend="shm"), **ONE_HOST)

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from open_instruct.checkpoints import safe_checkpointer
+from open_instruct.checkpoints.exact_json import to_json
+from open_instruct.checkpoints.safe_checkpointer import split
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.process import stop_process
-from open_instruct.training import safe_checkpointer
-from open_instruct.training.exact_json import to_json
-from open_instruct.training.safe_checkpointer import split
 from tests.ranks.jobs.grpo_steps import Learner
 
 NUM_STEPS = 4

@@ -18,8 +18,8 @@ from open_instruct.models.logprob_head import LogprobHead
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Document, RolloutSample, Span
-from open_instruct.training.pretrained import open_pretrained
-from open_instruct.training.run import join_run
+from open_instruct.run.opened import join_run
+from open_instruct.run.pretrained import open_pretrained
 
 GROUP = 4
 

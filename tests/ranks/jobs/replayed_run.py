@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from open_instruct import cli
 from open_instruct.config.resolved import write_config
+from open_instruct.learner.export import export_policy
 from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
-from open_instruct.training.closing import export_policy
 from tests.ranks.jobs.grpo_steps import Learner, make_samples
 
 NUM_GROUPS, GROUP_SIZE = 4, 3

@@ -15,6 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
+from open_instruct.learner.forward import sequence_logprobs
+from open_instruct.learner.policy import build_policy
+from open_instruct.learner.stepwise import StepwiseTrainer
 from open_instruct.models.logprob_head import LogprobHead
 from open_instruct.models.names import TensorNames
 from open_instruct.objectives.objective import REFERENCE
@@ -23,14 +26,11 @@ from open_instruct.packing.collate import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
 from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
-from open_instruct.rollout.weight_sync import WeightSender
-from open_instruct.training.console import Console
-from open_instruct.training.forward import sequence_logprobs
-from open_instruct.training.policy import build_policy
-from open_instruct.training.pretrained import open_pretrained
-from open_instruct.training.run import Run, join_run
-from open_instruct.training.run_directory import RunDirectory
-from open_instruct.training.stepwise import StepwiseTrainer
+from open_instruct.run.console import Console
+from open_instruct.run.opened import Run, join_run
+from open_instruct.run.pretrained import open_pretrained
+from open_instruct.run.run_directory import RunDirectory
+from open_instruct.weights.sender import WeightSender
 from tests.ranks.collectives import RecordCollectives, calls_by_group
 from tests.ranks.jobs.grpo_steps import Learner
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 from open_instruct.config.parser import parse
-from open_instruct.objectives.registry import objective_named
-from open_instruct.train import train
 
 # What `train` imports when it is called, so that the ranks share it.
-from open_instruct.training import closing, datasets, evaluation, policy, trainer  # noqa: F401
+from open_instruct.learner import export, heldout, policy, trainer  # noqa: F401
+from open_instruct.objectives.registry import objective_named
+from open_instruct.run import datasets  # noqa: F401
+from open_instruct.train import train
 
 
 def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") -> list[int]:

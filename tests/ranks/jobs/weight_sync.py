@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.errors import RunError
+from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf_config import load_hf_config
@@ -20,10 +22,8 @@ from open_instruct.models.load import stream_load
 from open_instruct.models.names import TensorNames
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document, Span
-from open_instruct.rollout.watchdog import MARK_VARIABLE, SHARED_MEMORY
-from open_instruct.rollout.weight_receiver import IncomingWeights
-from open_instruct.rollout.weight_sync import WeightSender, abandon
-from open_instruct.training.forward import token_logprobs
+from open_instruct.weights.receiver import IncomingWeights
+from open_instruct.weights.sender import WeightSender, abandon
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import sharded, unsharded
 

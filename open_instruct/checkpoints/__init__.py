@@ -1,0 +1,1 @@
+"""Steps on disk: written whole, checked, gone on from."""

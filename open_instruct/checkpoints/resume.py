@@ -1,0 +1,215 @@
+"""When checkpoints are written, which one a run goes on from, and what is said when one is damaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from olmo_core.distributed.utils import barrier, broadcast_object, get_rank, get_world_size
+from olmo_core.optim import SkipStepOptimizer
+from olmo_core.train import Trainer
+from olmo_core.train.callbacks import Callback, CheckpointerCallback
+from olmo_core.train.train_module import TransformerTrainModule
+
+from open_instruct.checkpoints.finite import check_weights
+from open_instruct.checkpoints.step_folder import (
+    Damaged,
+    Manifest,
+    candidates,
+    damage,
+    find_checkpoints,
+    keep_aside,
+    latest_step,
+    read_manifest,
+    remove,
+    tidy,
+)
+from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.process import on_main_process
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunCheckpointer(CheckpointerCallback):
+    """OLMo-core's checkpointer, which also counts the checkpoints of earlier runs in the same folder."""
+
+    def pre_train(self) -> None:
+        super().pre_train()
+        if self.step > 0:
+            # What was just loaded is on disk already: a run that has nothing left to do must not
+            # clear it to write it again.
+            self._latest_checkpoint_step = self.step
+        self._checkpoints = broadcast_object(find_checkpoints(Path(self.save_folder)))
+
+    def post_train(self) -> None:
+        super().post_train()
+        self._remove_old_checkpoints()
+
+    def _save_checkpoint(self, save_async: bool | None = None, ephemeral: bool = False) -> str:
+        with explained(self.trainer):
+            return super()._save_checkpoint(save_async=save_async, ephemeral=ephemeral)
+
+    def _remove_checkpoint(self, path: str) -> None:
+        if get_rank() == 0:
+            _remove(Path(path))
+
+
+@contextmanager
+def explained(trainer: Trainer) -> Iterator[None]:
+    """Turn what goes wrong while a checkpoint is written into one sentence. Weights that are broken are not written."""
+    assert isinstance(trainer.train_module, TransformerTrainModule)
+    check_weights(
+        trainer.train_module.model,
+        what=f"the checkpoint of step {trainer.global_step}",
+        last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
+    )
+    try:
+        yield
+    except OSError as error:
+        log.exception("the checkpoint cannot be written")
+        raise RunError(
+            f"the checkpoint of step {trainer.global_step} cannot be written to {trainer.save_folder} "
+            f"({error}). Those written before are unharmed: make room, then give the same command again to go "
+            "on from the newest"
+        ) from error
+
+
+def save_checkpoint(trainer: Trainer) -> None:
+    """Write a checkpoint of the trainer's step now. Collective.
+
+    :raises RunError: if it cannot be written.
+    """
+    with explained(trainer):
+        trainer.save_checkpoint()
+
+
+def remove_old_checkpoints(folder: Path, *, keep_last_n: int) -> None:
+    """Remove all but the newest `keep_last_n` checkpoints. Collective: rank 0 removes, once all are past the newest."""
+    barrier()
+    if get_rank() == 0:
+        for path in find_checkpoints(folder)[:-keep_last_n]:
+            _remove(Path(path))
+
+
+def _remove(path: Path) -> None:
+    try:
+        remove(path)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
+
+
+def last_checkpoint(folder: Path) -> str:
+    """What an error of a run can say of its newest checkpoint."""
+    step = latest_step(folder)
+    if step is None:
+        return "This run has no checkpoint"
+    return f"The newest checkpoint, {folder / f'step{step}'}, is from before that, and all of its weights are finite"
+
+
+@dataclass
+class SkipStepHistory(Callback):
+    """Carries a skip-step optimizer's rolling window over a restart; OLMo-core leaves it out of its state."""
+
+    def _optimizer(self) -> SkipStepOptimizer | None:
+        optimizer = getattr(self.trainer.train_module, "optim", None)
+        return optimizer if isinstance(optimizer, SkipStepOptimizer) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return {}
+        return {
+            "losses": [float(loss) for loss in optimizer._losses],
+            "grad_norms": [float(norm) for norm in optimizer._grad_norms],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or not state_dict:
+            return
+        optimizer._losses = [torch.tensor(loss, device=optimizer.device) for loss in state_dict["losses"]]
+        optimizer._grad_norms = [torch.tensor(norm, device=optimizer.device) for norm in state_dict["grad_norms"]]
+
+
+def load_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """Put the trainer where the checkpoint in `folder` was written. Collective.
+
+    :raises InputError: it is of a run with another start model.
+    :raises RunError: it cannot be read.
+    """
+    told = _damage_on_any_rank(folder)
+    if told:
+        raise RunError(f"the checkpoint {folder} is damaged: {told[0]}")
+    _load(trainer, folder)
+
+
+def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
+    """Load the newest checkpoint of the run directory that is whole, if there is one, and return its step. Collective.
+
+    Newer ones that are not whole are kept under another name, and `warn` is told of each.
+
+    :raises InputError: it is of a run with another start model.
+    :raises RunError: there are checkpoints, but none can be read; it names the way on.
+    """
+    folder = Path(trainer.save_folder)
+    on_main_process(lambda: tidy(folder))
+    reasons: dict[Path, str] = {}
+    chosen = None
+    for path in on_main_process(lambda: candidates(folder)):
+        told = _damage_on_any_rank(path)
+        if not told:
+            chosen = path
+            break
+        reasons[path] = told[0]
+    if chosen is None:
+        if reasons:
+            raise RunError(
+                f"no checkpoint in {folder} can be gone on from: {'; '.join(reasons.values())}. Put back what was "
+                "there, or start afresh with another --output_dir or --overwrite_output_dir"
+            )
+        return None
+    _load(trainer, chosen)
+    for path, reason in reasons.items():
+        kept = on_main_process(lambda path=path: keep_aside(path))  # type: ignore[misc]
+        warn(
+            f"the checkpoint {path.name} is damaged: {reason}. Going on from {chosen.name}, the newest that is whole; "
+            f"the damaged one is kept as {kept}, to be looked at and removed"
+        )
+    return trainer.global_step
+
+
+def _load(trainer: Trainer, folder: Path) -> None:
+    try:
+        trainer.load_checkpoint(folder, load_trainer_state=True, load_optim_state=True)
+    except InputError:
+        raise
+    except Exception as error:
+        log.exception("the checkpoint cannot be read")
+        raise RunError(
+            f"the checkpoint {folder} cannot be read ({error}). Remove that folder to go on from the one before it, "
+            "or start afresh with another --output_dir or --overwrite_output_dir"
+        ) from error
+
+
+def _damage_on_any_rank(folder: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint: each is read by one rank, and all ranks return the same."""
+
+    def manifest_or_reason() -> Manifest | str:
+        try:
+            return read_manifest(folder)
+        except Damaged as error:
+            return str(error)
+
+    manifest = on_main_process(manifest_or_reason)
+    if isinstance(manifest, str):
+        return [manifest]
+    of_ranks: list[list[str]] = [[] for _ in range(get_world_size())]
+    dist.all_gather_object(of_ranks, damage(folder, manifest, share=get_rank(), num_shares=get_world_size()))
+    return [told for of_rank in of_ranks for told in of_rank]

@@ -1,0 +1,1 @@
+"""Nodes, places and processes: what Ray is asked for, and what ends with the run."""

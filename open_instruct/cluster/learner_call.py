@@ -1,0 +1,168 @@
+"""One call to all learners, and which of several failures is the one to report.
+
+Learners meet in collectives, so when one dies the others hang, or fail with words about a closed
+connection. What is reported is the rank that died, not those that missed it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.cluster.learner_host import HostFacts, on_their_nodes
+from open_instruct.errors import InputError, RunError
+from open_instruct.parallel import peers
+from open_instruct.parallel.peers import LOST_PEER_WORDS, Sign, Signs
+from open_instruct.parallel.processes import is_stopped
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+# After a first failure: how long another may take that explains it.
+CAUSE_TIMEOUT_S = 3.0
+# Between looks at what the learners tell of themselves while a call runs.
+LOOK_S = 5.0
+NODE_TIMEOUT_S = 10.0
+
+# What Ray's words for a lost actor come down to.
+REASONS = {
+    "running low on memory": "the machine ran out of memory, and Ray ended it",
+    "its node has died": "its node is gone",
+    "killed by `ray.kill`": "it was ended on purpose",
+    "connection error code 2": "its process was killed or crashed",
+}
+
+
+class LearnerLost(RunError):
+    """Learners died or do not answer, and the group must be restarted. `ranks` are those at fault."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.ranks)
+
+
+class LearnerCall:
+    """A method that every learner is running.
+
+    `facts` may be empty while processes are being started; `signs` are there once they have met.
+    """
+
+    def __init__(
+        self, what: str, refs: Sequence[ObjectRef], facts: Sequence[HostFacts], signs: Signs | None = None
+    ) -> None:
+        self._what = what
+        self._refs = list(refs)
+        self._facts = list(facts)
+        self._signs = signs
+
+    def result(self, timeout_s: float) -> list[Any]:
+        """What every learner returned, in rank order.
+
+        Raises:
+            LearnerLost: a learner died, is frozen, or its machine is silent, or some did not answer within `timeout_s`;
+                names the ranks.
+            Exception: as raised in a learner, InputError and RunError as they are.
+        """
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        results: dict[ObjectRef, Any] = {}
+        pending = self._refs
+        while pending:
+            left_s = max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
+            if not done:
+                if left_s <= LOOK_S:
+                    raise self._silent(pending, timeout_s)
+                self._raise_for_frozen()
+                continue
+            try:
+                results[done[0]] = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                self._raise_first_cause(done[0], error, pending)
+        return [results[ref] for ref in self._refs]
+
+    def _raise_first_cause(self, ref: ObjectRef, error: Exception, pending: list[ObjectRef]) -> None:
+        import ray
+
+        failures = [(ref, error)]
+        deadline = time.monotonic() + CAUSE_TIMEOUT_S
+        while pending and not _explains(failures[-1][1]) and time.monotonic() < deadline:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            for other in done:
+                try:
+                    ray.get(other)
+                except ray.exceptions.RayError as other_error:
+                    failures.append((other, other_error))
+        ref, error = min(failures, key=lambda failure: _distance_from_cause(failure[1]))
+        if isinstance(error, ray.exceptions.RayTaskError):
+            if isinstance(error.cause, InputError | RunError):
+                raise error.cause from None
+            raise error.cause from error  # whose text is the traceback over there
+        rank = self._refs.index(ref)
+        raise LearnerLost(f"{self._name(rank)} was lost during {self._what}: {reason_of_loss(error)}", [rank]) from None
+
+    def _raise_for_frozen(self) -> None:
+        """A step may take an hour; a process that does nothing at all is known sooner."""
+        losses: list[peers.Loss] = []
+        if self._signs is not None:
+            with suppress(RuntimeError):  # of the store
+                losses = self._signs.losses(silent_s=peers.SILENT_S)
+        if losses:
+            words = "; ".join(
+                f"{self._name(loss.sign.rank)} was lost during {self._what}, while {loss.sign.doing}: {loss.reason}"
+                for loss in losses
+            )
+            raise LearnerLost(words, [loss.sign.rank for loss in losses])
+
+    def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
+        ranks = [self._refs.index(ref) for ref in pending]
+        signs: list[Sign] = []
+        if self._signs is not None:
+            with suppress(RuntimeError):
+                signs = self._signs.look()
+        doing = {sign.rank: f", while {sign.doing}" for sign in signs}
+        names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
+        words = f"no answer to {self._what} within {timeout_s:g} s from {names}"
+        if not self._facts:
+            return LearnerLost(words, ranks)
+        states = on_their_nodes(is_stopped, [self._facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)
+        at_fault = [rank for rank, stopped in zip(ranks, states, strict=True) if stopped is not False]
+        for rank, stopped in zip(ranks, states, strict=True):
+            if stopped is not False:
+                state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
+                words += f"; {state.format(rank)}"
+        return LearnerLost(words, at_fault or ranks)
+
+    def _name(self, rank: int) -> str:
+        if not self._facts:
+            return f"learner rank {rank}"
+        return f"learner rank {rank} (node {self._facts[rank].address}, pid {self._facts[rank].pid})"
+
+
+def _explains(error: Exception) -> bool:
+    """Whether no other failure can be the cause of this one."""
+    return _distance_from_cause(error) == 0
+
+
+def _distance_from_cause(error: Exception) -> int:
+    cause = getattr(error, "cause", None)
+    if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
+        return 0
+    if any(words in str(cause) for words in LOST_PEER_WORDS):
+        return 2
+    return 1
+
+
+def reason_of_loss(error: Exception) -> str:
+    """The one thing to know out of the page that Ray has for a lost actor."""
+    text = str(error)
+    for words, reason in REASONS.items():
+        if words in text:
+            return reason
+    return text.strip().splitlines()[-1]

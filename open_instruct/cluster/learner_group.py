@@ -1,0 +1,170 @@
+"""The learners as the driver sees them: started together, called together, and made anew together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
+from open_instruct.cluster.learner_host import HostFacts, LearnerHost
+from open_instruct.cluster.placement import Placement, Say
+from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
+from open_instruct.parallel.peers import STORE_OF_LAUNCHER, Signs
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+__all__ = ["LearnerGroup", "LearnerLost"]
+
+START_TIMEOUT_S = 300.0
+
+
+class LearnerGroup:
+    """One actor for each learner, in rank order; Ray shows the actors under the name of the learners' class.
+
+    Every process gets what torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NUM_NODES,
+    FS_LOCAL_RANK, MASTER_ADDR, MASTER_PORT) before the class is imported there. On GPUs it sees those of all
+    learners of its node, so that LOCAL_RANK is the index of its own.
+    """
+
+    def __init__(
+        self,
+        learner_class: type,
+        placement: Placement,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        say: Say = lambda text: None,
+    ) -> None:
+        """Start the processes; they construct `learner_class(**arguments)` meanwhile, see `wait_ready`.
+
+        Args:
+            learner_class: importable by its name, and picklable; it knows nothing of Ray.
+            placement: its places for learners.
+            arguments: of the constructor, the same on every rank.
+            environment: variables for every process, over those that are set here.
+            say: is told of the progress while a restart waits for a node.
+
+        Raises:
+            LearnerLost: a process did not start.
+        """
+        self._learner_class = learner_class
+        self._placement = placement
+        self._arguments = dict(arguments or {})
+        self._environment = dict(environment or {})
+        self._say = say
+        self._actors: list[ActorHandle] = []
+        self._facts: list[HostFacts] = []
+        self._start()
+
+    def __len__(self) -> int:
+        return self._placement.shape.num_learners
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every learner is constructed; raises as `LearnerCall.result` does."""
+        self._construction.result(timeout_s)
+
+    def start(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None) -> LearnerCall:
+        """Have every learner begin `method(*args)`; with `per_rank`, `method(*args, per_rank[rank])`."""
+        assert per_rank is None or len(per_rank) == len(self)
+        refs: list[ObjectRef] = [
+            actor.call.remote(method, args if per_rank is None else (*args, per_rank[rank]))
+            for rank, actor in enumerate(self._actors)
+        ]
+        return self._watching(method, refs)
+
+    def call(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None, timeout_s: float) -> list[Any]:
+        """`start(...).result(timeout_s)`: what every learner returned, in rank order; raises as that does."""
+        return self.start(method, *args, per_rank=per_rank).result(timeout_s)
+
+    def check(self, timeout_s: float) -> None:
+        """Return once every learner has answered; raises as `LearnerCall.result` does."""
+        self._watching("health check", [actor.facts.remote() for actor in self._actors]).result(timeout_s)
+
+    def restart(self, *, timeout_s: float) -> None:
+        """End what is left of the learners and start new ones in the same places; see `wait_ready`.
+
+        Raises:
+            RunError: a node was lost, and none took its place within `timeout_s`.
+        """
+        self.shutdown()
+        self._placement.wait(timeout_s=timeout_s, say=self._say)
+        self._start()
+
+    def pids(self) -> list[int]:
+        """Process ids in rank order, each on its own node."""
+        return [facts.pid for facts in self._facts]
+
+    def shutdown(self) -> None:
+        """End the processes; frozen ones take Ray some seconds. Their places stay reserved."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self._facts = [], []
+
+    def _start(self) -> None:
+        import ray
+
+        # Ray knows an actor by the name of its class.
+        host: Any = ray.remote(type(self._learner_class.__name__, (LearnerHost,), {}))
+        ranks = range(len(self))
+        self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
+        self._signs: Signs | None = None
+        self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
+        self._meeting_point = MeetingPoint(self._placement.whereabouts().meeting_address())
+        self._signs = Signs(self._meeting_point.store, ranks)
+        refs: list[ObjectRef] = []
+        for rank, actor in enumerate(self._actors):
+            actor.set_environment.remote({**self._environment_of(rank), **self._environment})
+            refs.append(actor.construct.remote(self._learner_class, self._arguments))
+        self._construction = self._watching(f"construction of {self._learner_class.__name__}", refs)
+
+    def _environment_of(self, rank: int) -> dict[str, str]:
+        nodes = self._placement.shape.learners_per_node
+        node, local_rank = self._placement.node_and_local_rank(rank)
+        facts = self._facts[rank]
+        siblings = range(rank - local_rank, rank - local_rank + nodes[node])
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(nodes[node]),
+            "NUM_NODES": str(len(nodes)),
+            "FS_LOCAL_RANK": str(rank),
+            "TOKENIZERS_PARALLELISM": "false",
+            **self._meeting_point.environment,
+        }
+        if facts.interface is not None:
+            # gloo would take the address of the host's name, which on many a machine is 127.0.1.1.
+            environment.setdefault("GLOO_SOCKET_IFNAME", facts.interface)
+        if self._placement.on_gpus:
+            gpu_ids = [gpu_id for sibling in siblings for gpu_id in self._facts[sibling].gpu_ids]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            num_neighbours = sum(other.address == facts.address for other in self._facts)
+            environment["OMP_NUM_THREADS"] = str(max(1, facts.num_cores // num_neighbours))
+        return environment
+
+    def _watching(self, what: str, refs: list[ObjectRef]) -> LearnerCall:
+        return LearnerCall(what, refs, self._facts, self._signs)
+
+
+class MeetingPoint:
+    """The key-value store in the driver through which the ranks of a process group find each other."""
+
+    def __init__(self, host: str) -> None:
+        """Listen at the address `host` of this machine, and at no other."""
+        self.store = listen_at(host)
+        self.environment = {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(self.store.port),
+            STORE_OF_LAUNCHER: "True",  # every rank is a client of the store
+        }
+        if host == LOOPBACK:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                self.environment[variable] = os.environ.get(variable, LOOPBACK_INTERFACE)

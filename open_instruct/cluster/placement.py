@@ -1,0 +1,255 @@
+"""Where learners and engines run: placement groups for what was asked, and what is missing where they do not fit.
+
+One bundle holds all learners of a node, so they are on one node whatever Ray decides, and bundles go to
+different nodes in the order of `--num_learners_per_node`: ranks are node-major, and the sharding layout
+gets the node sizes as they are. Engines have a bundle each, wherever there is room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.cluster.addresses import Host, Whereabouts
+from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
+from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.wording import counted
+from open_instruct.records import ShardLayout
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+Say = Callable[[str], None]
+SECONDS_BETWEEN_REPORTS = 10.0
+
+
+def learner_layout(parallel: LearnerParallelSection) -> ShardLayout:
+    """The layout of the learners, from the flags alone.
+
+    Raises:
+        InputError: the sharding flags cannot work for `--num_learners_per_node`.
+    """
+    return layout_of(parallel, parallel.num_learners_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetShape:
+    """What a run asks of a cluster.
+
+    Example: `--num_learners_per_node 2 4 --vllm_num_engines 2` is `FleetShape(learners_per_node=(2, 4),
+    num_engines=2, devices_per_engine=1, shares_device=False)`.
+    """
+
+    learners_per_node: tuple[int, ...]
+    num_engines: int
+    devices_per_engine: int
+    shares_device: bool  # the one learner and the one engine have one device between them
+
+    @classmethod
+    def of(cls, fleet: FleetSection, parallel: LearnerParallelSection) -> FleetShape:
+        return cls(
+            learners_per_node=tuple(parallel.num_learners_per_node),
+            num_engines=fleet.vllm_num_engines,
+            devices_per_engine=fleet.vllm_tensor_parallel_size,
+            shares_device=parallel.single_gpu_mode,
+        )
+
+    @property
+    def num_learners(self) -> int:
+        return sum(self.learners_per_node)
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs, or CPU slots where there are none."""
+        return 1 if self.shares_device else self.num_learners + self.num_engines * self.devices_per_engine
+
+    @property
+    def num_cpu_slots(self) -> int:
+        """CPU slots that suffice with GPUs and without."""
+        return self.num_learners + self.num_engines * self.devices_per_engine
+
+    def text(self, device: str) -> str:
+        """In words: "nodes with 2 and 4 GPUs for learners, and 1 engine of 1 GPU"."""
+        if self.shares_device:
+            return f"1 {device} for learner and engine together"
+        engines = f"{counted(self.num_engines, 'engine')} of {counted(self.devices_per_engine, device)}"
+        return f"{_nodes_text(self.learners_per_node, device)} for learners, and {engines}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Reserved places. `shares_nodes`: what counts as several nodes is one machine."""
+
+    shape: FleetShape
+    on_gpus: bool
+    shares_nodes: bool
+    learner_bundles: PlacementGroup
+    engine_bundles: PlacementGroup
+
+    def whereabouts(self) -> Whereabouts:
+        """The hosts of this process and of all places."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        hosts = {node["NodeID"]: Host(node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in ray.nodes()}
+        learners, engines = (
+            frozenset(hosts[node] for node in placement_group_table(bundles)["bundles_to_node_id"].values())
+            for bundles in (self.learner_bundles, self.engine_bundles)
+        )
+        driver = hosts[ray.get_runtime_context().get_node_id()]
+        return Whereabouts(driver=driver, learners=learners, engines=engines)
+
+    def learner_options(self, rank: int) -> dict[str, Any]:
+        """For `.options(**…)` of the actor of a learner."""
+        node, _ = self.node_and_local_rank(rank)
+        return self._options(self.learner_bundles, node, num_devices=1)
+
+    def engine_options(self, index: int) -> dict[str, Any]:
+        """For `.options(**…)` of the actor of an engine; the same place every time it is started."""
+        bundle = 0 if self.shape.shares_device else index
+        return self._options(self.engine_bundles, bundle, num_devices=self.shape.devices_per_engine)
+
+    def node_and_local_rank(self, rank: int) -> tuple[int, int]:
+        """`(1, 0)` for rank 2 of nodes with 2 and 4 learners."""
+        for node, num_learners in enumerate(self.shape.learners_per_node):
+            if rank < num_learners:
+                return node, rank
+            rank -= num_learners
+        raise IndexError(rank)
+
+    def wait(self, *, timeout_s: float, say: Say) -> None:
+        """Return when every place is there, also after a node was lost.
+
+        Raises:
+            RunError: it took longer than `timeout_s`; says what was asked and what there is.
+        """
+        start = time.monotonic()
+        for bundles in (self.learner_bundles, self.engine_bundles):
+            while not bundles.wait(max(0.0, min(SECONDS_BETWEEN_REPORTS, start + timeout_s - time.monotonic()))):
+                waited_s = time.monotonic() - start
+                if waited_s >= timeout_s:
+                    raise RunError(
+                        f"{self._missing_text()} after {waited_s:.0f} s. Add nodes, ask for less, free what other "
+                        "runs hold, or raise --cluster_timeout_s"
+                    )
+                say(f"waiting for the cluster ({waited_s:.0f} of {timeout_s:.0f} s): {self._missing_text()}")
+
+    def release(self) -> None:
+        """Give the places back; actors in them end."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if ray.is_initialized():
+            for bundles in (self.learner_bundles, self.engine_bundles):
+                remove_placement_group(bundles)
+
+    def _options(self, bundles: PlacementGroup, index: int, *, num_devices: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        num_gpus = 0.5 if self.shape.shares_device else num_devices
+        return {
+            "num_cpus": 1 if self.on_gpus else num_devices,
+            "num_gpus": num_gpus if self.on_gpus else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=index),
+            # An actor that Ray starts again would be alone: its peers, or its weights, are gone.
+            "max_restarts": 0,
+        }
+
+    def _missing_text(self) -> str:
+        device = _device(self.on_gpus)
+        return f"asked: {self.shape.text(device)}; the cluster has {_cluster_text(device)}"
+
+
+def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool) -> Placement:
+    """Reserve places in the Ray cluster that this process is connected to.
+
+    Args:
+        shape: what is asked for; on GPUs where the cluster has any, else on CPU slots.
+        timeout_s: how long nodes may take to appear.
+        say: is told of the progress.
+        is_one_machine: no node will join. What cannot fit is refused at once, and without GPUs this
+            machine may stand for several nodes.
+
+    Raises:
+        InputError: this one machine has too little.
+        RunError: the cluster had too little until `timeout_s` passed; says what was asked and what there is.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+
+    on_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    shares_nodes = is_one_machine and not on_gpus and len(shape.learners_per_node) > 1
+    if is_one_machine:
+        _refuse_what_cannot_fit(shape, on_gpus)
+    if shares_nodes:
+        say(f"this machine stands for {len(shape.learners_per_node)} nodes of learners")
+
+    def bundle(num_devices: int, num_cpus: int) -> dict[str, float]:
+        return {"GPU": num_devices, "CPU": num_cpus} if on_gpus else {"CPU": num_cpus}
+
+    if shape.shares_device:
+        learner_bundles = engine_bundles = placement_group([bundle(1, 2)], strategy="PACK")
+    else:
+        learner_bundles = placement_group(
+            [bundle(num_learners, num_learners) for num_learners in shape.learners_per_node],
+            strategy="PACK" if shares_nodes else "STRICT_SPREAD",
+        )
+        num_devices = shape.devices_per_engine
+        engine_bundles = placement_group(
+            [bundle(num_devices, 1 if on_gpus else num_devices)] * shape.num_engines, strategy="PACK"
+        )
+    placement = Placement(
+        shape=shape,
+        on_gpus=on_gpus,
+        shares_nodes=shares_nodes,
+        learner_bundles=learner_bundles,
+        engine_bundles=engine_bundles,
+    )
+    try:
+        placement.wait(timeout_s=timeout_s, say=say)
+    except BaseException:
+        placement.release()
+        raise
+    return placement
+
+
+def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
+    import ray
+
+    device = _device(on_gpus)
+    num_devices = int(ray.cluster_resources().get("GPU" if on_gpus else "CPU", 0))
+    asked = f"asked: {shape.text(device)}"
+    ways = f"Ask for less{', use --single_gpu_mode' if num_devices == 1 else ''}, or join a cluster with --ray_address"
+    if shape.num_devices > num_devices:
+        raise InputError(f"{asked}; this machine has {counted(num_devices, device)}. {ways}")
+    if on_gpus and len(shape.learners_per_node) > 1:
+        raise InputError(f"{asked}; this machine is one node, with {counted(num_devices, device)}. {ways}")
+
+
+def _device(on_gpus: bool) -> str:
+    return "GPU" if on_gpus else "CPU slot"
+
+
+def _nodes_text(devices_per_node: tuple[int, ...], device: str) -> str:
+    """`(2, 4)` is "nodes with 2 and 4 GPUs"."""
+    if len(devices_per_node) == 1:
+        return f"a node with {counted(devices_per_node[0], device)}"
+    if len(set(devices_per_node)) == 1:
+        return f"{len(devices_per_node)} nodes with {counted(devices_per_node[0], device)} each"
+    return f"nodes with {', '.join(map(str, devices_per_node[:-1]))} and {devices_per_node[-1]} {device}s"
+
+
+def _cluster_text(device: str) -> str:
+    """What there is: "nodes with 2 and 4 GPUs, of which 3 are free"."""
+    import ray
+
+    resource = device.split()[0]
+    nodes = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    nodes = sorted(num_devices for num_devices in nodes if num_devices)
+    if not nodes:
+        return f"no {device}"
+    free = int(ray.available_resources().get(resource, 0))
+    return f"{_nodes_text(tuple(nodes), device)}, of which {free} {'is' if free == 1 else 'are'} free"

@@ -1,0 +1,252 @@
+"""The Ray cluster of a run: joined by its address and left running, or a local one that ends with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.cluster.placement import FleetShape, Placement, Say, place
+from open_instruct.cluster.watchdog import Watchdog
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.listening import LOOPBACK
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
+
+MAX_FOLDER_CHARACTERS = 26  # of the 107 that the path of a Unix socket may have; Ray adds over 60
+MAX_OBJECT_STORE_BYTES = 2 << 30  # batches of tokens pass through it, never weights
+MIN_OBJECT_STORE_BYTES = 96 << 20
+SHARE_OF_MEMORY = 0.05
+CONNECT_TIMEOUT_S = 10.0
+RAY_FOLDER = "r"
+TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A Ray cluster that this process is connected to."""
+
+    is_local: bool  # started here, for this run alone
+    timeout_s: float
+    say: Say
+
+    @contextlib.contextmanager
+    def placing(self, shape: FleetShape) -> Iterator[Placement]:
+        """Reserve places for learners and engines; see `place`. They are given back in the end."""
+        placement = place(shape, timeout_s=self.timeout_s, say=self.say, is_one_machine=self.is_local)
+        try:
+            yield placement
+        finally:
+            placement.release()
+
+
+@contextlib.contextmanager
+def start_cluster(
+    fleet: FleetSection, shape: FleetShape, *, say: Say, logs_folder: Path | None = None
+) -> Iterator[Cluster]:
+    """Join the cluster of `--ray_address`, or start a local one with room for `shape`.
+
+    Call it from the main thread: a local Ray ends with the thread that started it. Whatever ends the
+    driver, `kill -9` included, ends the local Ray with all its actors; nothing stays in shared memory or
+    on the disk but the workers' logs, in `logs_folder`. A cluster that was joined is left running.
+
+    Raises:
+        InputError: there is no cluster at the address, or the dashboard cannot be started.
+        RunError: the local Ray did not start.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # When a learner dies, the failures of its peers are never asked for.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    if fleet.ray_address is not None:
+        _join(fleet.ray_address)
+        say(f"joined Ray at {fleet.ray_address}")
+        try:
+            yield Cluster(is_local=False, timeout_s=fleet.cluster_timeout_s, say=say)
+        finally:
+            _disconnect()
+        return
+    with _local(fleet, shape, logs_folder):
+        say("started a local Ray")
+        _check_loopback(say)
+        yield Cluster(is_local=True, timeout_s=fleet.cluster_timeout_s, say=say)
+
+
+def _join(address: str) -> None:
+    if address != "auto":
+        _check_address(address)
+    if token := _given_token():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # else Ray does not show it
+    import ray
+
+    try:
+        with _keeping_sigterm():
+            ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+        way = "start one with `ray start --head`, or leave the flag out for a local one"
+        said = _first_line(error)
+        if isinstance(error, ray.exceptions.AuthenticationError) or said.startswith("Failed to connect"):
+            said = (
+                "what answers there does not let this process in. If the cluster has a token, give it here too, as "
+                f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: {token or 'none'})"
+            )
+            way = f"if it is no cluster, {way}"
+        raise InputError(f"--ray_address {address}: {said}; {way}") from error
+
+
+def _given_token() -> str | None:
+    """Where a token for Ray comes from, in Ray's own order; None where there is none."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        if os.environ.get(name):
+            return name
+    home = Path.home() / ".ray" / "auth_token"
+    return str(home) if home.exists() else None
+
+
+def _check_address(address: str) -> None:
+    # Ray itself would try for two minutes, and then end the process.
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not (host and colon and port.isdecimal()):
+        raise InputError(f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this command too")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise InputError(
+            f"--ray_address {address}: nothing answers there ({error}); start a cluster with `ray start --head`, or "
+            "leave the flag out for a local one"
+        ) from error
+
+
+@contextlib.contextmanager
+def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> Iterator[None]:
+    folder = short_folder()
+    watchdog = Watchdog(folder, logs_folder=logs_folder)
+    try:
+        with _own_token(folder):
+            with watchdog.marking():
+                _start(fleet, shape, folder / RAY_FOLDER)
+            try:
+                yield
+            finally:
+                _disconnect()
+    finally:
+        watchdog.finish()
+
+
+@contextlib.contextmanager
+def _own_token(folder: Path) -> Iterator[None]:
+    """Who talks to the run's Ray must have read a file in `folder`, which none but this user can."""
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(_token())
+    before = {name: os.environ.pop(name, None) for name in TOKEN_VARIABLES}
+    # Without these Ray takes the user's token, or leaves one in the home folder that others can read.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@functools.cache
+def _token() -> str:
+    """One for this process: Ray reads its token once."""
+    return secrets.token_hex(32)
+
+
+def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> None:
+    # Ray takes its node's outward address for the loopback one, and then listens on every interface, unless
+    # this says that there is to be no cluster of several machines. It is read when Ray is imported.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray
+
+    dashboard: dict[str, Any] = {"include_dashboard": False}
+    if fleet.ray_dashboard_host is not None:
+        dashboard = {"include_dashboard": True, "dashboard_host": fleet.ray_dashboard_host}
+    try:
+        with _keeping_sigterm():
+            ray.init(
+                address="local",  # whatever RAY_ADDRESS says
+                # Slots, not cores: what is asked for must fit on a laptop too.
+                num_cpus=max(shape.num_cpu_slots, os.cpu_count() or 1),
+                log_to_driver=False,
+                configure_logging=False,
+                job_config=_imports(),
+                object_store_memory=_object_store_bytes(),
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder),
+                **dashboard,
+            )
+    except Exception as error:
+        if fleet.ray_dashboard_host is not None:
+            raise InputError(
+                f"--ray_dashboard_host {fleet.ray_dashboard_host}: Ray did not start with its dashboard "
+                f"({_first_line(error)}); it needs `pip install 'ray[default]'`, or leave the flag out"
+            ) from error
+        raise RunError(f"the local Ray did not start: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Ray would end the process at SIGTERM; what happens then is the run's to say."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None:  # one that was not set from Python
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _imports() -> JobConfig:
+    """Actors find this package where the driver found it, and nothing in the working folder.
+
+    Ray puts that folder first on the path of every actor, where a file of the user's would shadow a library; it has no
+    public way to say otherwise.
+    """
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job=True, _py_driver_sys_path=[str(Path(__file__).resolve().parents[2])])
+
+
+def _check_loopback(say: Say) -> None:
+    import ray
+
+    addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
+    if addresses != {LOOPBACK}:
+        say(f"warning: Ray had been imported before it was told to stay on {LOOPBACK}; it listens on all interfaces")
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def short_folder() -> Path:
+    """A new temporary folder for this user alone, in whose path there is room for the names of Ray's sockets.
+
+    Ray opens its own folder to all users; where that lies within this one, they cannot reach it.
+    """
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) <= MAX_FOLDER_CHARACTERS else "/tmp"))
+
+
+def _object_store_bytes() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(MIN_OBJECT_STORE_BYTES, min(MAX_OBJECT_STORE_BYTES, int(memory * SHARE_OF_MEMORY)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,85 @@
+"""An engine in a Ray actor, and the driver's handle on it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from open_instruct.cluster.learner_call import reason_of_loss
+from open_instruct.cluster.placement import Placement
+from open_instruct.cluster.watchdog import FOLDER_VARIABLE
+from open_instruct.engines.requests import EngineSettings
+from open_instruct.errors import InputError, RunError
+
+MAX_CONCURRENCY = 32  # calls that wait for completions must not keep others out
+
+
+class EngineHost:
+    """What Ray runs. The environment comes before vLLM is imported."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+
+    def construct(self, environment: Mapping[str, str], settings: EngineSettings) -> None:
+        os.environ.update(environment)
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            tempfile.tempdir = os.environ["TMPDIR"] = folder  # vLLM leaves files there when it is killed
+        from open_instruct.engines.engine import Engine
+
+        self._engine = Engine(settings)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self._engine, method)(*args)
+
+
+class RayEngine:
+    """An `EngineHandle` on an engine of the cluster. Its process starts at once; see `wait_ready`."""
+
+    def __init__(
+        self, index: int, settings: EngineSettings, placement: Placement, *, environment: Mapping[str, str]
+    ) -> None:
+        import ray
+
+        self.index = index
+        host: Any = ray.remote(type("VLLMEngine", (EngineHost,), {}))
+        self._actor = host.options(**placement.engine_options(index), max_concurrency=MAX_CONCURRENCY).remote()
+        self._construction = self._actor.construct.remote(dict(environment), settings)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when the engine is constructed.
+
+        Raises:
+            RunError: it could not be, or not within `timeout_s`.
+        """
+        self._get(self._construction, "construction", timeout_s)
+
+    def tell(self, method: str, *args: Any) -> None:
+        self._actor.call.remote(method, args)
+
+    def ask(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return self._get(self._actor.call.remote(method, args), method, timeout_s)
+
+    def kill(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+    def _get(self, ref: Any, what: str, timeout_s: float) -> Any:
+        import ray
+
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise RunError(f"engine {self.index} did not answer to {what} within {timeout_s:g} s") from None
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, InputError):
+                raise error.cause from None
+            words = f"{type(error.cause).__name__}: {error.cause}" if error.cause is not None else str(error)
+            if isinstance(error.cause, RunError):
+                words = str(error.cause)
+            raise RunError(f"engine {self.index}, {what}: {' '.join(words.split())}") from error
+        except ray.exceptions.RayError as error:
+            raise RunError(f"engine {self.index} was lost during {what}: {reason_of_loss(error)}") from None

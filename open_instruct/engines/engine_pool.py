@@ -1,0 +1,298 @@
+"""All engines as one: requests go to the least busy, and those of an engine that died are asked again.
+
+Every request has a key of the pool's own, for request ids come again after a restart of the learners. A completion is
+handed out once: what an engine that was given up still says is not listened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from open_instruct.engines.answers import EngineAnswers
+from open_instruct.engines.futures import settle
+from open_instruct.engines.requests import GenerationRequest
+from open_instruct.errors import RunError
+from open_instruct.records import Completion
+
+log = logging.getLogger(__name__)
+
+POLL_WAIT_S = 1.0
+END_TIMEOUT_S = 10.0
+
+
+class EngineHandle(Protocol):
+    """One engine, wherever it runs."""
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Have it run a method, and do not wait."""
+
+    def ask(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """What a method returns.
+
+        Raises:
+            RunError: the engine failed, died, or did not answer in time.
+        """
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    request: GenerationRequest
+    future: Future[Completion] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class _Member:
+    """An engine with the requests that are with it. Guarded by the pool's lock."""
+
+    handle: EngineHandle
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    is_alive: bool = True
+
+
+class EnginePool:
+    """Engines that are asked together. Thread-safe; usable once constructed, and until `close`.
+
+    Args:
+        engines: by index, each constructed.
+        make_engine: builds the engine of an index anew; blocks until it is constructed.
+        on_restart: brings a new engine to the weights of the others; it gets no request before that.
+        timeout_s: how long an engine may take to answer, or one step of it may last.
+        max_restarts: engines that may be started again, all in all.
+        say: is told of engines that died.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineHandle],
+        *,
+        make_engine: Callable[[int], EngineHandle],
+        on_restart: Callable[[int], None],
+        timeout_s: float,
+        max_restarts: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._make_engine = make_engine
+        self._on_restart = on_restart
+        self._timeout_s = timeout_s
+        self._max_restarts = max_restarts
+        self._say = say
+        self._lock = threading.RLock()
+        self._keys = itertools.count()
+        self._members = [_Member(handle) for handle in engines]
+        self._homeless: dict[int, _Asked] = {}  # asked while no engine lived
+        self._num_restarts = 0
+        self._failure: RunError | None = None
+        self._is_closed = False
+        self._callers = ThreadPoolExecutor(len(engines), thread_name_prefix="engines")
+        for index in range(len(engines)):
+            threading.Thread(target=self._watch, args=(index,), name=f"engine-{index}", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    # Completions
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """Ask; a future that is cancelled is given up. It fails with a RunError alone."""
+        asked = _Asked(request)
+        with self._lock:
+            key = next(self._keys)
+            if self._failure is not None:
+                asked.future.set_exception(self._failure)
+            else:
+                self._send({key: asked})
+        asked.future.add_done_callback(partial(self._forget_cancelled, key))
+        return asked.future
+
+    def num_in_flight(self) -> int:
+        with self._lock:
+            return len(self._homeless) + sum(len(member.asked) for member in self._members)
+
+    # All engines at once
+
+    def call_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """What `method` returns, by engine.
+
+        Raises:
+            RunError: of the first engine that failed; the others have ended too.
+        """
+        return self.results(self.start_all(method, *args, timeout_s=timeout_s))
+
+    def start_all(self, method: str, *args: Any, timeout_s: float) -> list[Future[Any]]:
+        """Have every engine begin `method(*args)`."""
+        return self.start_each(method, [args] * len(self), timeout_s=timeout_s)
+
+    def start_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float) -> list[Future[Any]]:
+        """Have engine i begin `method(*args[i])`."""
+        return [
+            self._callers.submit(member.handle.ask, method, *own, timeout_s=timeout_s)
+            for member, own in zip(self._members, args, strict=True)
+        ]
+
+    @staticmethod
+    def results(calls: Sequence[Future[Any]]) -> list[Any]:
+        """What every engine returned; raises as `call_all` does, once all have ended."""
+        errors = [error for call in calls if (error := call.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [call.result() for call in calls]
+
+    def pids(self) -> list[int]:
+        """Process ids, by engine; those that do not answer are left out."""
+        calls = self.start_all("health", timeout_s=self._timeout_s)
+        return [call.result().pid for call in calls if call.exception() is None]
+
+    def silent(self) -> set[int]:
+        """Which engines do not answer, because they died or failed."""
+        calls = self.start_all("health", timeout_s=self._timeout_s)
+        return {index for index, call in enumerate(calls) if call.exception() is not None}
+
+    def fail_waiting(self, failure: RunError) -> None:
+        """Fail all completions that are waited for now; those asked for later come as ever."""
+        with self._lock:
+            for member in self._members:
+                if member.is_alive:
+                    member.handle.tell("cancel", list(member.asked))
+            left = self._take_all()
+        for each in left:
+            settle(each.future, failure)
+
+    def close(self) -> None:
+        """End the engines; whoever waits for a completion gets a RunError."""
+        with self._lock:
+            self._is_closed = True
+            self._fail(RunError("the engines were shut down"))
+        with ThreadPoolExecutor(len(self._members), thread_name_prefix="ends") as enders:
+            for member in self._members:
+                enders.submit(_end, member.handle)
+        self._callers.shutdown(wait=False, cancel_futures=True)
+
+    # With the lock held
+
+    def _send(self, asked: dict[int, _Asked]) -> None:
+        alive = [member for member in self._members if member.is_alive]
+        if not alive:
+            self._homeless |= asked
+            return
+        for key, each in asked.items():
+            member = min(alive, key=lambda member: len(member.asked))
+            member.asked[key] = each
+            member.handle.tell("begin", {key: each.request})
+
+    def _fail(self, failure: RunError) -> None:
+        self._failure = self._failure or failure
+        for each in self._take_all():
+            settle(each.future, failure)
+
+    def _take_all(self) -> list[_Asked]:
+        left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]
+        self._homeless = {}
+        for member in self._members:
+            member.asked = {}
+        return left
+
+    def _forget_cancelled(self, key: int, future: Future[Completion]) -> None:
+        if not future.cancelled():
+            return
+        with self._lock:
+            self._homeless.pop(key, None)
+            for member in self._members:
+                if member.asked.pop(key, None) is not None and member.is_alive:
+                    member.handle.tell("cancel", [key])
+
+    # A thread of each engine's
+
+    def _watch(self, index: int) -> None:
+        is_there = True
+        while is_there and not self._is_closed:
+            member = self._members[index]
+            try:
+                timeout_s = POLL_WAIT_S + self._timeout_s
+                answers: EngineAnswers = member.handle.ask("poll", POLL_WAIT_S, timeout_s=timeout_s)
+                if answers.health.seconds_in_step > self._timeout_s:
+                    raise RunError(f"engine {index} has been in one step for {answers.health.seconds_in_step:.0f} s")
+                self._take(member, answers)
+            except RunError as error:
+                is_there = self._restarted(index, error)
+            except Exception as error:
+                is_there = self._restarted(index, _unexpected(error, f"engine {index} could not be asked"))
+
+    def _take(self, member: _Member, answers: EngineAnswers) -> None:
+        with self._lock:
+            done = [(member.asked.pop(key, None), completion) for key, completion in answers.completions.items()]
+            refused = [(member.asked.pop(key, None), reason) for key, reason in answers.refused.items()]
+        # Outside the lock: what hangs on a future may ask again.
+        for each, completion in done:
+            if each is not None:
+                settle(each.future, completion)
+        for each, reason in refused:
+            if each is not None:
+                settle(each.future, RunError(f"request {each.request.request_id} cannot be generated: {reason}"))
+
+    def _restarted(self, index: int, error: RunError) -> bool:
+        """Start the engine anew, and ask its requests again. Returns whether there is an engine to go on with."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            member = self._members[index]
+            member.is_alive = False
+            left, member.asked = member.asked, {}
+            self._num_restarts += 1
+            is_last = self._num_restarts > self._max_restarts
+        member.handle.kill()
+        if is_last:
+            with self._lock:
+                self._homeless |= left
+                self._fail(
+                    RunError(
+                        f"{error}. That was one more than --max_restarts {self._max_restarts}; give the same command "
+                        "again to go on from the last checkpoint"
+                    )
+                )
+            return False
+        self._say(f"{error}; starting it again ({self._num_restarts} of {self._max_restarts} restarts)")
+        with self._lock:
+            self._send(left)  # the others have room meanwhile
+        try:
+            handle = self._make_engine(index)
+            with self._lock:
+                # Not alive yet: it holds the start model until it was brought the weights of the others.
+                self._members[index] = member = _Member(handle, is_alive=False)
+                if self._is_closed:
+                    handle.kill()
+                    return False
+            self._on_restart(index)
+        except RunError as again:
+            log.warning("engine %d could not be started again: %s", index, again)
+            return self._restarted(index, again)
+        except Exception as again:
+            return self._restarted(index, _unexpected(again, f"engine {index} could not be started again"))
+        with self._lock:
+            member.is_alive = True
+            waiting, self._homeless = self._homeless, {}
+            self._send(waiting)
+        return True
+
+
+def _end(handle: EngineHandle) -> None:
+    """Kill it, once it has put away what would outlive it; vLLM's workers and their shared memory would."""
+    with contextlib.suppress(RunError):
+        handle.ask("shutdown", timeout_s=END_TIMEOUT_S)
+    handle.kill()
+
+
+def _unexpected(error: Exception, what_failed: str) -> RunError:
+    """In the place of an error that is no RunError, and so is ours: the log gets its traceback."""
+    log.exception(what_failed)
+    return RunError(f"{what_failed}: {error}")

@@ -1,0 +1,180 @@
+"""vLLM as an engine's core. Nothing else of the package knows vLLM, save what receives its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from open_instruct.engines.requests import EngineSettings, GenerationRequest
+from open_instruct.errors import InputError
+from open_instruct.parallel.listening import LOOPBACK
+from open_instruct.records import Completion
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, SamplingParams
+
+WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
+# vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
+CPU_KV_CACHE_BYTES = 256 << 20
+CPU_TOKENS_OF_A_STEP = 4096
+
+
+def engine_environment(on_cuda: bool) -> dict[str, str]:
+    """Variables that must be set in an engine's process before vLLM is imported there."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the loop that steps is ours
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_HOST_IP": LOOPBACK,  # an engine is on one node
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not on_cuda:
+        environment |= {
+            "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than it gains, and wants g++
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine takes the same cores
+        }
+    return environment
+
+
+class VLLMCore:
+    """vLLM's `LLMEngine`, in this process (and one more process for each further GPU of a tensor-parallel engine).
+
+    Args:
+        settings: of the model and of vLLM.
+        weight_receiver: class, by its dotted name, that vLLM adds to its workers; see `WeightReceiver`.
+
+    Raises:
+        InputError: the key-value cache is too small.
+    """
+
+    def __init__(self, settings: EngineSettings, *, weight_receiver: str = WEIGHT_RECEIVER) -> None:
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        on_cuda = torch.cuda.is_available()
+        kv_cache_bytes = settings.kv_cache_bytes
+        if kv_cache_bytes is None and not on_cuda:
+            kv_cache_bytes = CPU_KV_CACHE_BYTES
+        self._max_model_len = settings.max_model_len
+        self._stop_token_ids = list(settings.stop_token_ids)
+        arguments = EngineArgs(
+            model=settings.model_folder,
+            tokenizer=settings.tokenizer_folder,
+            load_format="safetensors",
+            dtype=settings.dtype,
+            seed=settings.seed,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            # Named, or vLLM would start actors of its own where it finds Ray.
+            distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_bytes,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
+            # request's generator, which a CPU's cannot.
+            enable_chunked_prefill=None if on_cuda else False,
+            max_num_batched_tokens=None if on_cuda else max(CPU_TOKENS_OF_A_STEP, settings.max_model_len),
+            enforce_eager=settings.enforce_eager or not on_cuda,
+            # A step that is on its way while weights change would make tokens of neither version.
+            async_scheduling=False,
+            # Of the distribution that was sampled from: after the temperature.
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=weight_receiver,
+            disable_log_stats=True,
+        )
+        try:
+            self._engine = LLMEngine.from_engine_args(arguments)
+        except ValueError as error:
+            if "KV cache" not in str(error):
+                raise
+            flag = "--vllm_kv_cache_mib" if kv_cache_bytes is not None else "--vllm_gpu_memory_utilization"
+            raise InputError(
+                f"the keys and values of one completion, {settings.max_model_len} tokens with its prompt, do not fit "
+                f"into an engine's cache: raise {flag}, or lower --response_length or --max_prompt_token_length"
+            ) from error
+        self._tokenizer: Any = self._engine.get_tokenizer()
+        self._seeds: dict[str, int] = {}
+        self._engine.set_weight_version("0")
+
+    def add(self, key: str, request: GenerationRequest) -> None:
+        room = self._max_model_len - request.sampling.max_tokens
+        if not 1 <= len(request.prompt_token_ids) <= room:
+            raise ValueError(
+                f"the prompt has {len(request.prompt_token_ids)} tokens, and a completion of "
+                f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's {self._max_model_len}"
+            )
+        self._engine.add_request(key, {"prompt_token_ids": list(request.prompt_token_ids)}, self._params_of(request))
+        self._seeds[key] = request.seed
+
+    def abort(self, key: str) -> None:
+        self._engine.abort_request([key])
+        self._seeds.pop(key, None)
+
+    def step(self) -> Mapping[str, Completion]:
+        outputs: list[Any] = self._engine.step()
+        return {
+            output.request_id: self._completion_of(output.outputs[0], seed=self._seeds.pop(output.request_id))
+            for output in outputs
+        }
+
+    def call_workers(self, method: str, *args: Any) -> None:
+        self._engine.collective_rpc(method, args=args)
+
+    def weights_changed(self, version: int) -> None:
+        # Running requests go back to the queue with their tokens: their keys and values are of the old weights too.
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.set_weight_version(str(version))
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _params_of(self, request: GenerationRequest) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=request.seed,
+            stop=list(sampling.stop_strings),
+            stop_token_ids=self._stop_token_ids,
+            include_stop_str_in_output=True,  # the text is what the tokens say
+            detokenize=bool(sampling.stop_strings),  # token by token only where it must be looked at
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion_of(self, output: CompletionOutput, *, seed: int) -> Completion:
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a completion with {output.finish_reason!r}")
+        finish_reason: Literal["stop", "length"] = "length" if output.finish_reason == "length" else "stop"
+        logprobs: Any = output.logprobs
+        spans = output.weight_versions or []
+        return Completion(
+            token_ids=tuple(output.token_ids),
+            logprobs=tuple(logprobs.logprobs),
+            versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
+            text=self._text_of(output),
+            finish_reason=finish_reason,
+            seed=seed,
+        )
+
+    def _text_of(self, output: CompletionOutput) -> str:
+        token_ids = list(output.token_ids)
+        if isinstance(output.stop_reason, str):
+            # vLLM's own text has some of the prompt in front where that ends within a character.
+            before, stop_string, _ = self._decode(token_ids).partition(output.stop_reason)
+            return before + stop_string  # which may end within a token
+        if output.finish_reason == "stop":
+            token_ids.pop()
+        return self._decode(token_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text

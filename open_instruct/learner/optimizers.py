@@ -1,0 +1,74 @@
+"""Optimizers and learning-rate schedules, from flags to OLMo-core configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from olmo_core.optim import (
+    AdamWConfig,
+    ConstantWithWarmup,
+    CosWithWarmup,
+    LinearWithWarmup,
+    OptimConfig,
+    OptimGroupOverride,
+    SkipStepAdamWConfig,
+)
+from olmo_core.optim.scheduler import Scheduler
+
+from open_instruct.config.sections import OptimizerSection
+from open_instruct.learner.muon import MuonWithAdamW
+
+# Patterns of parameter names that are never decayed.
+NOT_DECAYED = ["embeddings.*", "*norm.weight"]
+
+
+@dataclass
+class MuonWithAdamWConfig(OptimConfig[MuonWithAdamW]):
+    """Muon on the matrices of the blocks, AdamW on everything else."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+
+    @classmethod
+    def optimizer(cls) -> type[MuonWithAdamW]:
+        return MuonWithAdamW
+
+    def build_groups(self, model: torch.nn.Module, strict: bool = True) -> list[dict[str, Any]]:
+        del strict
+        matrices: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for name, parameter in model.named_parameters():
+            is_matrix = parameter.ndim == 2 and ".blocks." in f".{name}"
+            (matrices if is_matrix else others).append(parameter)
+        return [
+            {"params": matrices, "use_muon": True},
+            {"params": others, "use_muon": False, "weight_decay": 0.0},
+        ]
+
+
+def build_optimizer_config(optim: OptimizerSection, *, device: torch.device) -> OptimConfig[Any]:
+    """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA."""
+    betas = (optim.adam_beta1, optim.adam_beta2)
+    common: dict[str, Any] = {"lr": optim.learning_rate, "betas": betas, "weight_decay": optim.weight_decay}
+    if optim.optimizer == "muon":
+        return MuonWithAdamWConfig(**common)
+    if optim.weight_decay > 0:
+        common["group_overrides"] = [OptimGroupOverride(params=NOT_DECAYED, opts={"weight_decay": 0.0})]
+    if optim.optimizer == "skip_step_adamw":
+        return SkipStepAdamWConfig(**common)
+    return AdamWConfig(fused=device.type == "cuda", **common)
+
+
+def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
+    """Warm-up, then the shape asked for, over `num_steps` optimizer steps.
+
+    The schedule ends one step after the last, so that the last step still learns something.
+    """
+    num_warmup_steps = round(optim.warmup_ratio * num_steps)
+    if optim.lr_scheduler_type == "constant":
+        return ConstantWithWarmup(warmup=num_warmup_steps)
+    shape = LinearWithWarmup if optim.lr_scheduler_type == "linear" else CosWithWarmup
+    return shape(warmup=num_warmup_steps, alpha_f=0.0, t_max=num_steps + 1)

@@ -1,0 +1,73 @@
+"""From a checkpoint on disk to a sharded train module with its weights in place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.replica import build_replica
+from open_instruct.learner.train_module import ObjectiveTrainModule
+from open_instruct.models.load import stream_load
+from open_instruct.parallel.data_parallel import (
+    build_context_parallel_config,
+    build_data_parallel_config,
+    build_tensor_parallel_config,
+)
+from open_instruct.parallel.peers import doing
+from open_instruct.parallel.wording import counted
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
+
+TrainModuleT = TypeVar("TrainModuleT", bound=ObjectiveTrainModule)
+
+
+def build_policy(
+    train_module: type[TrainModuleT],
+    pretrained: Pretrained,
+    *,
+    run: Run,
+    config: Any,
+    num_steps: int,
+    **own: Any,
+) -> TrainModuleT:
+    """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards.
+
+    `config` has the sections model, data, optim and memory; `own` are the arguments that `train_module`
+    adds to OLMo-core's.
+    """
+    doing("loading the start model")
+    model, optim, memory = config.model, config.optim, config.memory
+    max_seq_length = config.data.max_seq_length
+    transformer = pretrained.build(init_device=model.init_device)
+    checkpointing, warnings = build_activation_checkpointing(memory, model=transformer, device=run.process.device)
+    for warning in warnings:
+        run.console.warn(warning)
+    # FSDP gathers in the dtype that is computed in; on a single device a copy computes.
+    has_copy = run.layout.single_device and model.param_dtype != "float32"
+    module = train_module(
+        model=transformer,
+        optim=build_optimizer_config(optim, device=run.process.device),
+        scheduler=build_scheduler(optim, num_steps=num_steps),
+        rank_microbatch_size=max_seq_length,
+        max_sequence_length=max_seq_length,
+        compile_model=memory.compiles and not has_copy,
+        dp_config=build_data_parallel_config(run.layout, param_dtype=model.param_dtype),
+        tp_config=build_tensor_parallel_config(run.layout),
+        cp_config=build_context_parallel_config(run.layout),
+        ac_config=None if has_copy else checkpointing,
+        # Infinity clips nothing and still measures the norm.
+        max_grad_norm=optim.max_grad_norm or math.inf,
+        device=run.process.device,
+        **own,
+    )
+    if has_copy:
+        module.compute_with(build_replica(pretrained, run=run, config=config, checkpointing=checkpointing))
+    report = stream_load(module.model, pretrained.files, pretrained.names)
+    module.refresh_copy()
+    run.console.say(
+        f"loaded {counted(report.num_tensors, 'tensor')} ({module.model.num_params / 1e6:,.1f}M parameters) "
+        f"in {report.wall_time_s:.1f} s"
+    )
+    return module

@@ -1,0 +1,44 @@
+"""The start model once more beside the policy: sharded as it is, without weights and without an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from olmo_core.distributed.parallel import get_world_mesh
+from olmo_core.nn.transformer import Transformer
+from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
+from olmo_core.train.train_module.transformer.common import parallelize_model
+
+from open_instruct.parallel.data_parallel import (
+    build_context_parallel_config,
+    build_data_parallel_config,
+    build_tensor_parallel_config,
+)
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
+
+
+def build_replica(
+    pretrained: Pretrained,
+    *,
+    run: Run,
+    config: Any,
+    checkpointing: TransformerActivationCheckpointingConfig | None = None,
+) -> Transformer:
+    """The model under the policy's own mesh, which must be there; on a single device in the dtype it computes in."""
+    model = pretrained.build(init_device=config.model.init_device)
+    if run.layout.single_device:
+        model = model.to(getattr(torch, config.model.param_dtype))
+    return parallelize_model(
+        model,
+        world_mesh=get_world_mesh(),
+        device=run.process.device,
+        max_sequence_length=config.data.max_seq_length,
+        rank_microbatch_size=config.data.max_seq_length,
+        compile_model=config.memory.compiles,
+        dp_config=build_data_parallel_config(run.layout, param_dtype=config.model.param_dtype),
+        tp_config=build_tensor_parallel_config(run.layout),
+        cp_config=build_context_parallel_config(run.layout),
+        ac_config=checkpointing,
+    )

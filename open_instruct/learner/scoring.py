@@ -1,0 +1,68 @@
+"""Log-probs of a data set's replies under a sharded model as it is.
+
+Legend: N rows that are asked for, D documents of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.learner.forward import sequence_logprobs
+from open_instruct.learner.train_module import ObjectiveTrainModule
+from open_instruct.models.shards import reshard
+from open_instruct.packing.steps import BatchShape, step_batch
+from open_instruct.parallel.peers import doing
+from open_instruct.run.console import Console
+
+
+class Scorer:
+    """Scores rows by the forward pass that trains them, cut into steps as in training.
+
+    Every data-parallel rank calls `score` together and gets the same array.
+    """
+
+    def __init__(self, policy: ObjectiveTrainModule, *, shape: BatchShape, console: Console) -> None:
+        self.model = policy.computing_model
+        self.dp_group = policy.dp_process_group
+        self.device = policy.device
+        self.shape = shape
+        self.console = console
+
+    @torch.no_grad()
+    def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
+        """Sums over the replies of each document of `rows`: float32 array (N, D); of a pair, chosen then rejected."""
+        doing(f"scoring rows ({title})")
+        rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
+        # Rows of like length share a step, so that padding and waiting are short.
+        order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
+        position_of = {rows[j]: j for j in range(len(rows))}
+        num_documents = dataset.documents_per_row
+        values_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=self.device)
+        num_rows_per_step = self.shape.max_samples_per_rank * num_ranks
+        was_training = self.model.training
+        self.model.eval()
+        with self.console.counting(title) as on_progress:
+            for start in range(0, len(order), num_rows_per_step):
+                indices = [rows[j] for j in order[start : start + num_rows_per_step]]
+                step = step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
+                for batch in step.microbatches:
+                    logprobs = sequence_logprobs(self.model, batch.packed, device=self.device)
+                    positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
+                    values_ND[positions.to(self.device)] = logprobs.sums_S.view(num_documents, -1).T.float()
+                on_progress(min(start + num_rows_per_step, len(order)), len(order))
+        if num_ranks > 1:
+            # Each row was computed on one rank and is zero on the others.
+            dist.all_reduce(values_ND, group=self.dp_group)
+        # A forward pass without a backward leaves FSDP's root parameters gathered.
+        reshard(self.model)
+        self.model.train(was_training)
+        return values_ND.cpu().numpy()
+
+    def score_all(self, dataset: TokenDataset, *, title: str) -> np.ndarray:
+        """`score` of every row."""
+        return self.score(dataset, range(len(dataset)), title=title)

@@ -1,0 +1,308 @@
+"""OLMo-core's train module, given an objective: forward, backward and update over microbatches of packed documents."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from olmo_core.distributed.utils import get_world_size
+from olmo_core.nn.transformer import Transformer
+from olmo_core.optim import SkipStepOptimizer
+from olmo_core.train.train_module import TransformerTrainModule
+from torch.distributed.checkpoint.metadata import Metadata
+
+from open_instruct.checkpoints.resume import last_checkpoint
+from open_instruct.errors import RunError
+from open_instruct.learner.cast_copy import CastCopy
+from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.reference_policy import Reference
+from open_instruct.models.context_parallel import context_of
+from open_instruct.models.segments import segments_of
+from open_instruct.models.shards import reshard
+from open_instruct.objectives.objective import BoundLoss, LossOutputs
+from open_instruct.parallel.reduce import reduce_metrics
+from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
+
+log = logging.getLogger(__name__)
+
+GIB = 1024**3
+GRAD_NORM = "grad_norm"
+# A skip-step optimizer leaves out a step whose gradient is not finite. More than so many in a row are no outliers.
+MAX_LEFT_OUT = 10
+
+
+class WeightedSums:
+    """Metrics gathered over microbatches without a device sync: means by (sum of value x weight, sum of weight)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = {}
+        self._others: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            if metric.reduction == "mean":
+                total, weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + metric.value * metric.weight, weight + metric.weight)
+            elif name not in self._others:
+                self._others[name] = metric
+            else:
+                combine = torch.add if metric.reduction == "sum" else torch.maximum
+                value = combine(torch.as_tensor(self._others[name].value), torch.as_tensor(metric.value))
+                self._others[name] = replace(metric, value=value)
+
+    def means(self) -> dict[str, Metric]:
+        """One `Metric` a name, whose value is this rank's mean (or sum, or maximum)."""
+        return self._others | {
+            name: Metric(value=total / weight if weight else 0.0, weight=weight)
+            for name, (total, weight) in self._sums.items()
+        }
+
+
+class ObjectiveTrainModule(TransformerTrainModule):
+    """OLMo-core's train module with the loss of an objective instead of next-token prediction.
+
+    Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
+    loss of the global batch however that was cut.
+
+    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads`,
+    `train_batch`, `optim_step`; at last `end_step`.
+
+    :param loss: of the run; every other argument is `TransformerTrainModule`'s.
+    """
+
+    def __init__(self, *, loss: BoundLoss, **olmo_core: Any) -> None:
+        super().__init__(**olmo_core)
+        self.loss = loss
+        # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
+        self.reference: Reference | None = None
+        self._has_nothing_to_learn = False
+        self._grad_norm = torch.zeros(())
+        self._num_left_out = 0
+        self._copy: CastCopy | None = None
+
+    def compute_with(self, model: Transformer) -> None:
+        """Let `model`, the same in another dtype, run the passes; `self.model` is what is trained. Fill it next."""
+        self._copy = CastCopy(model, self.model)
+
+    @property
+    def computing_model(self) -> Transformer:
+        """The model to call. Its parameters may be in less than float32: what is trained is `model`."""
+        return self.model if self._copy is None else self._copy.model
+
+    def refresh_copy(self) -> None:
+        """After every change of the weights of `model`."""
+        if self._copy is not None:
+            self._copy.refresh()
+
+    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
+        state = super().state_dict_to_save(optim=optim)
+        if self.reference is not None:
+            state |= self.reference.state_to_save(self.state_dict_save_opts)
+        return state
+
+    def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
+        state = super().state_dict_to_load(metadata, optim=optim)
+        if self.reference is not None:
+            state |= self.reference.state_to_load(metadata, self.state_dict_load_opts)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.reference is not None:
+            self.reference.load(state_dict, self.state_dict_load_opts)
+        self.refresh_copy()
+
+    def _set_model_mode(self, mode: Literal["train", "eval"]) -> None:
+        super()._set_model_mode(mode)
+        if self._copy is not None:
+            self._copy.model.train(mode == "train")
+
+    def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+        """The microbatch's share of the loss of the global batch, with gradient."""
+        scores = token_logprobs(
+            self.computing_model,
+            batch.packed,
+            device=self.device,
+            temperature=self.loss.temperature,
+            with_entropy=self.loss.with_entropy,
+        )
+        values = {name: value.to(self.device) for name, value in batch.values.items()}
+        return self.loss.function(scores, replace(batch, values=values), counts)
+
+    @torch.no_grad()
+    def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
+        """The updates of a step with the log-probs that are fixed during it; call it before the first of them.
+
+        The reference policy's, if there is one, and those of the policy as it is now. The latter are left out where the
+        step is a single update: there they are those of the update's own forward pass, so a pass is saved, and the
+        ratio is exactly 1.
+        """
+        models = {} if self.reference is None else {"reference_logprobs_N": self.reference.model}
+        if len(updates) * num_epochs > 1:
+            models["old_logprobs_N"] = self.computing_model
+        if not models:
+            return tuple(updates)
+        self._set_model_mode("eval")
+        filled = tuple(
+            replace(
+                update,
+                microbatches=tuple(
+                    replace(
+                        batch,
+                        values={
+                            **batch.values,
+                            **{name: self._logprobs_N(model, batch.packed) for name, model in models.items()},
+                        },
+                    )
+                    for batch in update.microbatches
+                ),
+            )
+            for update in updates
+        )
+        # A forward pass without a backward leaves FSDP's root parameters gathered.
+        reshard(self.model)
+        if self.reference is not None:
+            reshard(self.reference.model)
+        return filled
+
+    def _logprobs_N(self, model: Transformer, packed: PackedBatch) -> torch.Tensor:
+        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature).logprobs_N
+
+    def pre_train(self) -> None:
+        # OLMo-core checks here that batches divide evenly in tokens; ours are planned in documents.
+        pass
+
+    def global_num_flops_in_batch(self, batch: dict[str, Any]) -> int | None:
+        return None
+
+    def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
+        """Forward and backward over this rank's microbatches, then one all-reduce for all metrics."""
+        assert not dry_run, "the loader has no mock batch"
+        step: StepBatch = batch["step"]
+        self._has_nothing_to_learn = step.counts["rows"] == 0
+        self._set_model_mode("train")
+        # FSDP averages gradients over the data-parallel ranks; the denominators are global already. Ranks that split a
+        # row are averaged over too, while each has only its tokens' part of the row's gradient.
+        context = context_of(self.model)
+        gradient_scale = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
+        sums = WeightedSums()
+        for index, microbatch in enumerate(step.microbatches):
+            with self._train_microbatch_context(index, len(step.microbatches)):
+                outputs = self.microbatch_loss(microbatch, step.counts)
+                (outputs.loss * gradient_scale).backward()
+            sums.add(outputs.metrics)
+            packed = microbatch.packed
+            sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
+        self.model.post_batch()
+
+        # Clipped here and not in `optim_step`: so the norm is read together with the loss, in one wait for the device.
+        assert self.max_grad_norm is not None
+        self._grad_norm = super()._clip_grad_norm(self.max_grad_norm)
+        reduced = reduce_metrics(
+            sums.means()
+            | {
+                "peak_memory_gib": Metric(value=peak_memory_gib(self.device), reduction="max"),
+                GRAD_NORM: Metric(value=self._grad_norm, reduction="max"),
+            },
+            group=self.dp_process_group,
+            device=self.device,
+        )
+        self._check(reduced["loss"])
+        self._check_gradient(reduced.pop(GRAD_NORM))
+        if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
+            self.optim.latest_loss = torch.tensor(reduced["loss"], device=self.device)
+        for name, value in reduced.items():
+            self.trainer.record_metric(name, value)
+        self.trainer.record_metric("num_tokens", self.trainer.global_train_tokens_seen)
+
+    def optim_step(self) -> None:
+        """Update the weights; not from a gradient that is not finite, after which a skip-step optimizer goes on.
+
+        Nor where there was nothing to learn from, or momentum alone would move them.
+        """
+        if self._has_nothing_to_learn:
+            self.trainer.record_metric("total grad norm", 0.0, namespace="optim")
+            return
+        if not self._num_left_out:
+            super().optim_step()
+            self.refresh_copy()
+            return
+        assert self.optim is not None
+        self.trainer.record_metric("total grad norm", self._grad_norm, reduce_type=None, namespace="optim")
+        for index, group in enumerate(self.optim.param_groups):
+            rate = group["lr"] if self.scheduler is None else self.scheduler.set_lr(group, self.trainer)
+            self.trainer.record_metric(f"LR (group {index})", rate, namespace="optim")
+        self.record_metric("step skipped", 1.0, namespace="optim")
+
+    def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of gradients that `train_batch` has clipped already: OLMo-core's `optim_step` asks for it again."""
+        return self._grad_norm
+
+    def end_step(self) -> None:
+        """Call it once after the last update of a step."""
+        if self.reference is not None:
+            self.reference.follow(self.model, step=self.trainer.global_step)
+
+    def _check(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise self._broken(f"the loss is {loss}")
+        expected = self.loss.first_loss
+        if self.trainer.global_step != 1 or expected is None:
+            return
+        # Policy and reference are the same weights before the first update: the cheapest proof that
+        # packing, labels and the frozen scores agree.
+        computes_in = self.dp_config.param_dtype if self.dp_config else next(self.computing_model.parameters()).dtype
+        tolerance = (1e-3 if computes_in in ("float32", torch.float32) else 5e-2) * max(1.0, expected)
+        if abs(loss - expected) > tolerance:
+            raise RunError(
+                f"the first loss is {loss:.6f}, but a policy equal to its reference has {expected:.6f}: "
+                f"{self.loss.remedy}"
+            )
+
+    def _check_gradient(self, norm: float) -> None:
+        if math.isfinite(norm):
+            self._num_left_out = 0
+            return
+        self._num_left_out += 1
+        if not isinstance(self.optim, SkipStepOptimizer) or self._num_left_out > MAX_LEFT_OUT:
+            raise self._broken(f"the norm of the gradient is {norm}")
+        log.warning("step %d is left out: the norm of its gradient is %s", self.trainer.global_step, norm)
+
+    def _broken(self, what: str) -> RunError:
+        return RunError(
+            f"{what} at step {self.trainer.global_step}, which was not taken: start again with a lower --learning_rate "
+            "in another --output_dir, or look at the data of this step. "
+            f"{last_checkpoint(Path(self.trainer.save_folder))}"
+        )
+
+
+def padding_fraction(packed: PackedBatch) -> Metric:
+    """Share of a microbatch's token slots that hold padding."""
+    num_slots = packed.input_ids_BT.numel()
+    return Metric(value=1.0 - packed.num_tokens / num_slots, weight=float(num_slots))
+
+
+def shared_fraction(packed: PackedBatch) -> Metric:
+    """Share of the documents' tokens that lie in a microbatch once for several documents, all but that once."""
+    num_saved = 0
+    if packed.prefix_lengths is not None:
+        assert packed.document_lengths is not None
+        segments = segments_of(packed.document_lengths, packed.prefix_lengths)
+        num_saved = sum(segment.prefix_length for segment in segments if not segment.is_first_branch)
+    num_tokens = packed.num_tokens + num_saved
+    return Metric(value=num_saved / max(num_tokens, 1), weight=float(num_tokens))
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held so far: the device's on CUDA, the host's elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / GIB

@@ -1,0 +1,131 @@
+"""What the driver opens before any learner or engine exists, so that what cannot work is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from open_instruct.cluster.placement import learner_layout
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.resolved import as_flat_dict
+from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.prompts import Prompts, load_prompt_dataset
+from open_instruct.parallel.peers import doing
+from open_instruct.records import ShardLayout
+from open_instruct.run.console import Console
+from open_instruct.run.metrics_log import Tracker
+from open_instruct.run.opened import made_ready
+from open_instruct.run.plan_check import say_plan
+from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.run_directory import RunDirectory, log_to
+from open_instruct.run.trackers import build_trackers
+from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.verifier import Verifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRun:
+    """A run whose flags, folder, checkpoint and prompts are known to be good."""
+
+    config: GRPOConfig
+    layout: ShardLayout
+    directory: RunDirectory
+    console: Console
+    pretrained: Pretrained
+    chat: ChatFormat
+    prompts: Prompts
+    held_out: Prompts | None
+    trackers: tuple[Tracker, ...]
+
+
+@contextmanager
+def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
+    """Check everything that needs no cluster, and keep the run's folder ready, and to this run, while the block runs.
+
+    Raises:
+        InputError: naming the flag, row, file or tensor that will not do.
+    """
+    layout = learner_layout(config.parallel)
+    verifiers = known_verifiers(config.reward.verifier)
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    console = Console(speaks=True)
+    doing("starting")
+    with made_ready(directory, config, layout, console):
+        yield _opened(config, layout, directory, console, verifiers)
+
+
+def _opened(
+    config: GRPOConfig, layout: ShardLayout, directory: RunDirectory, console: Console, verifiers: dict[str, Verifier]
+) -> RolloutRun:
+    log_to(directory.log, rank=0)
+    trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
+    for warning in layout.warnings:
+        console.warn(warning)
+    pretrained = open_pretrained(
+        config.model,
+        max_seq_length=config.data.max_seq_length,
+        export_folder=directory.hf_model,
+        length_flag="--max_prompt_token_length and --response_length together:",
+        layout=layout,
+    )
+    _say_plan(config, pretrained.folder, console)
+    data = config.data
+    chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
+
+    def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> Prompts:
+        with console.counting(title) as on_progress:
+            prompts, report = load_prompt_dataset(
+                mixer_list=mixer_list,
+                splits=splits,
+                tokenizer=pretrained.tokenizer,
+                chat_template_name=data.chat_template_name,
+                max_prompt_token_length=data.max_prompt_token_length,
+                on_bad_row=data.on_bad_row,
+                seed=config.optim.seed,
+                cache_dir=data.cache_dir,
+                flag=flag,
+                known_verifiers=verifiers,
+                on_progress=on_progress,
+            )
+        for line in report.lines():
+            console.say(f"{title}: {line}")
+        return prompts
+
+    held_out = None
+    doing("reading the prompts")
+    prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+    if data.dataset_mixer_eval_list:
+        held_out = load(
+            "held-out prompts",
+            "--dataset_mixer_eval_list",
+            data.dataset_mixer_eval_list,
+            data.dataset_mixer_eval_list_splits,
+        )
+    return RolloutRun(
+        config=config,
+        layout=layout,
+        directory=directory,
+        console=console,
+        pretrained=pretrained,
+        chat=chat,
+        prompts=prompts,
+        held_out=held_out,
+        trackers=tuple(trackers),
+    )
+
+
+def _say_plan(config: GRPOConfig, folder: Path, console: Console) -> None:
+    """The learners' plan, where this host is like theirs: it has GPUs, or no other will join.
+
+    Raises:
+        InputError: a learner surely cannot fit.
+    """
+    learners = config.parallel.num_learners_per_node
+    on_cuda = torch.cuda.is_available()
+    if on_cuda or config.fleet.ray_address is None:
+        device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+        say_plan(config, learners, folder, device=device, num_sharing=sum(learners), console=console)

@@ -1,0 +1,1 @@
+"""What every run has: its folder, its lock, its console, its metrics."""

@@ -1,0 +1,56 @@
+"""The tokenised rows of a run, built once by rank 0 and read from the cache by all."""
+
+from __future__ import annotations
+
+from open_instruct.config.sections import DataSection
+from open_instruct.data.report import DataReport
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import on_main_process
+from open_instruct.run.console import Console
+from open_instruct.run.pretrained import Pretrained
+
+
+def load_datasets(
+    rows: type[RowBuilder],
+    data: DataSection,
+    *,
+    pretrained: Pretrained,
+    seed: int,
+    console: Console,
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training rows, and the held-out rows if any are named; `rows` is the form that they have.
+
+    Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
+    does not share the cache folder).
+
+    :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
+    """
+
+    def load_one(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> TokenDataset:
+        def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
+            with Console(speaks=speaks).counting(title) as on_progress:
+                return load_token_dataset(
+                    rows,
+                    mixer_list=mixer_list,
+                    splits=splits,
+                    tokenizer=pretrained.tokenizer,
+                    chat_template_name=data.chat_template_name,
+                    max_seq_length=data.max_seq_length,
+                    on_bad_row=data.on_bad_row,
+                    seed=seed,
+                    cache_dir=data.cache_dir,
+                    flag=flag,
+                    on_progress=on_progress,
+                )
+
+        for line in on_main_process(lambda: read(console.speaks)[1].lines()):
+            console.say(f"{title}: {line}")
+        return read(False)[0]
+
+    doing("reading the rows")
+    training = load_one("training data", "--mixer_list", data.mixer_list, data.mixer_list_splits)
+    if not data.eval_mixer_list:
+        return training, None
+    return training, load_one("held-out data", "--eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)

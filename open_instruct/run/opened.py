@@ -1,0 +1,120 @@
+"""What every training run opens first: the process group, the layout, the run directory, the console."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
+from open_instruct.config.parser import parse
+from open_instruct.config.resolved import as_flat_dict, provenance, refuse_conflicts, write_config
+from open_instruct.errors import InputError
+from open_instruct.parallel import peers
+from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
+from open_instruct.parallel.wording import counted
+from open_instruct.records import ShardLayout
+from open_instruct.run.console import Console
+from open_instruct.run.run_directory import RunDirectory, log_to
+from open_instruct.run.run_lock import locked
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that has been opened on this rank."""
+
+    process: Process
+    layout: ShardLayout
+    directory: RunDirectory
+    console: Console
+
+
+@contextmanager
+def open_run(config: Any) -> Iterator[Run]:
+    """Start the process group, decide the layout, and make the run directory ready; leave the group at the end.
+
+    :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
+        another run.
+    """
+    peers.doing("starting")
+    process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
+    layout = layout_of(config.parallel, process.gpus_per_node)
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    console = Console(speaks=process.rank == 0)
+    peers.watch(config.parallel.dist_timeout_s)
+    with ExitStack() as held:
+        on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console)))
+        log_to(directory.log, rank=process.rank)
+        for warning in layout.warnings:
+            console.warn(warning)
+        _say_layout(layout, process, console)
+        yield Run(process=process, layout=layout, directory=directory, console=console)
+        # Not after a failure: the peers may be gone, and leaving the group would wait for them.
+        stop_process()
+
+
+def _say_layout(layout: ShardLayout, process: Process, console: Console) -> None:
+    console.say(
+        f"{counted(layout.world_size, 'rank')}: {layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
+        + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
+        + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
+        + f" on {process.device.type}"
+    )
+
+
+def join_run(config: Any) -> Run:
+    """Join the ranks of a run whose folder another process keeps: this one writes to its log, and is silent.
+
+    :raises InputError: if the flags cannot work on these nodes.
+    """
+    process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
+    layout = layout_of(config.parallel, process.gpus_per_node)
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    log_to(directory.log, rank=process.rank)
+    return Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
+
+
+@contextmanager
+def made_ready(directory: RunDirectory, config: Any, layout: ShardLayout, console: Console) -> Iterator[None]:
+    """Make the folder of the run, leave its layout and its flags there, and keep other runs out while the block runs.
+
+    One process does this for all.
+
+    :raises InputError: if it cannot be written, is in use, or holds another run.
+    """
+    directory.create()
+    with locked(directory.path, say=console.say):
+        directory.remove_partials()
+        if config.run.overwrite_output_dir:
+            directory.remove_earlier_run()
+        refuse_earlier_format(directory.path)
+        if latest_step(directory.path) is not None:
+            _refuse_another_run(config, directory, layout)
+        directory.write_layout(layout)
+        write_config(config, directory.config, {"world_size": layout.world_size} | provenance())
+        yield
+
+
+def _refuse_another_run(config: Any, directory: RunDirectory, layout: ShardLayout) -> None:
+    """A folder with checkpoints may only be continued by the same run."""
+    if not directory.config.exists():
+        return
+    try:
+        saved = as_flat_dict(parse(type(config), [str(directory.config)]))
+    except InputError as error:
+        raise InputError(
+            f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Remove that file to "
+            "go on without comparing them, or give another --output_dir"
+        ) from error
+    refuse_conflicts(
+        saved,
+        config,
+        saved_data_parallel_world_size=directory.saved_data_parallel_world_size() or layout.data_parallel_world_size,
+        data_parallel_world_size=layout.data_parallel_world_size,
+    )

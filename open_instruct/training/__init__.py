@@ -1,1 +1,0 @@
-"""What turns a model, a loader and a loss into a run."""

@@ -1,0 +1,1 @@
+"""From a learner's shards to the engines: one interface, several ways."""

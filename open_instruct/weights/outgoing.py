@@ -1,0 +1,122 @@
+"""How one rank of the learners brings its part of a bucket, for each way that weights travel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from open_instruct.weights.manifest import Bucket, WeightManifest
+from open_instruct.weights.progress import RollCall
+from open_instruct.weights.wire import NUM_SLOTS, broadcast, settle, slot_of
+
+# After a broadcast broke: how long those receivers that did get it may take to say so.
+SECONDS_TO_ANSWER = 1.0
+
+Locals = Mapping[str, torch.Tensor]
+"""What this rank holds of each tensor, by the names that travel."""
+
+
+class Outgoing(Protocol):
+    """Carries buckets away from one rank. Positions count them through the life of a channel."""
+
+    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
+        """Bring this rank's parts of a bucket; all receivers have taken the one before the last."""
+
+    def check(self) -> None:
+        """Raise what went wrong since the last `put`; returns at once."""
+
+    def close(self) -> None:
+        """Let go of memory and connections, whoever still knows this object."""
+
+
+class SharedMemoryWriter:
+    """Writes its parts to their places in a slot that the receivers see."""
+
+    def __init__(self, slots_SN: torch.Tensor, roll: RollCall, *, dtype: torch.dtype, rank: int) -> None:
+        self._slots_SN = slots_SN
+        self._roll = roll
+        self._dtype = dtype
+        self._rank = rank
+
+    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
+        flat = slot_of(self._slots_SN, position, bucket)
+        bucket.pack(flat, tensors, rank=self._rank, dtype=self._dtype)
+        settle(flat.device)
+        self._roll.report(f"filled/{position}")
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        del self._slots_SN
+
+
+class Bystander:
+    """A rank whose parts another copy of the model brings."""
+
+    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PartBroadcaster:
+    """Broadcasts its parts of a bucket to the receivers in one message, and packs the next while that is on its way."""
+
+    def __init__(
+        self,
+        group: Any,
+        roll: RollCall,
+        receivers: Sequence[str],
+        *,
+        manifest: WeightManifest,
+        device: torch.device,
+        rank: int,
+    ) -> None:
+        self._group = group
+        self._roll = roll
+        self._receivers = receivers
+        self._dtype = manifest.dtype
+        self._rank = rank
+        sizes = [stop - start for start, stop in (bucket.span(rank) for bucket in manifest.buckets)]
+        self._slots_SN = torch.empty(NUM_SLOTS, max(sizes), dtype=torch.uint8, device=device)
+        self._under_way: dict[int, dist.Work] = {}
+
+    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
+        self._finish(position - NUM_SLOTS)
+        start, stop = bucket.span(self._rank)
+        if start < stop:
+            own = self._slots_SN[position % NUM_SLOTS, : stop - start]
+            bucket.pack(own, tensors, rank=self._rank, dtype=self._dtype, first_byte=start)
+            self._under_way[position] = broadcast(self._group, own)
+
+    def check(self) -> None:
+        for position in list(self._under_way):
+            if self._under_way[position].is_completed():
+                self._finish(position)
+
+    def close(self) -> None:
+        # A receiver waits for what it asked for until the group, and everything that was begun in it, is gone.
+        self._under_way.clear()
+        del self._group, self._slots_SN
+
+    def _finish(self, position: int) -> None:
+        if position not in self._under_way:
+            return
+        try:
+            self._under_way[position].wait()
+        except RuntimeError as error:
+            time.sleep(SECONDS_TO_ANSWER)
+            missing = self._roll.missing(f"done/{position}", self._receivers)
+            raise self._roll.fail(
+                f"the broadcast broke before {' and '.join(missing) or 'all receivers'} had the whole bucket: {error}"
+            ) from error
+        del self._under_way[position]

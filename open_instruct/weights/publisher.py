@@ -1,0 +1,198 @@
+"""From the learners' shards to every engine, under a version number; again, for an engine that was started anew."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from open_instruct.cluster.learner_call import LearnerCall
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerLost
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.engines.engine_pool import EnginePool
+from open_instruct.errors import RunError
+from open_instruct.weights.sender import abandon
+
+log = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """Keeps all engines at one version of the weights.
+
+    Weights are sent while the learners hold still: whoever has them do anything does so within `learners_at_work`,
+    and the pool's threads, which report engines that were started anew, wait for its end.
+    """
+
+    def __init__(self, learners: LearnerGroup, fleet: FleetSection, *, drain: bool) -> None:
+        self._learners = learners
+        self._fleet = fleet
+        self._drain = drain
+        self._changed = threading.Condition(threading.RLock())
+        self._new_engines: set[int] = set()  # hold the start model until they are sent weights
+        self._dead_new_engines: set[int] = set()  # of these, those that died before
+        self._num_new_engines = 0  # ever
+        self._is_connected = False
+        self._engines: EnginePool | None = None
+        self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
+        self.version: int | None = 0
+        """That every engine has; None until it is known again."""
+
+    def attach(self, engines: EnginePool) -> None:
+        """Once the pool is there; it calls `engine_restarted` of this object."""
+        self._engines = engines
+
+    @contextmanager
+    def learners_at_work(self) -> Iterator[None]:
+        """Nothing else asks the learners for weights while the block runs."""
+        with self._changed:
+            yield
+
+    def publish(self, version: int) -> float:
+        """Bring every engine to the learners' weights, called `version` from now on; returns the seconds it took.
+
+        An engine that dies meanwhile is waited for, and everything is sent again.
+
+        Raises:
+            LearnerLost: a learner died or did not answer.
+            RunError: an engine did not answer, and did not come back.
+        """
+        began_s = time.monotonic()
+        with self._changed:
+            self._learners_version = version
+            for attempt in range(self._fleet.max_restarts + 1):
+                num_new_engines = self._num_new_engines
+                try:
+                    self._deliver()
+                    break
+                except LearnerLost:
+                    raise
+                except RunError as error:
+                    self._wait_to_try_again(error, attempt, num_new_engines)
+        return time.monotonic() - began_s
+
+    def engine_restarted(self, index: int) -> None:
+        """Called by the pool, before a new engine gets requests; returns once it has the weights of the others.
+
+        Raises:
+            RunError: it does not take them.
+        """
+        engines = self._engines
+        assert engines is not None, "attach() comes first"
+        # A channel has the number of its members; a new member needs a new channel.
+        with self._changed:
+            self._is_connected = False
+            self._new_engines.add(index)
+            self._dead_new_engines.discard(index)
+            self._num_new_engines += 1
+            self._changed.notify_all()
+            # Whoever sends meanwhile sends to this engine as well.
+            for attempt in itertools.count():
+                self._changed.wait_for(
+                    lambda: (
+                        self._learners_version is not None
+                        or index not in self._new_engines
+                        or index in self._dead_new_engines
+                    )
+                )
+                if index not in self._new_engines:
+                    return
+                if index in self._dead_new_engines:
+                    raise RunError(f"engine {index} died before it had its weights")
+                num_new_engines = self._num_new_engines
+                try:
+                    self._deliver()
+                except LearnerLost as lost:
+                    log.warning("engine %d waits for the learners: %s", index, lost)
+                    self._learners_version = None
+                    engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
+                except RunError as error:
+                    self._wait_to_try_again(error, attempt, num_new_engines, new_engine=index)
+
+    def learners_restarted(self) -> None:
+        """The channel's other end is gone, and until the next `publish` there is nothing to send."""
+        with self._changed:
+            self._is_connected = False
+            self._learners_version = self.version = None
+
+    def _wait_to_try_again(
+        self, error: RunError, attempt: int, num_new_engines: int, *, new_engine: int | None = None
+    ) -> None:
+        """Return when another attempt may succeed: the engines that died, if any did, are there again.
+
+        Raises:
+            RunError: `error`, where they are not, or it was the last attempt, or the one who died is `new_engine`.
+        """
+        log.warning("weights did not reach every engine: %s", error)
+        dead = self._note_dead_engines()
+        is_last = attempt >= self._fleet.max_restarts
+        if is_last or new_engine in dead or (dead and not self._has_come_back(num_new_engines)):
+            raise error
+
+    def _note_dead_engines(self) -> set[int]:
+        """Engines that do not answer. Of those, new ones are not watched by the pool yet, but by `engine_restarted`."""
+        assert self._engines is not None
+        dead = self._engines.silent()
+        self._dead_new_engines |= dead & self._new_engines
+        self._changed.notify_all()
+        return dead
+
+    def _has_come_back(self, num_new_engines_before: int) -> bool:
+        """Wait for the pool to start an engine anew; False where it does not."""
+        return self._changed.wait_for(
+            lambda: self._num_new_engines > num_new_engines_before, self._fleet.engine_timeout_s
+        )
+
+    def _deliver(self) -> None:
+        timeout_s = self._fleet.weight_sync_timeout_s
+        engines = self._engines
+        assert engines is not None, "attach() comes first"
+        version, self.version = self._learners_version, None
+        is_connected, self._is_connected = self._is_connected, False
+        engines.call_all("begin_update", self._drain, timeout_s=self._fleet.step_timeout_s)
+        if not is_connected:
+            self._connect(timeout_s)
+        sending = self._learners.start("send_weights", version)
+        self._wait_for_both(sending, engines.start_all("receive_weights", timeout_s=timeout_s))
+        engines.call_all("finish_update", version, timeout_s=timeout_s)
+        self._is_connected = True
+        self.version = version
+        self._new_engines.clear()
+        self._changed.notify_all()
+
+    def _connect(self, timeout_s: float) -> None:
+        engines = self._engines
+        assert engines is not None
+        num_workers = len(engines) * self._fleet.vllm_tensor_parallel_size
+        self._channel: dict[str, Any] = self._learners.call("open_weight_channel", num_workers, timeout_s=timeout_s)[0]
+        joining = self._learners.start("join_weight_channel")
+        infos = [({**self._channel, "receiver_index": index},) for index in range(len(engines))]
+        self._wait_for_both(joining, engines.start_each("open_channel", infos, timeout_s=timeout_s))
+
+    def _wait_for_both(self, learners: LearnerCall, engines: Sequence[Future[Any]]) -> None:
+        """Return when learners and engines have done what they do together.
+
+        Raises:
+            LearnerLost: a learner died or did not answer.
+            RunError: an engine failed, or else the learners did.
+        """
+        for call in engines:
+            call.add_done_callback(self._abandon_after_failure)
+        try:
+            # The learners first: when one dies that is known in seconds, and the engines would wait for it.
+            learners.result(self._fleet.weight_sync_timeout_s)
+        except LearnerLost:
+            raise
+        except RunError:
+            EnginePool.results(engines)  # an engine's own word for it, where it has one
+            raise
+        EnginePool.results(engines)
+
+    def _abandon_after_failure(self, call: Future[Any]) -> None:
+        """An engine that died will never answer: the learners need not wait for it."""
+        if (error := call.exception()) is not None:
+            abandon(self._channel, str(error))

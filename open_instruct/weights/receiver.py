@@ -1,0 +1,259 @@
+"""The receiving end of a weight sync, and what vLLM adds to its workers for it.
+
+Nothing here imports the learners' side, nor vLLM before there is a worker.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from open_instruct.errors import RunError
+from open_instruct.weights.manifest import Bucket, WeightManifest
+from open_instruct.weights.progress import HOST, RollCall, learner_name, receiver_name
+from open_instruct.weights.ways import ON_DEVICE, SHARED
+from open_instruct.weights.wire import (
+    broadcast,
+    broadcast_group,
+    import_device_slots,
+    map_shared_file,
+    settle,
+    slot_of,
+)
+
+# Added to a receiver's time-out: whom the learners wait for is the better reason.
+EXTRA_PATIENCE_S = 5.0
+
+CPU = torch.device("cpu")
+NOTHING = Bucket(shapes={}, parts={}, num_bytes=0)  # follows the last one
+PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class ReusedMemory:
+    """Gives memory out again once nobody uses it: on a CPU, new pages cost more than a copy to them does."""
+
+    def __init__(self, most_bytes: int, device: torch.device) -> None:
+        self._most_bytes = most_bytes
+        self._device = device
+        self._memories: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Bytes, at most `most_bytes`, that stay the taker's as long as any tensor on them is known to somebody."""
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)  # torch does the same there
+        for index in range(len(self._memories)):
+            # The list and the call are two; the storage of tensors on the memory, by whichever view, keeps one more.
+            if sys.getrefcount(self._memories[index]) == 2:
+                return torch.frombuffer(self._memories[index], dtype=torch.uint8, count=num_bytes)
+        self._memories.append(mmap.mmap(-1, self._most_bytes, flags=PRIVATE_MEMORY))
+        return torch.frombuffer(self._memories[-1], dtype=torch.uint8, count=num_bytes)
+
+
+class IncomingWeights:
+    """One receiver's end of a channel."""
+
+    def __init__(self, info: Mapping[str, Any], *, index: int, device: torch.device) -> None:
+        """Join; returns when all receivers and learners have.
+
+        Args:
+            info: as `WeightSender.open` gave it.
+            index: of this receiver, from 0.
+            device: that the weights are wanted on. With "shm" and "gloo" they come on the CPU.
+
+        Raises:
+            RunError: some did not come within the time-out; names them.
+        """
+        backend = info["backend"]
+        self._manifest = WeightManifest.of_plain(info)
+        self._writers = [learner_name(rank) for rank in self._manifest.ranks]
+        self._device = device
+        self._position = 0
+        self._slots_SN: torch.Tensor | None = None
+        self._groups: dict[int, Any] = {}
+        self._flats: dict[int, torch.Tensor] = {}
+        self._arriving: dict[int, dist.Work] = {}
+        self._memory = ReusedMemory(self._manifest.largest_bucket_bytes, device if backend in ON_DEVICE else CPU)
+        self._roll = RollCall.join(
+            info["address"],
+            info["port"],
+            member=receiver_name(index),
+            timeout_s=info["timeout_s"] + EXTRA_PATIENCE_S,
+        )
+        slot_bytes = self._manifest.largest_bucket_bytes
+        if backend == "shm":
+            self._slots_SN = map_shared_file(info["path"], slot_bytes)
+        elif backend == "ipc":
+            self._slots_SN = import_device_slots(info["device_slots"], device)
+        self._roll.report("joined")
+        receivers = [receiver_name(other) for other in range(info["num_receivers"])]
+        self._roll.wait("joined", [*self._writers, *receivers], to="join")
+        if backend not in SHARED:
+            # In the same order on every receiver, each with a learner that waits for nobody else.
+            self._groups = {
+                rank: broadcast_group(
+                    backend,
+                    self._roll.store,
+                    sender=learner_name(rank),
+                    rank=index + 1,
+                    size=len(receivers) + 1,
+                    address=info["address"],
+                    port=info["port"],
+                    timeout_s=info["timeout_s"],
+                )
+                for rank in self._manifest.ranks
+            }
+            self._flats = self._flat_of_each_rank(device if backend in ON_DEVICE else CPU)
+
+    def buckets(self) -> Iterator[Weights]:
+        """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
+
+        Raises:
+            RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
+        """
+        first = self._position
+        self._roll.new_round()
+        self._roll.report(f"began/{first}")
+        yield from self._from_slots() if self._slots_SN is not None else self._from_broadcasts()
+        self._position += len(self._manifest.buckets)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell everybody that this receiver has failed, and leave the channel."""
+        if not isinstance(error, RunError):
+            self._roll.fail(f"{self._roll.member} failed: {type(error).__name__}: {error}")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of memory and connections, whoever still knows this object."""
+        # What was begun in a group is waited for, until its peers are gone too, when the group goes.
+        self._slots_SN = None
+        self._arriving.clear()
+        self._groups.clear()
+
+    def _from_slots(self) -> Iterator[Weights]:
+        assert self._slots_SN is not None
+        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
+            self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
+            flat = slot_of(self._slots_SN, position, bucket)
+            wholes = self._wholes(bucket)
+            for rank in bucket.parts:
+                bucket.unpack(flat, wholes, rank=rank)
+            settle(flat.device)
+            self._roll.report(f"done/{position}")
+            yield _handed_over(wholes)
+
+    def _from_broadcasts(self) -> Iterator[Weights]:
+        self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
+        buckets = self._manifest.buckets
+        self._begin(buckets[0], self._manifest.ranks)
+        for position, bucket in enumerate(buckets, start=self._position):
+            following = buckets[position + 1 - self._position] if bucket is not buckets[-1] else NOTHING
+            self._begin(following, set(self._manifest.ranks) - bucket.parts.keys())
+            wholes = self._wholes(bucket)
+            for number, rank in enumerate(bucket.parts):
+                self._finish(list(bucket.parts)[number:], to=f"send bucket {self._number(position)}")
+                bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
+                # On its way while the other parts are unpacked, and the whole is loaded.
+                self._begin(following, [rank])
+            settle(self._device)
+            self._roll.report(f"done/{position}")
+            yield _handed_over(wholes)
+
+    def _begin(self, bucket: Bucket, ranks: Iterable[int]) -> None:
+        """Begin to receive what these ranks bring of a bucket, those that bring something."""
+        for rank in ranks:
+            start, stop = bucket.span(rank)
+            if start < stop:
+                self._arriving[rank] = broadcast(self._groups[rank], self._flats[rank][: stop - start])
+
+    def _finish(self, ranks: Sequence[int], *, to: str) -> None:
+        """Return when what the first of the ranks brings has come; the others are those still to be waited for."""
+
+        def absent() -> list[str]:
+            return [learner_name(rank) for rank in ranks if not self._arriving[rank].is_completed()]
+
+        work = self._arriving[ranks[0]]
+        self._roll.wait_until(work.is_completed, who=absent, to=to)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._roll.fail(
+                f"{self._roll.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
+            ) from error
+
+    def _wholes(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        return bucket.wholes(self._memory.take(bucket.num_bytes), self._manifest.dtype)
+
+    def _flat_of_each_rank(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """Memory for the most that a rank brings of a bucket."""
+        spans = {rank: [bucket.span(rank) for bucket in self._manifest.buckets] for rank in self._manifest.ranks}
+        return {
+            rank: torch.empty(max(stop - start for start, stop in each), dtype=torch.uint8, device=device)
+            for rank, each in spans.items()
+        }
+
+    def _number(self, position: int) -> str:
+        return f"{position - self._position + 1} of {len(self._manifest.buckets)}"
+
+
+def _handed_over(wholes: dict[str, torch.Tensor]) -> Weights:
+    """Each of the tensors, which are not kept here: their memory may be wanted for the next bucket."""
+    for name in list(wholes):
+        yield name, wholes.pop(name)
+
+
+class WeightReceiver:
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`); `self` is the worker.
+
+    They are called between two steps: `open_channel` once, then `start_update`, `receive_weights` and `finish_update`
+    for every version. An update that failed on the way leaves weights that are of no use; after another
+    `open_channel` the next update is complete again.
+    """
+
+    def open_channel(self: Any, info: dict[str, Any]) -> None:
+        """Join the learners' channel; `info["receiver_index"]` is the index of the engine."""
+        workers_per_engine = self.vllm_config.parallel_config.world_size
+        if getattr(self, "incoming_weights", None) is not None:
+            self.incoming_weights.close()
+        self.incoming_weights = IncomingWeights(
+            info, index=info["receiver_index"] * workers_per_engine + self.rank, device=self.device
+        )
+
+    def start_update(self: Any) -> None:
+        """Have every layer wait for the whole of its weights."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if getattr(self, "is_update_begun", False):
+            self.finish_update()  # its layers are in pieces; this puts them together, whatever is in them
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+        self.is_update_begun = True
+
+    def receive_weights(self: Any) -> None:
+        """Load one version; returns when it is complete."""
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                for weights in self.incoming_weights.buckets():
+                    model.load_weights(weights)
+        except Exception as error:
+            self.incoming_weights.fail(error)
+            raise
+
+    def finish_update(self: Any) -> None:
+        """Make the layers ready to compute."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+        self.is_update_begun = False

@@ -1,0 +1,280 @@
+"""Weights from the learners' shards to the engines, bucket by bucket; no rank ever holds the whole model.
+
+Learners and receivers count buckets through the life of a channel. Who has come how far is told through a small
+key-value store that rank 0 keeps; the bytes go
+
+- "shm": from every rank of one copy of the model straight into one of two slots in shared memory, from which
+  all receivers copy. Nothing is gathered, nothing is sent;
+- "ipc": the same in two slots on the one device of a learner and an engine;
+- "gloo", "nccl": broadcast by every rank of one copy of the model, each its own parts in one message, the next ones
+  packed meanwhile. Nothing is gathered here either.
+
+For each rank of the learners::
+
+    sender = WeightSender(model, names, backend="shm", dtype=torch.bfloat16, bucket_bytes=…, timeout_s=…)
+    info = sender.open(num_receivers)     # rank 0's, plus the index of an engine, is for its `open_channel`
+    sender.join()                         # while the engines open the channel
+    sender.send(version)                  # while the engines receive; again for every version
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from open_instruct.cluster.addresses import outward_address
+from open_instruct.errors import InputError, RunError
+from open_instruct.models.names import TensorNames, clean_name
+from open_instruct.models.shards import Box, boxes_beside, reshard
+from open_instruct.parallel.process import on_main_process
+from open_instruct.weights.manifest import WeightManifest
+from open_instruct.weights.outgoing import Bystander, Outgoing, PartBroadcaster, SharedMemoryWriter
+from open_instruct.weights.progress import HOST_RANK, RollCall, learner_name, receiver_name
+from open_instruct.weights.ways import ON_DEVICE, SHARED, check_backend, choose_backend
+from open_instruct.weights.wire import (
+    NUM_SLOTS,
+    broadcast_group,
+    create_shared_file,
+    export_device_slots,
+    map_shared_file,
+    remove_shared_file,
+)
+
+__all__ = ["WeightSender", "abandon", "check_backend", "choose_backend"]
+
+CPU = torch.device("cpu")
+
+
+def abandon(info: Mapping[str, Any], reason: str) -> None:
+    """Have everybody on a channel give it up at once, instead of at the time-out; for whoever knows that one is gone.
+
+    Args:
+        info: as `WeightSender.open` gave it.
+        reason: is what they raise: "engine 1 died".
+    """
+    with contextlib.suppress(RunError):  # learner 0 is gone, and with it the channel
+        RollCall.join(info["address"], info["port"], member="the driver", timeout_s=info["timeout_s"]).fail(reason)
+
+
+class WeightSender:
+    """One rank's part in sending the weights of `model`. All methods but `close` are collective over the learners.
+
+    The process group must have been started. Beside its shards a rank holds at most two buckets: rank 0 where it
+    gathers, the others their parts of one, and with "shm" the host has two in shared memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: TensorNames,
+        *,
+        backend: str,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        """Plan; nothing is allocated before `open`.
+
+        Args:
+            model: on any mesh: FSDP, HSDP, tensor parallel, or plain.
+            names: the model's names.
+            backend: as `choose_backend` gives it.
+            dtype: that travels: the engines'.
+            bucket_bytes: of tensors that travel at once; a larger tensor travels alone.
+            timeout_s: how long a receiver may take to join, and to take one bucket.
+
+        Raises:
+            InputError: the backend needs CUDA, and the model is not on a CUDA device.
+        """
+        reshard(model)
+        self._model = model
+        self._places = _places(model, names)
+        self._rank = dist.get_rank()
+        self._backend = backend
+        self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
+        self._timeout_s = timeout_s
+        self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
+        if backend in ON_DEVICE and self._device.type != "cuda":
+            raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
+        parameters = self._parameters()
+        self.manifest = WeightManifest(
+            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+            {name: _boxes(parameter) for name, parameter in parameters.items()},
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+        )
+        self._roll: RollCall | None = None
+        self._outgoing: Outgoing | None = None
+        self._slots_SN: torch.Tensor | None = None
+        self._path: str | None = None
+
+    def open(self, num_receivers: int, *, address: str | None = None) -> dict[str, Any]:
+        """Offer a channel, after closing an earlier one; then call `join`.
+
+        Args:
+            num_receivers: processes that hold weights of engines: tensor parallel size x engines.
+            address: of rank 0, as the engines reach it; default: as its peers do.
+
+        Returns:
+            What a receiver needs, the same on every rank: plain types, to be pickled.
+
+        Raises:
+            RunError: there is no room in shared memory.
+        """
+        self.close()
+        info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers, address))
+        self._info = info
+        self._receivers = [receiver_name(index) for index in range(num_receivers)]
+        if self._rank != HOST_RANK:
+            self._roll = RollCall.join(
+                info["address"], info["port"], member=learner_name(self._rank), timeout_s=self._timeout_s
+            )
+        if self._backend == "shm":
+            self._slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
+        return info
+
+    def join(self) -> None:
+        """Wait for the receivers to open the channel.
+
+        Raises:
+            RunError: some did not within the time-out; names them.
+        """
+        roll = self._roll
+        assert roll is not None, "open() comes before join()"
+        try:
+            roll.report("joined")
+            roll.wait("joined", [*self._learners, *self._receivers], to="join")
+        finally:
+            self._remove_file()  # all have it mapped, or never will
+        self._outgoing = self._make_outgoing(roll)
+        self._position = 0
+
+    @torch.no_grad()
+    def send(self, version: int) -> None:
+        """Send all weights once; returns when every receiver has taken the last bucket.
+
+        Raises:
+            RunError: a receiver did not take its part within the time-out (names it), or failed. The channel is of
+                no use then: open another one.
+        """
+        roll, outgoing = self._roll, self._outgoing
+        if roll is None or outgoing is None:
+            raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
+        reshard(self._model)
+        tensors = {name: _local(parameter) for name, parameter in self._parameters().items()}
+        buckets, first = self.manifest.buckets, self._position
+        taking = f"of {len(buckets)} of version {version}"
+        try:
+            roll.new_round()
+            roll.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
+            if self._rank == HOST_RANK:
+                roll.report(f"go/{first}")
+            for index in range(len(buckets) + NUM_SLOTS):
+                taken = index - NUM_SLOTS  # no further ahead of the receivers than there are slots
+                if taken >= 0:
+                    roll.wait(
+                        f"done/{first + taken}",
+                        self._receivers,
+                        to=f"take bucket {taken + 1} {taking}",
+                        meanwhile=outgoing.check,
+                    )
+                if index < len(buckets):
+                    outgoing.put(first + index, buckets[index], tensors)
+            roll.report(f"sent/{first}")
+            if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
+                roll.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
+        except BaseException as error:
+            if not isinstance(error, RunError):
+                roll.fail(f"{roll.member} failed: {type(error).__name__}: {error}")
+            self._close_outgoing()  # the store stays, to tell the others why
+            raise
+        self._position += len(buckets)
+
+    def close(self) -> None:
+        """Give the channel up, if there is one; who waits for something on it is told."""
+        self._remove_file()
+        self._close_outgoing()
+        self._slots_SN = self._roll = None
+
+    def _offer(self, num_receivers: int, address: str | None) -> dict[str, Any]:
+        """On rank 0: keep the store, make the memory, and describe both."""
+        bound = address or outward_address()  # the driver looks in too, which may be on another host
+        self._roll = RollCall.host(bound, timeout_s=self._timeout_s)
+        info: dict[str, Any] = {
+            "backend": self._backend,
+            "address": bound,
+            "port": self._roll.store.port,
+            "num_receivers": num_receivers,
+            "timeout_s": self._timeout_s,
+            **self.manifest.plain(),
+        }
+        slot_bytes = self.manifest.largest_bucket_bytes
+        if self._backend == "shm":
+            info["path"] = self._path = create_shared_file(slot_bytes)
+        elif self._backend == "ipc":
+            self._slots_SN = torch.empty(NUM_SLOTS, slot_bytes, dtype=torch.uint8, device=self._device)
+            info["device_slots"] = export_device_slots(self._slots_SN)
+        return info
+
+    def _make_outgoing(self, roll: RollCall) -> Outgoing:
+        if self._rank not in self.manifest.ranks:
+            return Bystander()
+        if self._backend in SHARED:
+            assert self._slots_SN is not None
+            return SharedMemoryWriter(self._slots_SN, roll, dtype=self.manifest.dtype, rank=self._rank)
+        group = broadcast_group(
+            self._backend,
+            roll.store,
+            sender=learner_name(self._rank),
+            rank=0,
+            size=len(self._receivers) + 1,
+            address=self._info["address"],
+            port=self._info["port"],
+            timeout_s=self._timeout_s,
+        )
+        return PartBroadcaster(
+            group, roll, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank
+        )
+
+    def _close_outgoing(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.close()
+            self._outgoing = None
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """By the names that travel."""
+        return {hf_name: getattr(module, name) for hf_name, (module, name) in self._places.items()}
+
+    def _remove_file(self) -> None:
+        if self._path is not None:
+            remove_shared_file(self._path)
+            self._path = None
+
+
+def _places(model: nn.Module, names: TensorNames) -> dict[str, tuple[nn.Module, str]]:
+    """By the names that travel: where the model keeps the parameter, whichever object it is by then."""
+    modules = {clean_name(f"{path}.{name}"): (module, name) for path, module, name in _each(model)}
+    return {hf_name: modules[name] for name, hf_name in names}
+
+
+def _each(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            yield path, module, name
+
+
+def _boxes(parameter: torch.Tensor) -> dict[int, Box]:
+    """What each of the ranks that share a copy of the parameter with rank 0 brings."""
+    if isinstance(parameter, DTensor):
+        return boxes_beside(parameter, HOST_RANK)
+    return {HOST_RANK: tuple(slice(0, size) for size in parameter.shape)}
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

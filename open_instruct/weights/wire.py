@@ -1,0 +1,118 @@
+"""What carries buckets: memory that two processes see, or a process group of the sender and the receivers."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from open_instruct.cluster.addresses import address_towards
+from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
+from open_instruct.errors import RunError
+from open_instruct.weights.manifest import Bucket
+
+NUM_SLOTS = 2
+MIB = 2**20
+INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
+
+
+def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tensor:
+    """The bytes of a bucket in the slot for the `position`-th bucket of a channel's life."""
+    return slots_SN[position % NUM_SLOTS, : bucket.num_bytes]
+
+
+def create_shared_file(slot_bytes: int) -> str:
+    """Reserve two slots in shared memory; returns the path. The watchdog removes it if nobody else does.
+
+    Raises:
+        RunError: shared memory has too little room.
+    """
+    mark = os.environ.get(MARK_VARIABLE, f"open_instruct-{os.getpid()}")
+    path = SHARED_MEMORY / f"{mark}-weights-{os.urandom(4).hex()}"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Without pages behind it, writing to the file would end the process where there is no room.
+        os.posix_fallocate(file, 0, NUM_SLOTS * slot_bytes)
+    except OSError as error:
+        remove_shared_file(str(path))
+        raise RunError(
+            f"weight sync: {SHARED_MEMORY} has no room for two buckets of {slot_bytes / MIB:.0f} MiB "
+            f"({error.strerror}); lower --weight_sync_bucket_mib, give the container more (docker run --shm-size), or "
+            "use --weight_sync_backend gloo"
+        ) from error
+    finally:
+        os.close(file)
+    return str(path)
+
+
+def remove_shared_file(path: str) -> None:
+    """Take its name away; whoever has it mapped keeps the memory."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def map_shared_file(path: str, slot_bytes: int) -> torch.Tensor:
+    """The two slots as bytes, shape (2, slot_bytes)."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(file, NUM_SLOTS * slot_bytes)
+    finally:
+        os.close(file)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(NUM_SLOTS, slot_bytes)
+
+
+def export_device_slots(slots_SN: torch.Tensor) -> tuple[Any, ...]:
+    """What one other process on the same device needs to see these slots."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(slots_SN)
+    return tuple(arguments)
+
+
+def import_device_slots(arguments: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """The slots that another process exported; `device` is this process's name for the device."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    rebuild: Callable[..., torch.Tensor] = rebuild_cuda_tensor
+    return rebuild(*arguments[:INDEX_OF_DEVICE], device.index, *arguments[INDEX_OF_DEVICE + 1 :])
+
+
+def broadcast_group(
+    backend: str, store: TCPStore, *, sender: str, rank: int, size: int, address: str, port: int, timeout_s: float
+) -> Any:
+    """A process group of `sender`, its rank 0, and the receivers, beside any that these processes are in.
+
+    Returns when all have come. gloo listens only at the address that reaches the store, so that on one host all
+    stays on loopback.
+    """
+    prefixed, timeout = PrefixStore(f"{backend}/{sender}/", store), timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address, port))]
+        gloo._timeout = timeout
+        return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
+    nccl = dist.ProcessGroupNCCL.Options()
+    nccl._timeout = timeout
+    return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
+
+
+def broadcast(group: Any, flat: torch.Tensor) -> dist.Work:
+    """Begin to send `flat` from rank 0 of the group to all others."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    work: dist.Work = group.broadcast([flat], options)
+    return work
+
+
+def settle(device: torch.device) -> None:
+    """Return when the device has done what it was told, so that another process may be told so."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

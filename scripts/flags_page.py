@@ -1,0 +1,103 @@
+"""`docs/flags.md` on stdout: what `--help` says of every command that trains, as one page."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from open_instruct.config.flags import flags_of, sections_of, spelled
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.help import title_of
+from open_instruct.config.plan import DPOPlanConfig, PlanSection
+from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
+
+MARKDOWN_HEAD = """\
+# Flags
+
+Written by `python scripts/flags_page.py > docs/flags.md`; a test holds it up to date.
+
+A command and its script take the same flags: {commands}.
+
+- The first word may be a YAML file, a flat mapping of flag names: `run.yaml --beta 5`. Flags replace its values.
+- `--flag value` and `--flag=value` are the same, and so are `--max-seq-length` and `--max_seq_length`.
+- Booleans: `--packing`, `--packing true`, `--packing false`, `--no_packing`.
+- A list takes every word up to the next flag: `--mixer_list a.jsonl 1.0 b.parquet 500`.
+- `none` unsets a flag whose default is none: `--max_train_steps none`.
+- Unknown, repeated and mistyped flags are errors (exit code 2), all of them listed at once, before anything is loaded.
+"""
+
+MARKDOWN_UPSTREAM = """\
+## Flags of open-instruct that mean nothing here
+
+A command written for open-instruct's `dpo_tune_cache.py` or `finetune.py` may carry these. Each is refused with its
+sentence, or, where that names a flag which the command lacks, as unknown.
+
+| flag | |
+|---|---|
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandFlags:
+    """A command of the page of flags: its name, the script that does the same, and what it reads."""
+
+    name: str
+    script: str
+    config_class: type
+
+
+def commands_with_flags() -> tuple[CommandFlags, ...]:
+    """Every command that trains, in the order of their names."""
+    offline = [
+        CommandFlags(name=name, script=f"open_instruct/{name}.py", config_class=objective_named(name).config_class)
+        for name in OBJECTIVES
+    ]
+    grpo = CommandFlags(name="grpo", script="open_instruct/grpo_olmo_core_actor.py", config_class=GRPOConfig)
+    return tuple(sorted([*offline, grpo], key=lambda command: command.name))
+
+
+def markdown(commands: Sequence[CommandFlags]) -> str:
+    """The page `docs/flags.md`: for every command a table a section, and upstream's flags that are refused."""
+    pairs = ", ".join(f"`open-instruct {command.name}` and `{command.script}`" for command in commands)
+    parts = [MARKDOWN_HEAD.format(commands=pairs)]
+    for command in commands:
+        parts.append(f"## {command.name}\n\n{inspect.getdoc(command.config_class)}\n")
+        parts += _section_tables(command.config_class)
+    parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
+    parts += _section_tables(DPOPlanConfig, only=PlanSection)
+    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
+    parts.append(MARKDOWN_UPSTREAM + rows + "\n")
+    return "\n".join(parts)
+
+
+def _section_tables(config_class: type, *, only: type | None = None) -> Iterator[str]:
+    for section, section_class in sections_of(config_class).items():
+        if only not in (None, section_class):
+            continue
+        rows = "\n".join(
+            f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
+            f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.help)} |"
+            for flag in flags_of(config_class).values()
+            if flag.section == section
+        )
+        yield f"### {title_of(section_class)}\n\n| flag | value | default | meaning |\n|---|---|---|---|\n{rows}\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "\\<")
+
+
+def _cell(text: str) -> str:
+    # an escaped bar inside code is shown as a bare bar by GitHub's tables
+    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown(commands_with_flags()))
