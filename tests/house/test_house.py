@@ -86,7 +86,7 @@ BUDGETS = {
     "packing": 540,
     "parallel": 1220,
     "planning": 2960,
-    "rollout": 1310,
+    "rollout": 1320,
     "run": 760,
     "verifiers": 830,
     "weights": 920,
