@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -51,8 +52,12 @@ class MetricsFile:
         return list(rows_of(self.path))
 
     def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row. A number that JSON cannot say, the norm of a gradient that was left out, is null."""
+        said = {
+            name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()
+        }
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(said, allow_nan=False) + "\n")
 
 
 @dataclass

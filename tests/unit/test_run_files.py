@@ -37,7 +37,7 @@ def with_checkpoint(folder: Path) -> DPOConfig:
     with made_ready(RunDirectory(path=folder), config, LAYOUT, Console(speaks=False)):
         pass
     (folder / "step2").mkdir()
-    (folder / "step2" / ".metadata.json").touch()
+    (folder / "step2" / "checkpoint.json").touch()
     return config
 
 
@@ -118,7 +118,7 @@ def test_damaged_metrics_are_passed_over(tmp_path: Path) -> None:
     file.keep_until(5)
     file.append({"step": 2, "loss": 0.5})
     lines = file.path.read_text().splitlines()
-    assert lines == ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": 0.5}']
+    assert lines == ['{"step": 1, "loss": null}', '{"step": 2, "loss": 0.5}']
 
 
 def test_damaged_evaluations_are_passed_over(tmp_path: Path) -> None:
@@ -127,3 +127,9 @@ def test_damaged_evaluations_are_passed_over(tmp_path: Path) -> None:
     directory.write_evaluation({"step": 8, "score": 0.5})
     rows = [json.loads(line) for line in directory.evaluations.read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 8]
+
+
+def test_a_number_that_json_cannot_say_is_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1, "grad_norm": float("nan"), "loss": 0.5})
+    assert file.path.read_text() == '{"step": 1, "grad_norm": null, "loss": 0.5}\n'
