@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +182,14 @@ class Document:
         return sum(len(response) for response in self.responses)
 
 
+class KeptPositions(NamedTuple):
+    """Where a batch has labels, what they are, and whose. All int64 of shape (B, K)."""
+
+    positions_BK: torch.Tensor
+    labels_BK: torch.Tensor
+    sequence_ids_BK: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """One microbatch of documents, packed end to end in one row or padded one to a row.
@@ -195,6 +203,8 @@ class PackedBatch:
     `prefix_lengths` says of each how many tokens of the last prompt before it it attends to as well: 0 for a
     prompt and for a document that shares nothing. A prompt's last token is repeated before each reply, whose first
     token it predicts: so every position has at most one label. `num_tokens` counts what lies in the row.
+
+    `kept` are the positions that have a label, where the language-model head runs.
 
     Example: documents (5, 9, 2, 7) and (4, 6) with replies (7) and (6), packed::
 
@@ -223,6 +233,7 @@ class PackedBatch:
     num_sequences: int
     num_tokens: int
     prefix_lengths: tuple[int, ...] | None = None
+    kept: KeptPositions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from open_instruct.models.context_parallel import ContextGroup, context_of
 from open_instruct.models.logprob_head import head_settings
 from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
-from open_instruct.packing.documents import KeptPositions, kept_positions
-from open_instruct.records import IGNORE_INDEX, PackedBatch
+from open_instruct.packing.documents import kept_positions
+from open_instruct.records import IGNORE_INDEX, KeptPositions, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def token_logprobs(
     elif batch.document_lengths is not None:
         kwargs["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32, device=device)
         kwargs["max_doc_lens"] = [max(batch.document_lengths)]
-    kept = None if model.tp_enabled else kept_positions(batch)
+    kept = None if model.tp_enabled else batch.kept or kept_positions(batch)
     if kept is not None:
         kwargs["logits_to_keep"] = kept.positions_BK.to(device)
 
@@ -94,6 +94,7 @@ def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
     """The tokens of one rank. Labels were shifted before, so none is lost where the row is cut."""
     return replace(
         batch,
+        kept=None,
         input_ids_BT=batch.input_ids_BT[:, part],
         labels_BT=batch.labels_BT[:, part],
         sequence_ids_BT=batch.sequence_ids_BT[:, part],

@@ -9,22 +9,15 @@ Legend: B rows, T tokens of a row, K label positions kept of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from open_instruct.packing.prefixes import shared_prefix_length
-from open_instruct.records import IGNORE_INDEX, Document, PackedBatch
+from open_instruct.records import IGNORE_INDEX, Document, KeptPositions, PackedBatch
 
 NO_SEQUENCE = -1
-
-
-class KeptPositions(NamedTuple):
-    """Where a batch has labels, what they are, and whose. All int64 of shape (B, K); see `kept_positions`."""
-
-    positions_BK: torch.Tensor
-    labels_BK: torch.Tensor
-    sequence_ids_BK: torch.Tensor
 
 
 def pack_documents(
@@ -56,7 +49,7 @@ def pack_documents(
     num_tokens = len(row.input_ids)
     if num_padding := -num_tokens % pad_to_multiple_of:
         row.add_padding(num_padding, pad_token_id)
-    return PackedBatch(
+    return _packed(
         input_ids_BT=torch.tensor([row.input_ids]),
         labels_BT=torch.tensor([row.labels]),
         sequence_ids_BT=torch.tensor([row.sequence_ids]),
@@ -86,7 +79,7 @@ def pad_documents(documents: Sequence[Document], *, pad_token_id: int, pad_to_mu
         input_ids_BT.append(row.input_ids)
         labels_BT.append(row.labels)
         sequence_ids_BT.append(row.sequence_ids)
-    return PackedBatch(
+    return _packed(
         input_ids_BT=torch.tensor(input_ids_BT),
         labels_BT=torch.tensor(labels_BT),
         sequence_ids_BT=torch.tensor(sequence_ids_BT),
@@ -103,7 +96,7 @@ def empty_batch(pad_token_id: int, *, num_tokens: int = 1, packing: bool = True)
     real tokens, so the record's own `num_tokens` is 0.
     """
     assert num_tokens >= 1
-    return PackedBatch(
+    return _packed(
         input_ids_BT=torch.full((1, num_tokens), pad_token_id),
         labels_BT=torch.full((1, num_tokens), IGNORE_INDEX),
         sequence_ids_BT=torch.full((1, num_tokens), NO_SEQUENCE),
@@ -130,6 +123,12 @@ def lay_out(
         )
     assert groups is None, "only packed documents share a prompt"
     return pad_documents(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+
+
+def _packed(**fields: Any) -> PackedBatch:
+    """The batch, with what the language-model head keeps of it: found once for all forward passes."""
+    batch = PackedBatch(**fields)
+    return replace(batch, kept=kept_positions(batch))
 
 
 def kept_positions(batch: PackedBatch) -> KeptPositions:

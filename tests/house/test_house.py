@@ -87,7 +87,7 @@ BUDGETS = {
     "parallel": 1220,
     "planning": 2960,
     "rollout": 1320,
-    "run": 760,
+    "run": 765,
     "verifiers": 830,
     "weights": 920,
 }
