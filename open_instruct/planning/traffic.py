@@ -120,7 +120,7 @@ def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
     num_means = NUM_MEANS[kind] + 2  # with the shares of padding and of what is shared
     if kind == "grpo":
         num_means += int(workload.has_reference) + int(workload.records_entropy)
-    num_maxima = NUM_MAXIMA[kind] + 1  # with the peak of memory
+    num_maxima = NUM_MAXIMA[kind] + 2  # with the peak of memory and the norm of the gradient
     return METRIC_BYTES * (2 * num_means + NUM_SUMS[kind] + num_maxima * layout.data_parallel_world_size)
 
 

@@ -212,8 +212,12 @@ def test_a_killed_engine_is_replaced(variant: Callable[..., GRPOCase], undisturb
     process = case.start()
 
     def kill() -> None:
-        second = case.start()  # beside it all: another run in the folder is refused
-        assert f"in use by process {process.pid} on" in finished(second, exit_code=2)
+        # Beside it all: another run in the folder is refused, also while this one is frozen.
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            assert f"in use by process {process.pid} on" in finished(case.start(), exit_code=2)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
         os.kill(case.pids()["engines"][0], signal.SIGKILL)
 
     case.when_step(1, process, kill)

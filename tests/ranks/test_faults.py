@@ -238,7 +238,7 @@ class TestFullDisk:
 
 
 def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: TrainCase) -> None:
-    out = dpo_case.folder / "shared"
+    out = dpo_case.folder / "two_runs"
     command = dpo_case.command(out.name, max_train_steps=MANY_STEPS)
     with running(command) as first:
         once(lambda: rows_in(out) >= 1, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -475,7 +476,7 @@ class TestSavedConfig:
         def fail(*_: Any, **__: Any) -> None:
             raise OSError("disk full")
 
-        monkeypatch.setattr(Path, "write_text", fail)
+        monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(OSError, match="disk full"):
             write_config(config_of("--beta", "5"), path)
         assert parse(DPOConfig, [str(path)]) == config_of()

@@ -138,8 +138,7 @@ def test_the_row_of_a_step(tmp_path: Path) -> None:
     assert recorded_row(file, 2) == {"step": 2, "loss": 0.25}
     assert recorded_row(file, 3) is None
     file.write_text('{"step": 1, "lo')
-    with pytest.raises(InputError, match=r"metrics.jsonl cannot be read as rows of JSON"):
-        recorded_row(file, 1)
+    assert recorded_row(file, 1) is None  # cut short by a crash
 
 
 def test_the_table() -> None:
