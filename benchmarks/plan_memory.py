@@ -111,9 +111,9 @@ def fields_of(case: Case) -> Any:
 def predicted(case: Case) -> dict[str, int]:
     """Bytes of each phase of a step."""
     from open_instruct.parallel.layout import resolve_layout
-    from open_instruct.planning.memory import memory_by_phase
-    from open_instruct.planning.model_shape import shape_of_fields
-    from open_instruct.planning.workload import Workload
+    from open_instruct.planning.memory.phases import memory_by_phase
+    from open_instruct.planning.subject.model import shape_of_fields
+    from open_instruct.planning.subject.workload import Workload
 
     shape = shape_of_fields(fields_of(case).to_dict(), name=case.name, where=case.name)
     layout = resolve_layout([case.num_ranks], fsdp_shard_degree=case.shard_degree)

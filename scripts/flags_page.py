@@ -14,7 +14,7 @@ if __name__ == "__main__":
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import title_of
-from open_instruct.config.plan import DPOPlanConfig, PlanSection
+from open_instruct.config.plan import PlanFlags
 from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
@@ -71,16 +71,14 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
         parts.append(f"## {command.name}\n\n{inspect.getdoc(command.config_class)}\n")
         parts += _section_tables(command.config_class)
     parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
-    parts += _section_tables(DPOPlanConfig, only=PlanSection)
+    parts += _section_tables(PlanFlags)
     rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
     parts.append(MARKDOWN_UPSTREAM + rows + "\n")
     return "\n".join(parts)
 
 
-def _section_tables(config_class: type, *, only: type | None = None) -> Iterator[str]:
+def _section_tables(config_class: type) -> Iterator[str]:
     for section, section_class in sections_of(config_class).items():
-        if only not in (None, section_class):
-            continue
         rows = "\n".join(
             f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
             f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.help)} |"

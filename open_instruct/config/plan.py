@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from open_instruct.config.dpo import DPOConfig
-from open_instruct.config.flags import Flag, flags_of
-from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.flags import flags_of
 from open_instruct.config.help import BLANK, Line, flag_lines, wrapped
 from open_instruct.config.sections import flag
-from open_instruct.config.sft import SFTConfig
 
 DESCRIPTION = """
 Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what travels
@@ -46,49 +43,27 @@ class PlanSection:
 
 
 @dataclass(kw_only=True)
-class DPOPlanConfig(DPOConfig):
-    """A DPO run and its machines."""
+class PlanFlags:
+    """What a plan reads beside the flags of the run."""
 
     plan: PlanSection
 
-
-@dataclass(kw_only=True)
-class SFTPlanConfig(SFTConfig):
-    """A supervised run and its machines."""
-
-    plan: PlanSection
-
-
-@dataclass(kw_only=True)
-class GRPOPlanConfig(GRPOConfig):
-    """A GRPO run and its machines."""
-
-    plan: PlanSection
-
-
-PlanConfig = DPOPlanConfig | SFTPlanConfig | GRPOPlanConfig
-PLAN_CONFIGS: dict[str, type[PlanConfig]] = {"dpo": DPOPlanConfig, "sft": SFTPlanConfig, "grpo": GRPOPlanConfig}
 
 # Flags that a run cannot do without and a plan does not read.
 ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jsonl", "1.0"], "output_dir": "planned"}
 
 
-def plan_flags() -> list[Flag]:
-    """The flags that only a plan has."""
-    return [flag for flag in flags_of(DPOPlanConfig).values() if flag.section == "plan"]
-
-
-def help_lines(width: int) -> Iterator[Line]:
-    commands = "|".join(PLAN_CONFIGS)
+def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
+    """The page of `open-instruct plan --help`; `runs` are the words that it can begin with."""
     yield from wrapped(
-        f"usage: open-instruct plan {commands} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ... "
+        f"usage: open-instruct plan {'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ... "
         "[--flag value ...]",
         width,
         later_indent=7,
     )
     yield BLANK
     yield from wrapped(DESCRIPTION, width)
-    yield from flag_lines(PlanSection.__doc__ or "", plan_flags(), width)
+    yield from flag_lines(PlanSection.__doc__ or "", list(flags_of(PlanFlags).values()), width)
     yield BLANK
     yield (("Of the run", "bold"),)
     yield from wrapped(

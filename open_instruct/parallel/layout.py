@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, gcd, isqrt
+from math import gcd, isqrt
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
@@ -24,12 +24,8 @@ __all__ = [
     "layout_of",
     "node_sizes_from_environment",
     "resolve_layout",
-    "training_state_gib",
-    "unsharded_memory_warning",
 ]
 
-# fp32: the weights, their gradients, and Adam's two moments.
-TRAINING_STATE_BYTES_PER_PARAM = 16
 MAX_LEARNERS = 100_000
 
 
@@ -124,55 +120,6 @@ def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model
         f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not divide "
         f"{heads}; their product can be {one_of(shares)}"
     )
-
-
-def training_state_gib(
-    layout: ShardLayout, *, num_params: int, bytes_per_param: int = TRAINING_STATE_BYTES_PER_PARAM
-) -> float:
-    """GiB of weights, gradients and optimizer state on each GPU, activations not counted."""
-    return num_params * bytes_per_param / (layout.shard_group_size * layout.tensor_parallel_degree) / 2**30
-
-
-def unsharded_memory_warning(
-    layout: ShardLayout,
-    *,
-    num_params: int,
-    device_memory_gib: float,
-    bytes_per_param: int = TRAINING_STATE_BYTES_PER_PARAM,
-) -> str | None:
-    """Words for a model whose training state alone is more than a GPU has, or None where it fits.
-
-    Args:
-        layout: the layout the model would train in.
-        num_params: parameters of the whole model.
-        device_memory_gib: memory of one GPU in GiB.
-        bytes_per_param: of the training state; 16 when weights, gradients and Adam's two moments are fp32.
-    """
-    each_gib = training_state_gib(layout, num_params=num_params, bytes_per_param=bytes_per_param)
-    if each_gib <= device_memory_gib:
-        return None
-    problem = (
-        f"The training state does not fit: {num_params / 1e9:.3g}B parameters x {bytes_per_param} bytes"
-        f"{_split_text(layout)} = {each_gib:.1f} GiB on each GPU, which has {device_memory_gib:g} GiB "
-        "(and activations come on top)."
-    )
-    for shard_degree in divisors(layout.data_parallel_world_size):
-        sharded = replace(
-            layout,
-            shard_degree=shard_degree,
-            num_replicas=layout.data_parallel_world_size // shard_degree,
-            warnings=(),
-        )
-        sharded_gib = training_state_gib(sharded, num_params=num_params, bytes_per_param=bytes_per_param)
-        if sharded_gib <= device_memory_gib:
-            return (
-                f"{problem} The smallest shard degree that fits is --fsdp_shard_degree {shard_degree} "
-                f"--fsdp_num_replicas {sharded.num_replicas}: {sharded_gib:.1f} GiB on each GPU"
-                + (", with shard groups across nodes." if sharded.straddles_nodes else ".")
-            )
-    at_least = ceil(num_params * bytes_per_param / 2**30 / device_memory_gib)
-    without = ", without --single_gpu_mode" if layout.single_device else ""
-    return f"{problem} It needs at least {at_least} such GPUs to shard over{without}."
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -302,14 +249,3 @@ def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
     within = [degree for degree in degrees if gcd(*nodes) % degree == 0]
     across = [degree for degree in degrees if degree not in within]
     return one_of(within) + (f" (within a node), or {one_of(across)} (across nodes)" if across else "")
-
-
-def _split_text(layout: ShardLayout) -> str:
-    """What the training state is divided by, as part of a formula; nothing for one whole copy on each GPU."""
-    degrees = (
-        ("shard", layout.shard_degree),
-        ("context", layout.context_parallel_degree),
-        ("tensor", layout.tensor_parallel_degree),
-    )
-    factors = [f"{name} degree {degree}" for name, degree in degrees if degree > 1]
-    return "".join(f" / {factor}" for factor in factors)

@@ -15,9 +15,10 @@ from typing import NoReturn
 from rich.console import Console
 
 from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.parallel.layout import resolve_layout, training_state_gib, unsharded_memory_warning
+from open_instruct.parallel.layout import resolve_layout
 from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
 from open_instruct.parallel.picture import print_layout
+from open_instruct.parallel.training_state import training_state_gib, unsharded_memory_warning
 from open_instruct.records import ShardLayout
 
 DEFAULT_MEMORY_GIB = 80.0

@@ -17,10 +17,9 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import Plan, Setting, plan_of, tensor_degrees
-from open_instruct.planning.ranking import ranked_layouts
-from open_instruct.planning.wording import GIB, gib, seconds
-from open_instruct.planning.workload import MIB
+from open_instruct.planning.plan import Plan, Setting, plan_of, ranked_layouts, sharding_flags, tensor_degrees
+from open_instruct.planning.shown.units import gib, seconds
+from open_instruct.planning.subject.workload import MIB
 
 # A faster layout is named only where it is faster by more than the plan can be trusted to tell.
 WORTH_A_CHANGE = 1.02
@@ -48,7 +47,7 @@ class Change:
         if "num_nodes" not in self.values:
             return self.flags
         nodes = self.plan.setting.gpus_per_node
-        if isinstance(self.plan.setting.config, GRPOConfig):
+        if self.plan.setting.names_learners:
             return f"--num_learners_per_node {spelled(list(nodes))} {self.flags}".rstrip()
         return f"on {nodes_text(nodes)}" + (f" with {self.flags}" if self.flags else "")
 
@@ -72,17 +71,13 @@ class Advice:
 
     def lines(self, plan: Plan) -> Iterator[str]:
         """In sentences."""
-        if not plan.fits:
-            if self.to_fit is None:
-                yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
-            else:
-                yield f"The smallest change that fits: {self.to_fit.text}"
-                yield f"It {_outcome(self.to_fit.plan)}."
-                yield from other_batch(plan, self.to_fit)
-        elif self.to_fit is not None:
-            yield f"It fits, but leaves little room. The smallest change that leaves more: {self.to_fit.text}"
+        little_room = "It fits, but leaves little room. The smallest change that leaves more"
+        if self.to_fit is not None:
+            yield f"{little_room if plan.fits else 'The smallest change that fits'}: {self.to_fit.text}"
             yield f"It {_outcome(self.to_fit.plan)}."
             yield from other_batch(plan, self.to_fit)
+        elif not plan.fits:
+            yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
         elif self.faster is not None:
             yield f"Faster and fits: {self.faster.text}"
             yield (
@@ -134,10 +129,9 @@ def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
     best = next((other for other in ranked if other.has_room), None)
     if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
         return None
-    values = {"fsdp_shard_degree": best.layout.shard_degree, "fsdp_num_replicas": best.layout.num_replicas}
-    if best.layout.tensor_parallel_degree != plan.layout.tensor_parallel_degree:
-        values["tensor_parallel_degree"] = best.layout.tensor_parallel_degree
-    return Change(values=values, plan=best)
+    now, tensor = plan.layout, best.layout.tensor_parallel_degree
+    other_tensor = tensor if tensor != now.tensor_parallel_degree else None
+    return Change(values=sharding_flags(best.layout.shard_degree, best.layout.num_replicas, other_tensor), plan=best)
 
 
 def _outcome(plan: Plan) -> str:
@@ -156,18 +150,12 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
         [None, *_engine_shares(setting)],
     )
     chosen = [[option for option in choice if option is not None] for choice in product(*slots)]
-    chosen.sort(
-        key=lambda choice: (
-            len(choice),
-            sorted(option.kind for option in choice),
-            sum(option.strength for option in choice),
-        )
-    )
-    for choice in chosen:
-        values: dict[str, Any] = {}
-        for option in choice:
-            values |= option.values
-        yield values
+    for choice in sorted(chosen, key=_size_of_change):
+        yield {name: value for option in choice for name, value in option.values.items()}
+
+
+def _size_of_change(choice: Sequence[_Option]) -> tuple[int, list[int], int]:
+    return len(choice), sorted(option.kind for option in choice), sum(option.strength for option in choice)
 
 
 def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
@@ -175,12 +163,11 @@ def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
     least: dict[str, Any] = {}
     for options in (_checkpointing(setting), _microbatches(setting), _engine_shares(setting)):
         least |= options[-1].values if options else {}
-    found: list[_Option | None] = []
-    for option in (None, *_layouts(setting)):
-        plan = _planned(setting, least | (option.values if option is not None else {}))
-        if plan is not None and plan.has_room:
-            found.append(option)
-    return found
+    return [
+        option
+        for option in (None, *_layouts(setting))
+        if (plan := _planned(setting, least | (option.values if option else {}))) and plan.has_room
+    ]
 
 
 def _layouts(setting: Setting) -> list[_Option]:
@@ -191,7 +178,7 @@ def _layouts(setting: Setting) -> list[_Option]:
     options = []
     for shard in divisors(now.data_parallel_world_size):
         if shard > now.shard_degree:
-            values = {"fsdp_shard_degree": shard, "fsdp_num_replicas": now.data_parallel_world_size // shard}
+            values = sharding_flags(shard, now.data_parallel_world_size // shard)
             straddles = setting.with_flags(values).layout.straddles_nodes
             options.append(_Option(kind=3 if straddles else 0, strength=shard, values=values))
     context = now.context_parallel_degree
@@ -200,11 +187,7 @@ def _layouts(setting: Setting) -> list[_Option]:
             world = now.world_size // (tensor * context)
             for shard in divisors(world):
                 if shard * tensor >= now.shard_degree * now.tensor_parallel_degree:
-                    values = {
-                        "fsdp_shard_degree": shard,
-                        "fsdp_num_replicas": world // shard,
-                        "tensor_parallel_degree": tensor,
-                    }
+                    values = sharding_flags(shard, world // shard, tensor)
                     options.append(_Option(kind=4, strength=shard * tensor, values=values))
     return options
 
@@ -256,12 +239,10 @@ def _engine_shares(setting: Setting) -> list[_Option]:
             options.append(_Option(kind=5, strength=len(options) + 1, values={"vllm_kv_cache_mib": mib}))
             mib //= 2
         return options
-    least = (shape.num_params * sync_bytes + cache_bytes) / (setting.device.memory_gib * GIB)
-    for twentieths in range(19, 0, -1):
-        share = twentieths / 20
+    least = (shape.num_params * sync_bytes + cache_bytes) / setting.device.memory_bytes
+    for share in (twentieths / 20 for twentieths in range(19, 0, -1)):
         if least <= share < fleet.vllm_gpu_memory_utilization:
-            values = {"vllm_gpu_memory_utilization": share}
-            options.append(_Option(kind=5, strength=len(options) + 1, values=values))
+            options.append(_Option(kind=5, strength=len(options) + 1, values={"vllm_gpu_memory_utilization": share}))
     return options
 
 
@@ -274,11 +255,9 @@ def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
     # Both degrees together say how many GPUs there are.
     both = parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None
     freed = {"fsdp_num_replicas": None} if both else {}
-    steps = []
-    times = 2
-    while times <= MAX_TIMES_THE_NODES and sum(setting.gpus_per_node) * times <= MAX_GPUS:
-        steps.append({"num_nodes": len(setting.gpus_per_node) * times} | freed)
-        times *= 2
+    most_times = min(MAX_TIMES_THE_NODES, MAX_GPUS // sum(setting.gpus_per_node))
+    doubled = [2**power for power in range(1, most_times.bit_length())]
+    steps = [{"num_nodes": len(setting.gpus_per_node) * times} | freed for times in doubled]
     most = _changed(setting, steps[-1]) if steps else None
     if most is not None and _layouts_that_can_fit(most):
         yield from steps

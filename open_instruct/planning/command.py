@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -12,11 +13,11 @@ from open_instruct.config.help import print_lines
 from open_instruct.config.plan import help_lines
 from open_instruct.errors import InputError
 from open_instruct.planning.advice import advise
-from open_instruct.planning.html_page import html_page
-from open_instruct.planning.page import print_plan
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.record import as_record
-from open_instruct.planning.request import parse_request
+from open_instruct.planning.request import PLAN_CONFIGS, parse_request
+from open_instruct.planning.shown.html_page import html_page
+from open_instruct.planning.shown.json_record import as_record
+from open_instruct.planning.shown.terminal import print_plan
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
     if any(word in ("--help", "-h") for word in argv):
-        print_lines(help_lines)
+        print_lines(partial(help_lines, runs=PLAN_CONFIGS))
         return 0
     request = parse_request(argv)
     plan = plan_of(request.setting)

@@ -7,23 +7,19 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import flags_of, spelled
-from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
-from open_instruct.planning.activations import BLOCK_MODULES
-from open_instruct.planning.devices import Device
-from open_instruct.planning.memory import Phase, memory_by_phase, peak_phase
-from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.step_time import StepTime, step_time
-from open_instruct.planning.traffic import Exchange, traffic_per_step
-from open_instruct.planning.wording import GIB
-from open_instruct.planning.workload import Workload, is_wrapped, workload_of
+from open_instruct.planning.memory.activations import BLOCK_MODULES
+from open_instruct.planning.memory.phases import Phase, memory_by_phase, peak_phase
+from open_instruct.planning.subject.devices import Device
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import RunConfig, Workload, is_wrapped, validate, workload_of
+from open_instruct.planning.traffic.per_step import Exchange, traffic_per_step
+from open_instruct.planning.traffic.step_time import StepTime, step_time
 from open_instruct.records import ShardLayout
 
-RunConfig = DPOConfig | SFTConfig | GRPOConfig
 # Share of a GPU that advice leaves free.
 ROOM = 0.05
 
@@ -56,15 +52,16 @@ class Setting:
         """
         return layout_of(self.config.parallel, self.gpus_per_node)
 
+    @property
+    def names_learners(self) -> bool:
+        """Whether a flag of the run says how many GPUs of each node train."""
+        return "num_learners_per_node" in flags_of(type(self.config))
+
     def workload(self, layout: ShardLayout) -> Workload:
         """What one rank does in a step."""
-        memory_bytes = round(self.device.memory_gib * GIB)
+        prompt, memory_bytes = self.shared_prompt_tokens, self.device.memory_bytes
         workload = workload_of(
-            self.config,
-            self.shape,
-            layout,
-            device_memory_bytes=memory_bytes,
-            shared_prompt_tokens=self.shared_prompt_tokens,
+            self.config, self.shape, layout, device_memory_bytes=memory_bytes, shared_prompt_tokens=prompt
         )
         return replace(workload, on_cuda=self.on_cuda, sync_crosses_nodes=not self.has_engines_in_node)
 
@@ -74,17 +71,16 @@ class Setting:
         Raises:
             InputError: the flags do not go together.
         """
-        nodes = self.gpus_per_node
+        values, nodes = dict(values), self.gpus_per_node
         if "num_nodes" in values:
-            nodes = (nodes[0],) * values["num_nodes"]
-        config, flags = self.config, flags_of(type(self.config))
-        for section in {flags[name].section for name in values if name != "num_nodes"}:
-            of_section = {
-                name: value for name, value in values.items() if name in flags and flags[name].section == section
-            }
-            config = replace(config, **{section: replace(getattr(config, section), **of_section)})
-        if isinstance(config, GRPOConfig):
-            config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
+            nodes = (nodes[0],) * values.pop("num_nodes")
+        if self.names_learners:
+            values["num_learners_per_node"] = list(nodes)
+        config: Any = self.config
+        flags = flags_of(type(config))
+        for name, value in values.items():
+            section = flags[name].section
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
         validate(config)
         in_node = self.has_engines_in_node and len(nodes) == 1
         return replace(self, config=config, gpus_per_node=nodes, has_engines_in_node=in_node)
@@ -107,7 +103,7 @@ class Plan:
     @property
     def memory_bytes(self) -> int:
         """Of one GPU."""
-        return round(self.setting.device.memory_gib * GIB)
+        return self.setting.device.memory_bytes
 
     @property
     def headroom_bytes(self) -> int:
@@ -155,28 +151,43 @@ def plan_of(setting: Setting) -> Plan:
     Raises:
         InputError: the layout cannot be, the model cannot be split so, or its layers are not recomputed alike.
     """
-    layout = setting.layout
-    shape = setting.shape
+    layout, shape = setting.layout, setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)
-    _check_layers_alike(setting.shape, workload)
-    return Plan(
-        setting=setting,
-        layout=layout,
-        workload=workload,
-        phases=memory_by_phase(setting.shape, layout, workload),
-    )
+    _check_layers_alike(shape, workload)
+    phases = memory_by_phase(shape, layout, workload)
+    return Plan(setting=setting, layout=layout, workload=workload, phases=phases)
 
 
-def validate(config: RunConfig) -> list[str]:
-    """What the run itself checks of its flags; returns warnings.
+def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
+    """A plan for each (shard degree, replicas, tensor degree): by tokens per second, then those that do not fit.
 
-    Raises:
-        InputError: listing every problem.
+    The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
+    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode.
     """
-    if isinstance(config, GRPOConfig):
-        return validate_grpo(config)
-    return validate_dpo(config) if isinstance(config, DPOConfig) else validate_sft(config)
+    if setting.config.parallel.single_gpu_mode:
+        return ()
+    context, plans = setting.config.parallel.context_parallel_degree, []
+    for tensor in tensor_degrees(setting.shape, context):
+        data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
+        for shard in divisors(data_parallel) if rest == 0 else ():
+            plans.append(plan_of(setting.with_flags(sharding_flags(shard, data_parallel // shard, tensor))))
+    return tuple(sorted(plans, key=_order))
+
+
+def _order(plan: Plan) -> tuple[bool, float, bool, float]:
+    if not plan.fits:
+        return True, plan.peak.total_bytes, False, 0.0
+    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
+    time = plan.time
+    exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
+    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
+
+
+def sharding_flags(shard_degree: int, num_replicas: int, tensor_degree: int | None = None) -> dict[str, int]:
+    """Flags of a layout by their names; the tensor degree stays where none is given."""
+    flags = {"fsdp_shard_degree": shard_degree, "fsdp_num_replicas": num_replicas}
+    return flags if tensor_degree is None else flags | {"tensor_parallel_degree": tensor_degree}
 
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:

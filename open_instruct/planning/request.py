@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import flags_given, nearest, parse
-from open_instruct.config.plan import ASSUMED, PLAN_CONFIGS, GRPOPlanConfig, PlanConfig, PlanSection
-from open_instruct.config.sft import SFTConfig
+from open_instruct.config.plan import ASSUMED, PlanSection
 from open_instruct.errors import InputError
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
-from open_instruct.planning.devices import Device, device_named
-from open_instruct.planning.plan import Setting, validate
-from open_instruct.planning.subject import model_shape
+from open_instruct.parallel.wording import one_of
+from open_instruct.planning.plan import Setting
+from open_instruct.planning.subject.devices import Device, device_named
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, validate
+
+
+def _with_machines(config_class: type) -> Any:
+    """The flags of a run with those of its plan."""
+    return make_dataclass(
+        f"Planned{config_class.__name__}", [("plan", PlanSection)], bases=(config_class,), kw_only=True
+    )
+
+
+# Whatever can be trained can be planned.
+PLAN_CONFIGS: dict[str, Any] = {
+    name: _with_machines(config_class)
+    for name, config_class in (
+        *((name, objective_named(name).config_class) for name in OBJECTIVES),
+        (GRPO, GRPOConfig),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What is planned, and the form that is asked for."""
 
-    algorithm: str
     setting: Setting
     warnings: tuple[str, ...]
     as_json: bool
@@ -38,20 +57,21 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     algorithm = words[0] if words else ""
     if algorithm not in PLAN_CONFIGS:
         given = f"'{algorithm}' is not a run{nearest(algorithm, PLAN_CONFIGS)}; " if algorithm else ""
-        raise InputError(f"{given}the first word is dpo, sft or grpo: open-instruct plan dpo --gpus_per_node 8 ...")
+        raise InputError(
+            f"{given}the first word is {one_of(PLAN_CONFIGS)}: open-instruct plan dpo --gpus_per_node 8 ..."
+        )
     config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED)
-    asked = config.plan
-    named = flags_given(PLAN_CONFIGS[algorithm], words[1:])
-    sizes = _sizes_of_nodes(config)
-    nodes = _nodes(config, sizes, names_learners="num_learners_per_node" in named)
-    if isinstance(config, GRPOPlanConfig) and not config.parallel.single_gpu_mode:
+    asked: PlanSection = config.plan
+    sizes = _sizes_of_nodes(asked)
+    nodes = _nodes(config, sizes, flags_given(PLAN_CONFIGS[algorithm], words[1:]))
+    if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
     warnings = validate(config)
     if not 0 < asked.mfu <= 1:
         raise InputError(
             f"--mfu {spelled(asked.mfu)}: must be above 0 and at most 1; large dense models reach 0.3 to 0.5"
         )
-    _check_shared_prompt(config)
+    _check_shared_prompt(config, asked.shared_prompt_tokens)
     setting = Setting(
         config=config,
         shape=model_shape(config.model.model_name_or_path),
@@ -61,42 +81,37 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         shared_prompt_tokens=asked.shared_prompt_tokens,
         has_engines_in_node=len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes)),
     )
-    return PlanRequest(
-        algorithm=algorithm,
-        setting=setting,
-        warnings=tuple(warnings),
-        as_json=asked.json,
-        html_file=_writable(asked.html),
-    )
+    html_file = _writable(asked.html)
+    return PlanRequest(setting=setting, warnings=tuple(warnings), as_json=asked.json, html_file=html_file)
 
 
-def _sizes_of_nodes(config: PlanConfig) -> list[int]:
+def _sizes_of_nodes(asked: PlanSection) -> list[int]:
     """What --gpus_per_node and --num_nodes say, node by node."""
-    sizes = [size for word in config.plan.gpus_per_node for size in _sizes(word)]
-    num_nodes = config.plan.num_nodes
+    sizes, num_nodes = [size for word in asked.gpus_per_node for size in _sizes(word)], asked.num_nodes
     if num_nodes is not None:
+        given = f"--num_nodes {num_nodes}"
         if num_nodes < 1:
-            raise InputError(f"--num_nodes {num_nodes}: must be at least 1")
+            raise InputError(f"{given}: must be at least 1")
         if not sizes:
-            raise InputError(f"--num_nodes {num_nodes}: add the GPUs of a node, such as --gpus_per_node 8")
+            raise InputError(f"{given}: add the GPUs of a node, such as --gpus_per_node 8")
         if len(sizes) == 1:
             if num_nodes * sizes[0] > MAX_GPUS:
-                raise InputError(f"--num_nodes {num_nodes}: at most {MAX_GPUS} GPUs can be planned")
+                raise InputError(f"{given}: at most {MAX_GPUS} GPUs can be planned")
             sizes *= num_nodes
         elif len(sizes) != num_nodes:
             raise InputError(
-                f"--num_nodes {num_nodes}, but --gpus_per_node {spelled(config.plan.gpus_per_node)} is {len(sizes)} "
-                "nodes; give one number for all nodes, or leave --num_nodes out"
+                f"{given}, but --gpus_per_node {spelled(asked.gpus_per_node)} is {len(sizes)} nodes; give one number "
+                "for all nodes, or leave --num_nodes out"
             )
     if sum(sizes) > MAX_GPUS:
         raise InputError(f"--gpus_per_node names {sum(sizes)} GPUs in all; at most {MAX_GPUS} can be planned")
     return sizes
 
 
-def _nodes(config: PlanConfig, sizes: list[int], *, names_learners: bool) -> tuple[int, ...]:
-    """The GPUs that train, node by node: of GRPO the learners, where they are named."""
-    if isinstance(config, GRPOConfig) and (not sizes or names_learners):
-        learners = list(config.parallel.num_learners_per_node)
+def _nodes(config: RunConfig, sizes: list[int], named: frozenset[str]) -> tuple[int, ...]:
+    """The GPUs that train, node by node: of GRPO the learners, where they are among the flags that were named."""
+    if isinstance(config, GRPOConfig) and (not sizes or "num_learners_per_node" in named):
+        learners = config.parallel.num_learners_per_node
         if sizes:
             _check_room(config, learners, sizes)
         return tuple(learners)
@@ -115,10 +130,8 @@ def _sizes(word: str) -> list[int]:
 def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> None:
     """Learners that were given must find their nodes, and engines what these leave."""
     given = f"--num_learners_per_node {spelled(learners)}"
-    if len(learners) > len(sizes) or any(
-        learner > size
-        for learner, size in zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
-    ):
+    largest_first = zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
+    if len(learners) > len(sizes) or any(learner > size for learner, size in largest_first):
         raise InputError(f"{given} needs a node of its own for each number; the nodes have {spelled(sizes)} GPUs")
     num_free = sum(sizes) - sum(learners)
     if not config.parallel.single_gpu_mode and not _has_room_for_engines(config, num_free):
@@ -129,33 +142,32 @@ def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> No
         )
 
 
-def _has_room_for_engines(config: PlanConfig | GRPOConfig, num_free: int) -> bool:
-    if not isinstance(config, GRPOConfig):
-        return False
-    return _num_gpus_of_engines(config) <= num_free
+def _has_room_for_engines(config: RunConfig, num_free: int) -> bool:
+    return isinstance(config, GRPOConfig) and _num_gpus_of_engines(config) <= num_free
 
 
 def _num_gpus_of_engines(config: GRPOConfig) -> int:
     return config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size
 
 
-def _check_shared_prompt(config: PlanConfig) -> None:
+def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
     """It must leave room for a reply, in a run that shares prompts."""
-    given = f"--shared_prompt_tokens {config.plan.shared_prompt_tokens}"
-    if config.plan.shared_prompt_tokens == 0:
+    if num_tokens == 0:
         return
-    if isinstance(config, SFTConfig):
-        raise InputError(f"{given}: supervised rows share nothing; leave it out")
-    sharing, flag, longest = (
-        (config.loss.prefix_sharing, "--max_prompt_token_length", config.data.max_prompt_token_length)
-        if isinstance(config, GRPOConfig)
-        else (config.data.prefix_sharing, "--max_seq_length less a token of reply", config.data.max_seq_length - 1)
-    )
-    if sharing == "off":
-        raise InputError(f"{given}: with --prefix_sharing off nothing is shared; leave one of them out")
-    if not isinstance(config, GRPOConfig) and not config.data.packing:
-        raise InputError(f"{given}: with --no_packing nothing is shared; leave one of them out")
-    if not 1 <= config.plan.shared_prompt_tokens <= longest:
+    given = f"--shared_prompt_tokens {num_tokens}"
+    if isinstance(config, GRPOConfig):
+        sharing, is_packed = config.loss.prefix_sharing, True
+        longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
+    else:
+        objective = objective_of(config)
+        if objective.rows.documents_per_row == 1:
+            raise InputError(f"{given}: supervised rows share nothing; leave it out")
+        sharing, is_packed = objective.prefix_sharing(config), config.data.packing
+        longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"
+    if sharing == "off" or not is_packed:
+        why = "--prefix_sharing off" if sharing == "off" else "--no_packing"
+        raise InputError(f"{given}: with {why} nothing is shared; leave one of them out")
+    if not 1 <= num_tokens <= longest:
         raise InputError(f"{given}: must be at least 1 and at most {longest} ({flag})")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.planning.check import check_plan
+from open_instruct.planning.start_check import check_plan
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 

@@ -16,10 +16,11 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig, validate_sft
-from open_instruct.parallel.layout import resolve_layout, unsharded_memory_warning
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.parallel.training_state import unsharded_memory_warning
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.public_models import find_public_model
 from open_instruct.planning.request import parse_request
+from open_instruct.planning.subject.public_models import find_public_model
 from open_instruct.records import ShardLayout
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.plan import DPOPlanConfig
+from open_instruct.config.plan import PlanFlags
 from open_instruct.config.replay import ReplayFlags
 from open_instruct.config.sft import SFTConfig
 from open_instruct.config.upstream_flags import SYNONYMS, UPSTREAM_FLAGS
@@ -64,9 +64,9 @@ FLEET_LIBRARIES = {"ray", "vllm"}
 HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}
 WITHOUT_TORCH = [
     *("errors.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
-    *("parallel/layout_warnings.py", "parallel/processes.py"),
+    *("parallel/layout_warnings.py", "parallel/processes.py", "parallel/training_state.py"),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
-    *(f"planning/{path.name}" for path in sorted((PACKAGE / "planning").glob("*.py"))),
+    *(str(path.relative_to(PACKAGE)) for path in sorted((PACKAGE / "planning").rglob("*.py"))),
 ]
 LIGHT_TO_IMPORT = ["dpo.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
 
@@ -319,7 +319,7 @@ class TestFlags:
 
 def known_flags() -> set[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
-    configs = (DPOConfig, SFTConfig, GRPOConfig, ReplayFlags, DPOPlanConfig)
+    configs = (DPOConfig, SFTConfig, GRPOConfig, ReplayFlags, PlanFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
     known = {flag.name for flag in flags} | {f"no_{flag.name}" for flag in flags if flag.kind is bool}
     programs = [*FILES, *(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]

@@ -17,11 +17,11 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.layout import layout_of
-from open_instruct.planning import activations
-from open_instruct.planning.exchange import Exchange, groups_of
-from open_instruct.planning.subject import model_shape
-from open_instruct.planning.traffic import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.workload import workload_of
+from open_instruct.planning.memory import activations
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import workload_of
+from open_instruct.planning.traffic.collectives import Exchange, groups_of
+from open_instruct.planning.traffic.per_step import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
 from open_instruct.records import ShardLayout
 from tests.ranks.launch import run_ranks
 from tests.ranks.train_case import free_ports

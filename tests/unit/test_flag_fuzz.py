@@ -15,13 +15,13 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.config.plan import PLAN_CONFIGS
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.planning import command as plan_command
+from open_instruct.planning.request import PLAN_CONFIGS
 
 RUNS: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
     "dpo": (DPOConfig, validate_dpo),

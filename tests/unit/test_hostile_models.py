@@ -28,7 +28,7 @@ from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.models.names import TensorNames
 from open_instruct.models.tiny import write_tiny_model
-from open_instruct.planning.subject import model_shape
+from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.run.pretrained import open_pretrained
 from tests.unit.mutations import mutated, mutated_bytes
 

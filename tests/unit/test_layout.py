@@ -24,10 +24,10 @@ from open_instruct.parallel.layout import (
     divisors,
     node_sizes_from_environment,
     resolve_layout,
-    unsharded_memory_warning,
 )
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.picture import draw_layout, print_layout
+from open_instruct.parallel.training_state import unsharded_memory_warning
 from open_instruct.parallel.wording import counted, group_name, nodes_text, one_of, ranks_text
 from open_instruct.records import ShardLayout
 

@@ -22,15 +22,14 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.planning.advice import Advice, advise, change_to_fit, faster_layout
-from open_instruct.planning.check import check_plan
-from open_instruct.planning.html_page import html_page
-from open_instruct.planning.memory import memory_by_phase
-from open_instruct.planning.page import print_plan
-from open_instruct.planning.parts import LETTERS, meaning_of
-from open_instruct.planning.plan import GIB, Plan, plan_of
-from open_instruct.planning.ranking import ranked_layouts
+from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
-from open_instruct.planning.sentences import PURPOSES, traffic_rows
+from open_instruct.planning.shown.html_page import html_page
+from open_instruct.planning.shown.summary import LETTERS, PURPOSES, meaning_of, traffic_rows
+from open_instruct.planning.shown.terminal import print_plan
+from open_instruct.planning.shown.units import GIB
+from open_instruct.planning.start_check import check_plan
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS_PAGE = REPOSITORY / "docs" / "planning.md"

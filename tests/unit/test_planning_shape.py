@@ -14,9 +14,8 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.public_models import public_names
-from open_instruct.planning.subject import model_shape
-from open_instruct.planning.workload import workload_of
+from open_instruct.planning.subject.public_models import model_shape, public_names
+from open_instruct.planning.subject.workload import workload_of
 
 # Parameters as the model cards of the releases count them.
 NUM_PARAMS = {

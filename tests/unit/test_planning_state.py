@@ -25,10 +25,10 @@ from open_instruct.models.load import parameter_shapes
 from open_instruct.models.tiny import SIZES, Size, tiny_config
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.model_shape import ModelShape, shape_of_fields
-from open_instruct.planning.state import state_bytes
-from open_instruct.planning.subject import model_shape
-from open_instruct.planning.workload import Workload
+from open_instruct.planning.memory.state import state_bytes
+from open_instruct.planning.subject.model import ModelShape, shape_of_fields
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
 from tests.unit.conftest import JoinAs
 

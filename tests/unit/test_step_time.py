@@ -9,13 +9,13 @@ import pytest
 
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.devices import DEVICES, Device, device_named
-from open_instruct.planning.exchange import exchange_in, ring_bytes, span_of
-from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second, step_time
-from open_instruct.planning.subject import model_shape
-from open_instruct.planning.traffic import traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.workload import Workload
+from open_instruct.planning.subject.devices import DEVICES, Device, device_named
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic.collectives import exchange_in, ring_bytes, span_of
+from open_instruct.planning.traffic.per_step import traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.traffic.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second, step_time
 
 # 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all; vocabulary of 10.
 SHAPE = ModelShape(
@@ -99,7 +99,7 @@ def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     of_one = replace(WORK, checkpointing="selected_modules", checkpointing_modules=("blocks.1.attention",))
     assert flops_per_step(SHAPE, ALONE, of_one) == 3 * FORWARD + 2 * 64 * 6 + ATTENTION[1]
     # Two labels a chunk.
-    monkeypatch.setattr("open_instruct.planning.activations.MAX_LOGITS_BYTES", 2 * 4 * 10)
+    monkeypatch.setattr("open_instruct.planning.memory.activations.MAX_LOGITS_BYTES", 2 * 4 * 10)
     assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + HEAD
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import math
 from dataclasses import dataclass, replace
 
 from open_instruct.errors import InputError
@@ -24,6 +24,10 @@ class Device:
     peak_tflops_bf16: float
     in_node_gb_s: float
     cross_node_gb_s: float
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self.memory_gib * 2**30)
 
 
 # Memory is what CUDA gives to programs, as PyTorch's out-of-memory errors tell it ("total capacity of 79.1 GiB"): a
@@ -52,23 +56,16 @@ def device_named(name: str) -> Device:
         InputError: there is no such name, or the memory is no positive number.
     """
     if name.startswith(MEMORY):
-        return replace(DEVICES["h100"], name=name, memory_gib=_positive(name))
+        text = name.removeprefix(MEMORY)
+        with contextlib.suppress(ValueError):
+            if 0 < float(text) <= MOST_GIB:
+                return replace(DEVICES["h100"], name=name, memory_gib=float(text))
+        raise InputError(
+            f"--gpu {name}: {text!r} is no number of GiB above 0, or above {MOST_GIB:,.0f}; such as {MEMORY}40"
+        )
     device = DEVICES.get(name.lower())
     if device is None:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=1)
         meant = f"did you mean {near[0]}? Known are" if near else "known are"
         raise InputError(f"--gpu {name}: {meant} {', '.join(DEVICES)}; of any other, give its memory: {MEMORY}40")
     return device
-
-
-def _positive(given: str) -> float:
-    text = given.removeprefix(MEMORY)
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (0 < number <= MOST_GIB):
-        raise InputError(
-            f"--gpu {given}: {text!r} is no number of GiB above 0, or above {MOST_GIB:,.0f}; such as {MEMORY}40"
-        )
-    return number

@@ -160,22 +160,15 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
     )
 
 
-def windows_of_olmo3(num_layers: int, window: int) -> tuple[int | None, ...]:
-    """Three layers with a window, then one without."""
-    return tuple(None if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else window for layer in range(num_layers))
-
-
 def _windows(fields: dict[str, Any], family: str, num_layers: int, where: str) -> tuple[int | None, ...]:
-    if family != "olmo3":
-        return (None,) * num_layers
-    window = fields.get("sliding_window")
+    window = fields.get("sliding_window") if family == "olmo3" else None
     if window is None:
         return (None,) * num_layers
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise InputError(f"{where}: sliding_window = {window!r}; a window is a whole number of at least 1")
     layer_types = fields.get("layer_types")
     if layer_types is None:
-        return windows_of_olmo3(num_layers, window)
+        return tuple(None if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else window for layer in range(num_layers))
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
@@ -226,12 +219,8 @@ def _units(shape: ModelShape) -> tuple[Unit, ...]:
     for parameter in rest:
         if parameter.layer is not None:
             blocks[parameter.layer].append(parameter)
-    first = (
-        [Unit(name="root", parameters=(embeddings, *root))]
-        if shape.is_tied
-        else [
-            Unit(name="root", parameters=root),
-            Unit(name="embeddings", parameters=(embeddings,)),
-        ]
-    )
+    if shape.is_tied:
+        first = [Unit(name="root", parameters=(embeddings, *root))]
+    else:
+        first = [Unit(name="root", parameters=root), Unit(name="embeddings", parameters=(embeddings,))]
     return (*first, *(Unit(name=f"blocks.{layer}", parameters=tuple(block)) for layer, block in enumerate(blocks)))

@@ -19,11 +19,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 
-from open_instruct.planning.model_shape import ModelShape, ParameterShape
-from open_instruct.planning.workload import Workload
+from open_instruct.parallel.training_state import (
+    ADAMW_MOMENTS,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    MOMENT_BYTES,
+    MUON_MOMENTS,
+)
+from open_instruct.planning.subject.model import ModelShape, ParameterShape
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
 
-MASTER_BYTES = 4
 STEP_BYTES = 4
 
 
@@ -47,9 +53,9 @@ def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, r
     for parameter, count in _distinct(shape):
         local = local_size(parameter, layout, rank=rank)
         parameters += count * local.padded * (MASTER_BYTES + copy_bytes)
-        gradients += count * local.padded * MASTER_BYTES
-        num_moments, num_steps = (1, 0) if uses_muon(parameter, workload) else (2, 1)
-        optimizer += count * (num_moments * local.own * MASTER_BYTES + num_steps * STEP_BYTES)
+        gradients += count * local.padded * GRADIENT_BYTES
+        num_moments, num_steps = (MUON_MOMENTS, 0) if uses_muon(parameter, workload) else (ADAMW_MOMENTS, 1)
+        optimizer += count * (num_moments * local.own * MOMENT_BYTES + num_steps * STEP_BYTES)
     return parameters, gradients, optimizer
 
 

@@ -11,22 +11,22 @@ from rich.text import Text
 from open_instruct.parallel.picture import print_layout
 from open_instruct.parallel.wording import counted
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.memory import Phase
-from open_instruct.planning.parts import LETTERS, meaning_of, parts_in_any, parts_of, unit_of
+from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
-from open_instruct.planning.sentences import (
+from open_instruct.planning.shown.summary import (
+    LETTERS,
     headline,
+    meaning_of,
     notes_on,
+    parts_in_any,
+    parts_of,
     time_lines,
     traffic_rows,
+    unit_of,
     verdict,
     work_lines,
 )
-from open_instruct.planning.wording import (
-    amount,
-    gib,
-    seconds,
-)
+from open_instruct.planning.shown.units import amount, gib, seconds
 
 WIDTH = 80
 BAR_WIDTH = 48

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.parallel.wording import counted, nodes_text
-from open_instruct.planning.devices import MEMORY, Device
+from open_instruct.planning.memory.forward_backward import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
+from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, REFERENCE, Phase
+from open_instruct.planning.memory.state import cast_copy_bytes
 from open_instruct.planning.plan import Plan
-from open_instruct.planning.step_time import ON_THE_PATH
-from open_instruct.planning.traffic import Exchange
-from open_instruct.planning.wording import billions, gib, seconds
+from open_instruct.planning.shown.units import GIB, billions, gib, seconds
+from open_instruct.planning.subject.devices import MEMORY, Device
+from open_instruct.planning.traffic.per_step import Exchange
+from open_instruct.planning.traffic.step_time import ON_THE_PATH
 
 # By the axis of the layout and the collective.
 PURPOSES = {
@@ -27,14 +31,28 @@ PURPOSES = {
     ("sync", "broadcast"): "weights to the engines",
 }
 
-ALGORITHMS = {"dpo": "DPO", "sft": "SFT", "grpo": "GRPO"}
+# First what stays from step to step, then what comes and goes.
+LETTERS = {
+    PARAMETERS: "P",
+    GRADIENTS: "G",
+    OPTIMIZER: "O",
+    REFERENCE: "R",
+    ENGINE: "E",
+    GATHERED: "W",
+    REDUCED: "S",
+    ACTIVATIONS: "A",
+    HEAD: "H",
+    TEMPORARIES: "T",
+    BUFFERS: "B",
+    CUDA: "C",
+}
 
 
 def headline(plan: Plan) -> str:
     """What is planned, on what."""
     setting, workload = plan.setting, plan.workload
     name, num_params = setting.config.model.model_name_or_path, billions(setting.shape.num_params)
-    what = f"{ALGORITHMS[workload.algorithm]} of {name} ({num_params} parameters)"
+    what = f"{workload.algorithm.upper()} of {name} ({num_params} parameters)"
     machines = f"{nodes_text(plan.layout.gpus_per_node)} ({device_text(setting.device)})"
     if workload.num_engines and not plan.layout.single_device:
         engines = counted(workload.num_engines, "engine")
@@ -153,7 +171,7 @@ def time_lines(plan: Plan) -> Iterator[str]:
         )
     else:
         yield "They are taken to overlap in full, so a real step takes longer."
-    if plan.workload.algorithm == "grpo":
+    if plan.workload.generates:
         yield "That is the learners' part of a step; the engines generate beside it."
 
 
@@ -172,3 +190,48 @@ def notes_on(plan: Plan) -> list[str]:
     elif layout.straddles_nodes:
         notes.append("across nodes")
     return notes
+
+
+def unit_of(plan: Plan) -> tuple[str, int]:
+    """The unit that suits a plan, by name and in bytes."""
+    return ("GiB", GIB) if plan.peak.total_bytes >= GIB else ("MiB", 2**20)
+
+
+def parts_of(phase: Phase, plan: Plan) -> list[tuple[str, int]]:
+    """Label and bytes of what is there, in the order of `LETTERS`, but for what would read as 0.00."""
+    parts, least = dict(phase.parts), 0.005 * unit_of(plan)[1]
+    return [(label, parts[label]) for label in LETTERS if parts.get(label, 0) >= least]
+
+
+def parts_in_any(plan: Plan) -> list[str]:
+    """The labels that any phase shows, in the same order."""
+    found = {label for phase in plan.phases for label, _ in parts_of(phase, plan)}
+    return [label for label in LETTERS if label in found]
+
+
+def meaning_of(label: str, plan: Plan) -> str:
+    """What a part is, for somebody who has not met it."""
+    layout, workload = plan.layout, plan.workload
+    num_tokens = workload.with_full_rows().tokens_per_microbatch
+    split = layout.shard_group_size * layout.tensor_parallel_degree
+    share = f"this GPU's 1/{split}" if split > 1 else "all of them"
+    with_copy = f" and {size} in the copy that computes" if (size := cast_copy_bytes(layout, workload)) else ""
+    reference_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
+    moments = "Muon's one or AdamW's two moments" if workload.optimizer == "muon" else "AdamW's two moments"
+    return {
+        PARAMETERS: f"the weights that are trained, {share}, {MASTER_BYTES} bytes each{with_copy}",
+        GRADIENTS: f"what the backward pass finds for each weight, {share}, {MASTER_BYTES} bytes each",
+        OPTIMIZER: f"{moments} of each weight, {share}, {MASTER_BYTES} bytes a moment",
+        REFERENCE: f"the weights of the policy that is compared with, {share}, {reference_bytes} bytes each",
+        ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
+        GATHERED: (
+            f"whole weights of the block at work, put together from {counted(layout.shard_group_size, 'GPU')} in "
+            f"{workload.param_dtype} and freed after it; with those of the head, and of the block that is fetched ahead"
+        ),
+        REDUCED: "whole gradients of the block at work, until they are summed and cut into shards",
+        ACTIVATIONS: f"what the forward pass keeps of {num_tokens:,} tokens for the backward pass",
+        HEAD: "scores of the whole vocabulary for each labelled token, a chunk at a time, and what they are made from",
+        TEMPORARIES: "results that are needed only while an operation runs",
+        BUFFERS: "tables of positions, and pieces of tensors that are being read, sent or written",
+        CUDA: "an allowance for CUDA, cuBLAS and NCCL",
+    }[label]

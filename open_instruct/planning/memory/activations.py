@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.tape import Gradient, Profile, Tape, Tensor
-from open_instruct.planning.workload import Workload, is_wrapped
+from open_instruct.planning.memory.autograd_sizes import Gradient, Profile, Tape, Tensor
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.records import ShardLayout
 
 FLOAT32 = 4

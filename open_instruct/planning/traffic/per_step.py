@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from open_instruct.models.names import TensorNames
-from open_instruct.planning.exchange import Axis, Exchange, exchange_in
-from open_instruct.planning.model_shape import ModelShape, Unit
-from open_instruct.planning.muon_traffic import muon_exchanges
-from open_instruct.planning.state import gathered_params, local_size
-from open_instruct.planning.tensor_traffic import activation_exchanges
-from open_instruct.planning.workload import Workload
+from open_instruct.planning.memory.state import gathered_params, local_size
+from open_instruct.planning.subject.model import ModelShape, Unit
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
+from open_instruct.planning.traffic.model_parallel import activation_exchanges
+from open_instruct.planning.traffic.muon import muon_exchanges
 from open_instruct.records import ShardLayout
 
 __all__ = ["Exchange", "traffic_of_reference_pass", "traffic_of_weight_sync", "traffic_per_step"]
@@ -46,7 +46,7 @@ def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload)
     if not layout.single_device:
         exchanges += _forward_passes(shape, layout, workload, num_passes=workload.num_fixed_passes)
         exchanges += _updates(shape, layout, workload)
-    if workload.algorithm == "grpo":
+    if workload.generates:
         exchanges += traffic_of_weight_sync(shape, layout, workload)
     return tuple(exchanges)
 

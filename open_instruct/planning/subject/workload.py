@@ -6,16 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from open_instruct.config.dpo import REFERENCE_FREE_LOSSES, DPOConfig
-from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.module_patterns import names_module
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
-from open_instruct.config.sft import SFTConfig
-from open_instruct.planning.model_shape import BYTES_OF_DTYPE, ModelShape
+from open_instruct.config.training import TrainingConfig
+from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.planning.subject.model import BYTES_OF_DTYPE, ModelShape
 from open_instruct.records import ShardLayout
 
-Algorithm = Literal["dpo", "sft", "grpo"]
+RunConfig = TrainingConfig | GRPOConfig
+GRPO = "grpo"
 Checkpointing = Literal["none", "full", "selected_modules"]
 MIB = 2**20
 
@@ -39,7 +41,7 @@ class Workload:
                  label_tokens_per_microbatch=4096, num_microbatches=4, has_reference=True, reference_pass_tokens=4096)
     """
 
-    algorithm: Algorithm
+    algorithm: str
     tokens_per_microbatch: int
     longest_sequence: int
     label_tokens_per_microbatch: int
@@ -69,12 +71,17 @@ class Workload:
     kv_cache_bytes: int = 0
 
     @property
+    def generates(self) -> bool:
+        """Whether engines make the rows that are learned from."""
+        return self.algorithm == GRPO
+
+    @property
     def num_fixed_passes(self) -> int:
         """Passes over a microbatch, in a GRPO step, for log-probs that are fixed during it.
 
         The reference policy's, if there is one, and where a step has several updates the policy's own before them.
         """
-        if self.algorithm != "grpo":
+        if not self.generates:
             return 0
         num_models = int(self.has_reference) + int(self.num_updates > 1)
         return num_models * self.num_microbatches * (self.num_updates // self.num_epochs)
@@ -113,8 +120,23 @@ class Workload:
         return BYTES_OF_DTYPE[self.param_dtype]
 
 
+def objective_of(config: TrainingConfig) -> Objective:
+    """The registered objective whose flags these are."""
+    by_class = {objective.config_class: objective for objective in map(objective_named, OBJECTIVES)}
+    return next(by_class[kind] for kind in type(config).__mro__ if kind in by_class)
+
+
+def validate(config: RunConfig) -> list[str]:
+    """What the run itself checks of its flags; returns warnings.
+
+    Raises:
+        InputError: listing every problem.
+    """
+    return validate_grpo(config) if isinstance(config, GRPOConfig) else objective_of(config).validate(config)
+
+
 def workload_of(
-    config: DPOConfig | SFTConfig | GRPOConfig,
+    config: RunConfig,
     shape: ModelShape,
     layout: ShardLayout,
     *,
@@ -131,97 +153,86 @@ def workload_of(
         label_share: of the tokens, those that have a label. Only the data can tell; 1 is the most there can be.
         shared_prompt_tokens: tokens of the prompt that the replies of a pair, or the completions of a group, share.
     """
-    if isinstance(config, GRPOConfig):
-        return _grpo(config, shape, layout, device_memory_bytes, label_share, shared_prompt_tokens)
-    is_dpo = isinstance(config, DPOConfig)
-    num_documents = config.optim.per_device_train_batch_size * (2 if is_dpo else 1)
     # A prompt's last token is computed for each reply.
     prefix_tokens = max(shared_prompt_tokens - 1, 0)
-    num_tokens = num_documents * config.data.max_seq_length - num_documents // 2 * prefix_tokens
-    has_reference = isinstance(config, DPOConfig) and config.loss.loss_type not in REFERENCE_FREE_LOSSES
+    if isinstance(config, GRPOConfig):
+        workload = _of_rollouts(config, shape, layout, device_memory_bytes, prefix_tokens)
+    else:
+        workload = _of_rows(config, objective_of(config), prefix_tokens)
     checkpointing, modules, budget = _checkpointing(config.memory)
-    return Workload(
-        algorithm="dpo" if is_dpo else "sft",
-        tokens_per_microbatch=num_tokens,
-        longest_sequence=config.data.max_seq_length,
-        label_tokens_per_microbatch=round(num_tokens * label_share),
+    return replace(
+        workload,
+        label_tokens_per_microbatch=round(workload.tokens_per_microbatch * label_share),
         shared_prefix_tokens=prefix_tokens,
-        documents_per_group=2 if is_dpo else 1,
-        num_microbatches=config.optim.gradient_accumulation_steps,
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
         checkpointing=checkpointing,
         checkpointing_modules=modules,
         activation_memory_budget=budget,
-        has_reference=has_reference,
-        reference_pass_tokens=num_tokens if has_reference else 0,
         export_bytes_per_param=_export_bytes(config.run.export_dtype, shape),
     )
 
 
-def _grpo(
-    config: GRPOConfig,
-    shape: ModelShape,
-    layout: ShardLayout,
-    device_memory_bytes: int | None,
-    label_share: float,
-    shared_prompt_tokens: int,
+def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -> Workload:
+    documents_per_row, longest = objective.rows.documents_per_row, config.data.max_seq_length
+    num_rows = config.optim.per_device_train_batch_size
+    num_tokens = num_rows * (documents_per_row * longest - (documents_per_row - 1) * prefix_tokens)
+    has_reference = objective.needs_reference(config)
+    return Workload(
+        algorithm=objective.name,
+        tokens_per_microbatch=num_tokens,
+        longest_sequence=longest,
+        label_tokens_per_microbatch=num_tokens,
+        num_microbatches=config.optim.gradient_accumulation_steps,
+        documents_per_group=documents_per_row,
+        has_reference=has_reference,
+        reference_pass_tokens=num_tokens if has_reference else 0,
+    )
+
+
+def _of_rollouts(
+    config: GRPOConfig, shape: ModelShape, layout: ShardLayout, device_memory_bytes: int | None, prefix_tokens: int
 ) -> Workload:
-    pack_tokens, longest = config.max_tokens_per_microbatch, config.data.max_seq_length
-    # Sequences of full length, as many as fit; short ones leave fewer microbatches.
+    longest, group = config.data.max_seq_length, config.rollout.num_samples_per_prompt_rollout
+    own_tokens = longest - prefix_tokens
+    # Completions of full length in a microbatch, whole groups and one that is cut; short ones leave fewer microbatches.
+    num_groups, rest = divmod(config.max_tokens_per_microbatch, prefix_tokens + group * own_tokens)
+    num_that_fit = max(1, num_groups * group + max(0, rest - prefix_tokens) // own_tokens)
     num_completions = -(-config.num_completions_per_step // config.loss.num_mini_batches)
     num_completions_of_rank = -(-num_completions // layout.data_parallel_world_size)
-    prefix_tokens = max(shared_prompt_tokens - 1, 0)
-    num_microbatches = -(-num_completions_of_rank // _completions_that_fit(config, pack_tokens, prefix_tokens))
+    num_microbatches = -(-num_completions_of_rank // num_that_fit)
     num_in_row = -(-num_completions_of_rank // num_microbatches)
-    num_groups = -(-num_in_row // config.rollout.num_samples_per_prompt_rollout)
-    num_tokens = num_groups * prefix_tokens + num_in_row * (longest - prefix_tokens)
-    checkpointing, modules, budget = _checkpointing(config.memory)
+    num_tokens = -(-num_in_row // group) * prefix_tokens + num_in_row * own_tokens
     fleet, has_reference = config.fleet, config.loss.beta > 0
-    needs_old_logprobs = config.loss.num_mini_batches * config.loss.num_epochs > 1
+    num_updates = config.loss.num_mini_batches * config.loss.num_epochs
     backend = fleet.weight_sync_backend
     if backend == "auto":
         backend = "ipc" if layout.single_device else "nccl"
-    sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
-    sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
+    sync_bytes_per_param = BYTES_OF_DTYPE[
+        config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
+    ]
+    engine_bytes = shape.num_params * sync_bytes_per_param
     return Workload(
-        algorithm="grpo",
+        algorithm=GRPO,
         tokens_per_microbatch=num_tokens,
         longest_sequence=longest,
-        label_tokens_per_microbatch=round(num_tokens * label_share),
-        shared_prefix_tokens=prefix_tokens,
-        documents_per_group=config.rollout.num_samples_per_prompt_rollout,
+        label_tokens_per_microbatch=num_tokens,
+        documents_per_group=group,
         num_microbatches=num_microbatches,
-        pack_tokens=pack_tokens,
-        num_updates=config.loss.num_mini_batches * config.loss.num_epochs,
+        pack_tokens=config.max_tokens_per_microbatch,
+        num_updates=num_updates,
         num_epochs=config.loss.num_epochs,
-        param_dtype=config.model.param_dtype,
-        optimizer=config.optim.optimizer,
-        checkpointing=checkpointing,
-        checkpointing_modules=modules,
-        activation_memory_budget=budget,
         has_reference=has_reference,
-        reference_pass_tokens=num_tokens if has_reference or needs_old_logprobs else 0,
+        reference_pass_tokens=num_tokens if has_reference or num_updates > 1 else 0,
         temperature=config.rollout.temperature,
         records_entropy=config.loss.record_entropy,
-        export_bytes_per_param=_export_bytes(config.run.export_dtype, shape),
         num_engines=fleet.vllm_num_engines,
         engine_tensor_degree=fleet.vllm_tensor_parallel_size,
         sync_backend=backend,
         sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
         sync_bytes_per_param=sync_bytes_per_param,
-        kv_cache_bytes=_kv_cache_bytes(fleet, shape.num_params * sync_bytes_per_param, device_memory_bytes)
-        if layout.single_device
-        else 0,
+        kv_cache_bytes=_kv_cache_bytes(fleet, engine_bytes, device_memory_bytes) if layout.single_device else 0,
     )
-
-
-def _completions_that_fit(config: GRPOConfig, pack_tokens: int, prefix_tokens: int) -> int:
-    """Completions of full length in a microbatch: whole groups, and one that is cut."""
-    longest, group = config.data.max_seq_length, config.rollout.num_samples_per_prompt_rollout
-    own_tokens = longest - prefix_tokens
-    num_groups, rest = divmod(pack_tokens, prefix_tokens + group * own_tokens)
-    return max(1, num_groups * group + max(0, rest - prefix_tokens) // own_tokens)
 
 
 def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from open_instruct.planning.exchange import Exchange, exchange_in
-from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.state import tensor_local_shape, uses_muon
-from open_instruct.planning.workload import Workload
+from open_instruct.planning.memory.state import tensor_local_shape, uses_muon
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic.collectives import Exchange, exchange_in
 from open_instruct.records import ShardLayout
 
 NUM_STEPS = 5

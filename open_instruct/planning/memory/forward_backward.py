@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from open_instruct.planning.activations import FLOAT32, Pass, block_profile, head_profile, pass_of
-from open_instruct.planning.model_shape import ModelShape, Unit
-from open_instruct.planning.state import MASTER_BYTES, cast_copy_bytes, gathered_params, local_size
-from open_instruct.planning.tape import Profile
-from open_instruct.planning.workload import Workload
+from open_instruct.parallel.training_state import MASTER_BYTES
+from open_instruct.planning.memory.activations import FLOAT32, Pass, block_profile, head_profile, pass_of
+from open_instruct.planning.memory.autograd_sizes import Profile
+from open_instruct.planning.memory.state import cast_copy_bytes, gathered_params, local_size
+from open_instruct.planning.subject.model import ModelShape, Unit
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
 
 GRADIENTS = "gradients"

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from open_instruct.planning.activations import logit_chunks
-from open_instruct.planning.devices import Device
-from open_instruct.planning.exchange import Exchange
-from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.tensor_traffic import is_recomputed, num_head_positions
-from open_instruct.planning.traffic import traffic_per_step
-from open_instruct.planning.workload import Workload
+from open_instruct.planning.memory.activations import logit_chunks
+from open_instruct.planning.subject.devices import Device
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic.collectives import Exchange
+from open_instruct.planning.traffic.model_parallel import is_recomputed, num_head_positions
+from open_instruct.planning.traffic.per_step import traffic_per_step
 from open_instruct.records import ShardLayout
 
 GIGA, TERA = 10**9, 10**12

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from open_instruct.errors import InputError
 from open_instruct.planning.advice import change_to_fit, other_batch
-from open_instruct.planning.devices import device_named
-from open_instruct.planning.plan import Plan, RunConfig, Setting, plan_of
-from open_instruct.planning.state import state_bytes
-from open_instruct.planning.subject import model_shape
-from open_instruct.planning.wording import GIB, gib
+from open_instruct.planning.memory.state import state_bytes
+from open_instruct.planning.plan import Plan, Setting, plan_of
+from open_instruct.planning.shown.units import GIB, gib
+from open_instruct.planning.subject.devices import device_named
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,7 @@ class Verdict:
 
 
 def check_plan(
-    config: RunConfig,
-    gpus_per_node: Sequence[int],
-    *,
-    model_folder: str,
-    memory_bytes: int,
-    on_cuda: bool,
+    config: RunConfig, gpus_per_node: Sequence[int], *, model_folder: str, memory_bytes: int, on_cuda: bool
 ) -> Verdict:
     """Plan a run that is about to start.
 

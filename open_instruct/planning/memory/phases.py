@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from open_instruct.planning.activations import FLOAT32
-from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.passes import GRADIENTS, TEMPORARIES, Moment, Passes
-from open_instruct.planning.state import MASTER_BYTES, local_size, state_bytes, uses_muon
-from open_instruct.planning.traffic import sync_buckets
-from open_instruct.planning.workload import Workload
+from open_instruct.parallel.training_state import MASTER_BYTES
+from open_instruct.planning.memory.activations import FLOAT32
+from open_instruct.planning.memory.forward_backward import GRADIENTS, TEMPORARIES, Moment, Passes
+from open_instruct.planning.memory.state import local_size, state_bytes, uses_muon
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic.per_step import sync_buckets
 from open_instruct.records import ShardLayout
 
 CUDA_BYTES = 3 * 2**29
@@ -94,7 +95,7 @@ class _Plan:
 
     def held(self, *, gradients: bool, optimizer: bool = True, reference: bool = True) -> dict[str, int]:
         """What is there throughout a phase."""
-        has_resident_reference = self.workload.has_reference and self.workload.algorithm == "grpo" and reference
+        has_resident_reference = self.workload.has_reference and self.workload.generates and reference
         engine = 0
         if self.workload.num_engines and self.layout.single_device:
             engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
@@ -127,7 +128,7 @@ class _Plan:
 
     def reference_pass(self) -> Iterator[Moment]:
         """DPO's, over the start weights before the optimizer has states, or GRPO's, before the first update."""
-        is_grpo = self.workload.algorithm == "grpo"
+        is_grpo = self.workload.generates
         held = self.held(gradients=is_grpo, optimizer=is_grpo)
         yield from self.passes.scoring(held)
 

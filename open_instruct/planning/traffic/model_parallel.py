@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from open_instruct.planning.activations import logit_chunks
-from open_instruct.planning.exchange import Collective, Exchange, exchange_in
-from open_instruct.planning.model_shape import ModelShape
-from open_instruct.planning.workload import Workload, is_wrapped
+from open_instruct.planning.memory.activations import logit_chunks
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import Workload, is_wrapped
+from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
 from open_instruct.records import ShardLayout
 
 LOSS_BYTES = 4

@@ -1,0 +1,1 @@
+"""What ranks exchange in a step, and the least time that it takes."""
