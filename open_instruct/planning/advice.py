@@ -143,12 +143,8 @@ def _outcome(plan: Plan) -> str:
 
 def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
     """Flags to try, the smallest change first."""
-    slots = (
-        _layouts_that_can_fit(setting),
-        [None, *_checkpointing(setting)],
-        [None, *_microbatches(setting)],
-        [None, *_engine_shares(setting)],
-    )
+    others = [[None, *options(setting)] for options in (_checkpointing, _microbatches, _engine_shares)]
+    slots = (_layouts_that_can_fit(setting), *others)
     chosen = [[option for option in choice if option is not None] for choice in product(*slots)]
     for choice in sorted(chosen, key=_size_of_change):
         yield {name: value for option in choice for name, value in option.values.items()}
@@ -161,8 +157,9 @@ def _size_of_change(choice: Sequence[_Option]) -> tuple[int, list[int], int]:
 def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
     """The layout as it is (None) and others, but for those that do not fit with everything else at its smallest."""
     least: dict[str, Any] = {}
-    for options in (_checkpointing(setting), _microbatches(setting), _engine_shares(setting)):
-        least |= options[-1].values if options else {}
+    for options in (_checkpointing, _microbatches, _engine_shares):
+        for option in options(setting)[-1:]:
+            least |= option.values
     return [
         option
         for option in (None, *_layouts(setting))
@@ -208,21 +205,18 @@ def _checkpointing(setting: Setting) -> list[_Option]:
 def _microbatches(setting: Setting) -> list[_Option]:
     """Fewer rows at once and more of them after each other, so that the global batch stays; shorter packs for GRPO."""
     config = setting.config
-    options: list[_Option] = []
+    smaller: list[dict[str, Any]] = []
     if isinstance(config, GRPOConfig):
         tokens = config.max_tokens_per_microbatch
         while tokens > config.data.max_seq_length:
             tokens = max(tokens // 2, config.data.max_seq_length)
-            options.append(_Option(kind=2, strength=len(options) + 1, values={"pack_length": tokens}))
-        return options
-    rows = config.optim.per_device_train_batch_size
+            smaller.append({"pack_length": tokens})
+        return _ever_stronger(2, smaller)
+    rows, num_microbatches = config.optim.per_device_train_batch_size, config.optim.gradient_accumulation_steps
     for fewer in reversed(divisors(rows)[:-1]):
-        values = {
-            "per_device_train_batch_size": fewer,
-            "gradient_accumulation_steps": config.optim.gradient_accumulation_steps * (rows // fewer),
-        }
-        options.append(_Option(kind=2, strength=len(options) + 1, values=values))
-    return options
+        more = num_microbatches * (rows // fewer)
+        smaller.append({"per_device_train_batch_size": fewer, "gradient_accumulation_steps": more})
+    return _ever_stronger(2, smaller)
 
 
 def _engine_shares(setting: Setting) -> list[_Option]:
@@ -232,18 +226,19 @@ def _engine_shares(setting: Setting) -> list[_Option]:
         return []
     sync_bytes = setting.workload(setting.layout).sync_bytes_per_param
     cache_bytes = 2 * shape.num_layers * shape.kv_width * config.data.max_seq_length * sync_bytes
-    fleet, options = config.fleet, list[_Option]()
+    fleet = config.fleet
     if fleet.vllm_kv_cache_mib is not None:
-        mib = fleet.vllm_kv_cache_mib // 2
-        while mib * MIB >= cache_bytes:
-            options.append(_Option(kind=5, strength=len(options) + 1, values={"vllm_kv_cache_mib": mib}))
-            mib //= 2
-        return options
+        halves = [fleet.vllm_kv_cache_mib >> times for times in range(1, fleet.vllm_kv_cache_mib.bit_length())]
+        return _ever_stronger(5, [{"vllm_kv_cache_mib": mib} for mib in halves if mib * MIB >= cache_bytes])
     least = (shape.num_params * sync_bytes + cache_bytes) / setting.device.memory_bytes
-    for share in (twentieths / 20 for twentieths in range(19, 0, -1)):
-        if least <= share < fleet.vllm_gpu_memory_utilization:
-            options.append(_Option(kind=5, strength=len(options) + 1, values={"vllm_gpu_memory_utilization": share}))
-    return options
+    shares = [twentieths / 20 for twentieths in range(19, 0, -1)]
+    smaller = [share for share in shares if least <= share < fleet.vllm_gpu_memory_utilization]
+    return _ever_stronger(5, [{"vllm_gpu_memory_utilization": share} for share in smaller])
+
+
+def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[_Option]:
+    """An option for each, in their order."""
+    return [_Option(kind=kind, strength=index, values=values) for index, values in enumerate(all_values, start=1)]
 
 
 def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:

@@ -44,15 +44,9 @@ def check_plan(
             --plan_check; the message ends with what would fit.
     """
     try:
-        verdict = _verdict(
-            Setting(
-                config=config,
-                shape=model_shape(model_folder),
-                gpus_per_node=tuple(gpus_per_node),
-                device=device_named(f"memory_gib={memory_bytes / GIB}"),
-                on_cuda=on_cuda,
-            )
-        )
+        shape, device = model_shape(model_folder), device_named(f"memory_gib={memory_bytes / GIB}")
+        nodes = tuple(gpus_per_node)
+        verdict = _verdict(Setting(config=config, shape=shape, gpus_per_node=nodes, device=device, on_cuda=on_cuda))
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)
         return Verdict(line=f"plan: none ({type(error).__name__}: {error})")
@@ -72,13 +66,11 @@ def _verdict(setting: Setting) -> Verdict:
         return Verdict(line=line)
     if state <= plan.memory_bytes:
         return Verdict(line=line, warning=f"the plan does not fit: memory will most likely run out. {_remedy(plan)}")
-    return Verdict(
-        line=line,
-        refusal=(
-            f"the run cannot fit: weights, gradients and optimizer states alone need {gib(state)} GiB, and there are "
-            f"{gib(plan.memory_bytes)} GiB {_each(setting)}. {_remedy(plan)}"
-        ),
+    refusal = (
+        f"the run cannot fit: weights, gradients and optimizer states alone need {gib(state)} GiB, and there are "
+        f"{gib(plan.memory_bytes)} GiB {_each(setting)}. {_remedy(plan)}"
     )
+    return Verdict(line=line, refusal=refusal)
 
 
 def _each(setting: Setting) -> str:

@@ -15,6 +15,8 @@ fuse what stands between matrices; they are counted as uncompiled ones, which is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -63,19 +65,18 @@ def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
 
 def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
     """The sizes of one microbatch of `workload`; a context degree splits its tokens."""
+    tensor_degree = layout.tensor_parallel_degree
     num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
     recomputed = {"none": (), "full": ("blocks.*",), "selected_modules": workload.checkpointing_modules}
-    # Under tensor parallelism the head runs at every position.
     num_labels = -(-workload.label_tokens_per_microbatch // layout.context_parallel_degree)
     return Pass(
         num_tokens=num_tokens,
         longest_document=min(num_tokens, workload.longest_sequence),
-        num_labels=num_labels
-        if layout.tensor_parallel_degree == 1
-        else -(-num_tokens // layout.tensor_parallel_degree),
+        # Under tensor parallelism the head runs at every position.
+        num_labels=num_labels if tensor_degree == 1 else -(-num_tokens // tensor_degree),
         compute_bytes=workload.compute_bytes,
         on_cuda=workload.on_cuda,
-        tensor_degree=layout.tensor_parallel_degree,
+        tensor_degree=tensor_degree,
         recomputed_modules=recomputed[workload.checkpointing],
         temperature=workload.temperature,
         records_entropy=workload.records_entropy,
@@ -95,17 +96,13 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
 @lru_cache(maxsize=256)
 def block_profile(shape: ModelShape, sizes: Pass) -> Profile:
     """One block, from the residual stream to the residual stream."""
-    source = Tensor(_split(sizes.num_tokens, sizes) * shape.d_model * sizes.compute_bytes, kind="source")
-    block = _Block(shape, sizes, Tape(source))
-    return block.tape.profile(block.record())
+    return _Block(shape, sizes).profile()
 
 
 @lru_cache(maxsize=256)
 def head_profile(shape: ModelShape, sizes: Pass) -> Profile:
     """The last norm and the head, from the residual stream to the log-probs of the labels."""
-    source = Tensor(_split(sizes.num_tokens, sizes) * shape.d_model * sizes.compute_bytes, kind="source")
-    head = _Head(shape, sizes, Tape(source))
-    return head.tape.profile(head.record())
+    return _Head(shape, sizes).profile()
 
 
 def _split(count: int, sizes: Pass) -> int:
@@ -113,11 +110,18 @@ def _split(count: int, sizes: Pass) -> int:
     return -(-count // sizes.tensor_degree)
 
 
-class _Piece:
-    def __init__(self, shape: ModelShape, sizes: Pass, tape: Tape) -> None:
-        self.shape, self.sizes, self.tape = shape, sizes, tape
-        self.c = sizes.compute_bytes
-        self.is_low = self.c < FLOAT32
+class _Piece(ABC):
+    def __init__(self, shape: ModelShape, sizes: Pass) -> None:
+        self.shape, self.sizes, self.c = shape, sizes, sizes.compute_bytes
+        self.stream_bytes = _split(sizes.num_tokens, sizes) * shape.d_model * self.c
+        self.tape = Tape(Tensor(self.stream_bytes, kind="source"))
+
+    @abstractmethod
+    def record(self) -> Tensor:
+        """Run it on the tape; returns what it passes on."""
+
+    def profile(self) -> Profile:
+        return self.tape.profile(self.record())
 
     def recomputed(self, module: str) -> bool:
         """Whether a module of the block is wrapped for checkpointing; "" is the block itself. All blocks are alike."""
@@ -128,18 +132,11 @@ class _Piece:
             return tensor
         return self.tape.run(num_elements * to_bytes, tensor)
 
-    def linear(
-        self, x: Tensor, num_rows: int, num_inputs: int, num_outputs: int, weight: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, num_rows: int, num_inputs: int, num_outputs: int) -> Tensor:
         """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
-        weight = weight or Tensor(num_inputs * num_outputs * self.c, kind="weight")
-        return self.tape.run(
-            num_rows * num_outputs * self.c,
-            x,
-            weight,
-            saved=[x],
-            gradients=[_whole(weight), Gradient(of=x, num_bytes=num_rows * num_inputs * self.c)],
-        )
+        weight = Tensor(num_inputs * num_outputs * self.c, kind="weight")
+        gradients = [_whole(weight), Gradient(of=x, num_bytes=num_rows * num_inputs * self.c)]
+        return self.tape.run(num_rows * num_outputs * self.c, x, weight, saved=[x], gradients=gradients)
 
     def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
         """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
@@ -148,37 +145,17 @@ class _Piece:
         weight = Tensor(width * self.c, kind="weight")
         x_float = self.cast(x, elements, FLOAT32)
         # The backward of a square makes x, then 2x, before it multiplies by the gradient.
-        square = run(
-            float_bytes,
-            x_float,
-            saved=[x_float],
-            gradients=[Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)],
-        )
-        mean = run(row_bytes, square)
-        inverse = run(row_bytes, mean, saves_output=True)
-        scaled = run(
-            float_bytes,
-            x_float,
-            inverse,
-            saved=[x_float, inverse],
-            gradients=[
-                Gradient(of=x_float, num_bytes=float_bytes),
-                Gradient(of=inverse, num_bytes=row_bytes, scratch_bytes=float_bytes),
-            ],
-        )
+        of_square = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
+        square = run(float_bytes, x_float, saved=[x_float], gradients=[of_square])
+        inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
+        of_inverse = Gradient(of=inverse, num_bytes=row_bytes, scratch_bytes=float_bytes)
+        gradients = [Gradient(of=x_float, num_bytes=float_bytes), of_inverse]
+        scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse], gradients=gradients)
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
         if not self.is_olmo:
             scaled = self.cast(scaled, elements, self.c)
-        weighted = run(
-            scaled.num_bytes,
-            weight,
-            scaled,
-            saved=[scaled],
-            gradients=[
-                Gradient(of=scaled, num_bytes=scaled.num_bytes, scratch_bytes=scaled.num_bytes),
-                _whole(weight),
-            ],
-        )
+        of_scaled = Gradient(of=scaled, num_bytes=scaled.num_bytes, scratch_bytes=scaled.num_bytes)
+        weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[of_scaled, _whole(weight)])
         normed = self.cast(weighted, elements, self.c)
         self.tape.hold(x)  # the caller's
         return normed
@@ -189,30 +166,22 @@ class _Piece:
 
     def sum(self, residual: Tensor, x: Tensor) -> Tensor:
         """The residual stream: both get the gradient of the sum as it is."""
-        return self.tape.run(
-            residual.num_bytes,
-            residual,
-            x,
-            gradients=[Gradient(of=residual, num_bytes=None), Gradient(of=x, num_bytes=None)],
-        )
+        handed_on = [Gradient(of=tensor, num_bytes=None) for tensor in (residual, x)]
+        return self.tape.run(residual.num_bytes, residual, x, gradients=handed_on)
 
 
 class _Block(_Piece):
     def record(self) -> Tensor:
         x = self.tape.source
         with self.tape.recomputed(self.recomputed("")):
-            if self.is_olmo:
-                attended = self._normed("attention_norm", self._attention(x))
-            else:
-                attended = self._attention(self._normed("attention_norm", x))
-            h = self.sum(x, attended)
-            if self.is_olmo:
-                added = self._normed("feed_forward_norm", self._feed_forward(h))
-            else:
-                added = self._feed_forward(self._normed("feed_forward_norm", h))
-            output = self.sum(h, added)
+            h = self.sum(x, self._sublayer("attention_norm", self._attention, x))
+            output = self.sum(h, self._sublayer("feed_forward_norm", self._feed_forward, h))
             self.tape.hold(h)
         return output
+
+    def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """OLMo normalises what a sublayer puts out, the others what it is given."""
+        return self._normed(norm, run(x)) if self.is_olmo else run(self._normed(norm, x))
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
         with self.tape.recomputed(self.recomputed(module)):
@@ -240,7 +209,7 @@ class _Block(_Piece):
         """This rank's positions of a sum over tensor ranks."""
         if self.sizes.tensor_degree == 1:
             return x
-        return self.tape.run(_split(self.sizes.num_tokens, self.sizes) * self.shape.d_model * self.c, x)
+        return self.tape.run(self.stream_bytes, x)
 
     def _attention(self, x: Tensor) -> Tensor:
         num_tokens, d_model = self.sizes.num_tokens, self.shape.d_model
@@ -276,18 +245,15 @@ class _Block(_Piece):
         rotated = []
         for tensor in (q, k):
             near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])
-            halves = self.tape.run(
-                tensor.num_bytes,
-                tensor,
-                scratch_bytes=tensor.num_bytes // 2,
-                gradients=[Gradient(of=tensor, num_bytes=tensor.num_bytes, scratch_bytes=tensor.num_bytes // 2)],
-            )
+            half = tensor.num_bytes // 2
+            of_halves = Gradient(of=tensor, num_bytes=tensor.num_bytes, scratch_bytes=half)
+            halves = self.tape.run(tensor.num_bytes, tensor, scratch_bytes=half, gradients=[of_halves])
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
             self.tape.hold(tensor)
         self.tape.hold(*before)
-        query = self.cast(rotated[0], num_tokens * q_width, self.c)
-        key = self.cast(rotated[1], num_tokens * kv_width, self.c)
+        widths = (q_width, kv_width)
+        query, key = (self.cast(x, num_tokens * width, self.c) for x, width in zip(rotated, widths, strict=True))
         self.tape.hold(*rotated)
         return query, key
 
@@ -298,27 +264,22 @@ class _Block(_Piece):
         """
         num_tokens, run = self.sizes.num_tokens, self.tape.run
         logsumexp_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
-        if self.sizes.on_cuda and self.is_low:
+        if self.sizes.on_cuda and self.c < FLOAT32:
             if (num_keys := self.sizes.num_gathered_keys) is not None:
-                key, value = (
-                    run(tensor.num_bytes * num_keys // num_tokens, tensor, gradients=[_whole(tensor)])
-                    for tensor in (key, value)
-                )
+                num_bytes = key.num_bytes * num_keys // num_tokens
+                key, value = (run(num_bytes, tensor, gradients=[_whole(tensor)]) for tensor in (key, value))
             attended = run(query.num_bytes, query, key, value, saved=[query, key, value], saves_output=True)
             run(logsumexp_bytes, query, saves_output=True, gradients=())
             return attended
         parts = [run(0, tensor, gradients=[_whole(tensor)]) for tensor in (query, key, value)]
         of_longest = query.num_bytes * self.sizes.longest_document // num_tokens
-        by_document = run(
-            query.num_bytes + logsumexp_bytes,
-            *parts,
-            saved=[query, key, value],
-            saves_output=True,
-            gradients=[
-                Gradient(of=part, num_bytes=tensor.num_bytes, scratch_bytes=of_longest)
-                for part, tensor in zip(parts, (query, key, value), strict=True)
-            ],
-        )
+        whole = [query, key, value]
+        gradients = [
+            Gradient(of=part, num_bytes=tensor.num_bytes, scratch_bytes=of_longest)
+            for part, tensor in zip(parts, whole, strict=True)
+        ]
+        num_bytes = query.num_bytes + logsumexp_bytes
+        by_document = run(num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
 
 
@@ -327,8 +288,7 @@ class _Head(_Piece):
         """Chunks of at most `MAX_LOGITS_BYTES` of logits, recomputed where there is more than one."""
         shape, sizes, run = self.shape, self.sizes, self.tape.run
         d_model = shape.d_model
-        normed = self.norm(self.tape.source, _split(sizes.num_tokens, sizes), d_model)
-        hidden = normed
+        hidden = normed = self.norm(self.tape.source, _split(sizes.num_tokens, sizes), d_model)
         if sizes.tensor_degree == 1:
             index = run(sizes.num_labels * 8, gradients=())
             hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=[index], gradients=[_whole(normed)])
@@ -350,14 +310,8 @@ class _Head(_Piece):
         shape, sizes, run = self.shape, self.sizes, self.tape.run
         num_logits = num_labels * shape.vocab_size
         hidden_bytes = num_labels * shape.d_model * self.c
-        product = run(
-            num_logits * self.c,
-            view,
-            hidden,
-            weight,
-            saved=[hidden],
-            gradients=[_whole(weight), Gradient(of=view, num_bytes=hidden_bytes)],
-        )
+        gradients = [_whole(weight), Gradient(of=view, num_bytes=hidden_bytes)]
+        product = run(num_logits * self.c, view, hidden, weight, saved=[hidden], gradients=gradients)
         logits = self.cast(product, num_logits, FLOAT32)
         if sizes.temperature != 1.0:
             logits = run(logits.num_bytes, logits)

@@ -7,7 +7,7 @@ place where a tensor is used more than once. The backward pass takes the operati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -106,15 +106,16 @@ class Tape:
         output = Tensor(num_bytes)
         if gradients is None:
             gradients = [Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs]
-        operation = Operation(
-            inputs=inputs,
-            output=output,
-            saved=(*saved, output) if saves_output else tuple(saved),
-            gradients=tuple(gradients),
-            scratch_bytes=scratch_bytes,
-            region=self._region,
+        self.operations.append(
+            Operation(
+                inputs=inputs,
+                output=output,
+                saved=(*saved, output) if saves_output else tuple(saved),
+                gradients=tuple(gradients),
+                scratch_bytes=scratch_bytes,
+                region=self._region,
+            )
         )
-        self.operations.append(operation)
         return output
 
     def hold(self, *tensors: Tensor) -> None:
@@ -129,22 +130,25 @@ class Tape:
             yield
             return
         self._region, self._num_regions = self._num_regions, self._num_regions + 1
-        try:
-            yield
-        finally:
-            self._region = None
+        yield
+        self._region = None
 
     def profile(self, output: Tensor) -> Profile:
         """Run forward and backward; `output` is what the piece passes on."""
         return _Run(self, output).profile()
 
 
+Keeps = Callable[[int], tuple[Tensor, ...]]
+"""What the operation of an index keeps for its backward."""
+
+
 class _Run:
     def __init__(self, tape: Tape, output: Tensor) -> None:
-        self.source, self.output = tape.source, output
-        self.operations, self.held_until = tape.operations, tape.held_until
-        self.last_use = {tensor: index for index, op in enumerate(self.operations) for tensor in op.inputs}
-        self.last_use[output] = len(self.operations)
+        self.source, self.output, self.operations = tape.source, output, tape.operations
+        last_use = {tensor: index for index, op in enumerate(self.operations) for tensor in op.inputs}
+        last_use[output] = len(self.operations)
+        held = tape.held_until
+        self.alive_until = {each: max(held.get(each, -1), last_use.get(each, -1)) for each in held | last_use}
         self.regions: dict[int, list[int]] = {}
         for index, op in enumerate(self.operations):
             if op.region is not None:
@@ -152,7 +156,7 @@ class _Run:
 
     def profile(self) -> Profile:
         everything = range(len(self.operations))
-        scoring_peak, _ = self._forward(everything, keeps=None, alive=set())
+        scoring_peak, _ = self._forward(everything, keeps=lambda index: (), alive=set())
         forward_peak, kept = self._forward(everything, keeps=self._kept_at_first, alive=set())
         backward_peak, weight_gradient_bytes = self._backward(kept)
         return Profile(
@@ -175,7 +179,7 @@ class _Run:
     def _kept_again(self, index: int) -> tuple[Tensor, ...]:
         return self.operations[index].saved
 
-    def _forward(self, indices: Iterable[int], *, keeps: object, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
+    def _forward(self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
         """The peak of running `indices` beside what is `alive` and stays so; and that with what they keep."""
         peak, kept, alive = Usage(), set(alive), set(alive)
         for index in indices:
@@ -183,13 +187,8 @@ class _Run:
             alive |= {*op.inputs, op.output}
             usage = Usage(activations=_made(alive), temporaries=op.scratch_bytes)
             peak = max(peak, usage, key=lambda moment: moment.total)
-            if callable(keeps):
-                kept |= set(keeps(index))
-            alive = kept | {
-                tensor
-                for tensor in alive
-                if self.last_use.get(tensor, -1) > index or self.held_until.get(tensor, -1) > index
-            }
+            kept |= set(keeps(index))
+            alive = kept | {tensor for tensor in alive if self.alive_until.get(tensor, -1) > index}
         return peak, kept
 
     def _backward(self, kept: set[Tensor]) -> tuple[Usage, int]:
@@ -227,11 +226,8 @@ class _Run:
             del gradient_of[op.output]
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
-            kept = {
-                tensor for before in range(index) for tensor in self._still_needed(before, ran_again) if tensor in kept
-            }
-        weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
-        return peak, _made(weights)
+            kept = kept & {tensor for before in range(index) for tensor in self._still_needed(before, ran_again)}
+        return peak, _made({gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"})
 
     def _still_needed(self, index: int, ran_again: set[int]) -> tuple[Tensor, ...]:
         return self._kept_again(index) if self.operations[index].region in ran_again else self._kept_at_first(index)

@@ -79,23 +79,16 @@ class Passes:
             yield {**held, GATHERED: gathered, TEMPORARIES: stream}
             before = self.embeddings
         # Blocks need the same each, on top of what those before kept: the first, the second and the last suffice.
-        for layer in sorted({0, min(1, self.shape.num_layers - 1), self.shape.num_layers - 1}):
+        block, num_layers = self.last_block, self.shape.num_layers
+        for layer in sorted({0, min(1, num_layers - 1), num_layers - 1}):
             kept = layer * kept_by_block
-            gathering = self._gathering(self.last_block, before if layer == 0 else self.last_block)
-            yield {**held, GATHERED: root + gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
-            yield {
-                **held,
-                GATHERED: root + self._buffer(self.last_block) + self._gathered(self.last_block),
-                ACTIVATIONS: kept + block_peak.activations,
-                TEMPORARIES: block_peak.temporaries + stream,
-            }
-        yield {
-            **held,
-            GATHERED: root + self._buffer(self.last_block),
-            ACTIVATIONS: self.shape.num_layers * kept_by_block,
-            HEAD: head_peak.total,
-            TEMPORARIES: stream,
-        }
+            gathering = root + self._gathering(block, before if layer == 0 else block)
+            yield {**held, GATHERED: gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
+            gathered = root + self._buffer(block) + self._gathered(block)
+            activations, temporaries = kept + block_peak.activations, block_peak.temporaries + stream
+            yield {**held, GATHERED: gathered, ACTIVATIONS: activations, TEMPORARIES: temporaries}
+        held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: num_layers * kept_by_block}
+        yield {**held, HEAD: head_peak.total, TEMPORARIES: stream}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         root, block, num_layers = self._gathered(self.root), self.last_block, self.shape.num_layers
@@ -104,24 +97,15 @@ class Passes:
 
         # The head.
         kept = num_layers * self.kept_by_block
-        head_stream = self.stream_bytes if self.head.keeps_source else 0
-        yield {
-            **held,
-            GATHERED: root + self._buffer(self.root) + self._cast(self.root),
-            REDUCED: left_over,
-            ACTIVATIONS: kept,
-            HEAD: self.head.kept_bytes + head_stream,
-        }
-        yield {
-            **held,
-            GATHERED: root + prefetched,
-            REDUCED: left_over,
-            ACTIVATIONS: kept,
-            HEAD: self.head.backward_peak.total + head_stream + self._handed_over(self.head.weight_gradient_bytes),
-        }
+        head_stream, of_head = self.stream_bytes if self.head.keeps_source else 0, self.head.weight_gradient_bytes
+        gathered, handed_over = self._buffer(self.root) + self._cast(self.root), self._handed_over(of_head)
+        before = {**held, GATHERED: root, REDUCED: left_over, ACTIVATIONS: kept}
+        yield {**before, GATHERED: root + gathered, HEAD: self.head.kept_bytes + head_stream}
+        at_worst = self.head.backward_peak.total + head_stream + handed_over
+        yield {**before, GATHERED: root + prefetched, HEAD: at_worst}
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
-        waiting = self._unreduced(self.head.weight_gradient_bytes)
+        waiting = self._unreduced(of_head)
         for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
             reduced_bytes = left_over if layer == num_layers - 1 else self._reduced(block)
             ahead = root + (prefetched if layer else 0)
@@ -133,37 +117,25 @@ class Passes:
                 ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
-            yield {
-                **self._with_gradients(held, num_layers - layer),
-                GATHERED: ahead,
-                REDUCED: waiting + self._unreduced(self._whole(block)) + self._reduced(block),
-                ACTIVATIONS: below,
-                TEMPORARIES: self.stream_bytes,
-            }
+            after, unreduced = self._with_gradients(held, num_layers - layer), self._unreduced(self._whole(block))
+            reduced_bytes = waiting + unreduced + self._reduced(block)
+            after = {**after, GATHERED: ahead, REDUCED: reduced_bytes}
+            yield {**after, ACTIVATIONS: below, TEMPORARIES: self.stream_bytes}
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
         looked_up = self._whole(self.embeddings or self.root)
         after_blocks = self._with_gradients(held, num_layers)
-        yield {
-            **after_blocks,
-            GATHERED: root,
-            REDUCED: waiting + self._reduced(block) + self._unreduced(looked_up),
-            TEMPORARIES: self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0),
-        }
+        reduced_bytes = waiting + self._reduced(block) + self._unreduced(looked_up)
+        temporaries = self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0)
+        yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
-        of_embeddings, gradients = self._whole(self.embeddings), 0 if self.accumulates else self._shard(self.root)
-        yield {
-            **after_blocks,
-            GRADIENTS: after_blocks[GRADIENTS] + gradients,
-            REDUCED: of_embeddings + self._whole(self.root) + self._reduced(self.root),
-        }
+        gradients, of_embeddings = after_blocks[GRADIENTS], self._whole(self.embeddings)
+        gradients += 0 if self.accumulates else self._shard(self.root)
+        reduced_bytes = of_embeddings + self._whole(self.root) + self._reduced(self.root)
+        yield {**after_blocks, GRADIENTS: gradients, REDUCED: reduced_bytes}
         gradients += 0 if self.accumulates else self._shard(self.embeddings)
-        yield {
-            **after_blocks,
-            GRADIENTS: after_blocks[GRADIENTS] + gradients,
-            REDUCED: of_embeddings + self._reduced(self.embeddings),
-        }
+        yield {**after_blocks, GRADIENTS: gradients, REDUCED: of_embeddings + self._reduced(self.embeddings)}
 
     def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
         """With the reduced gradients of the blocks whose backward has run. An earlier microbatch's are there already.

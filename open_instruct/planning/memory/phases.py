@@ -123,14 +123,12 @@ class _Plan:
 
     def load(self) -> Moment:
         """`stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet."""
-        held = self.held(gradients=False, optimizer=False, reference=False)
-        return held | {BUFFERS: READ_CHUNK_BYTES}
+        return self.held(gradients=False, optimizer=False, reference=False) | {BUFFERS: READ_CHUNK_BYTES}
 
     def reference_pass(self) -> Iterator[Moment]:
         """DPO's, over the start weights before the optimizer has states, or GRPO's, before the first update."""
-        is_grpo = self.workload.generates
-        held = self.held(gradients=is_grpo, optimizer=is_grpo)
-        yield from self.passes.scoring(held)
+        is_running = self.workload.generates
+        yield from self.passes.scoring(self.held(gradients=is_running, optimizer=is_running))
 
     def optimizer_step(self) -> Moment:
         return self.held(gradients=True) | {TEMPORARIES: self._step_temporaries()}
@@ -163,8 +161,6 @@ class _Plan:
         On the GPU are the parts that arrive, and those sent to other owners: together less than the tensor twice. A
         run on CPUs has a tensor that is written besides.
         """
-        largest = (
-            max(parameter.num_params for parameter in self.shape.parameters) * self.workload.export_bytes_per_param
-        )
-        held = self.held(gradients=True)
-        return held | {BUFFERS: held[BUFFERS] + (2 if self.workload.on_cuda else 3) * largest}
+        largest = max(parameter.num_params for parameter in self.shape.parameters)
+        held, times = self.held(gradients=True), 2 if self.workload.on_cuda else 3
+        return held | {BUFFERS: held[BUFFERS] + times * largest * self.workload.export_bytes_per_param}

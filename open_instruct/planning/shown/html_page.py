@@ -11,20 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from open_instruct.parallel.wording import counted, group_name
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan
-from open_instruct.planning.shown.summary import (
-    LETTERS,
-    headline,
-    meaning_of,
-    notes_on,
-    parts_in_any,
-    parts_of,
-    time_lines,
-    traffic_rows,
-    unit_of,
-    verdict,
-    work_lines,
-)
-from open_instruct.planning.shown.units import amount, gib, seconds
+from open_instruct.planning.shown import summary, units
 from open_instruct.records import ShardLayout
 
 NUM_COLOURS = 12
@@ -38,32 +25,17 @@ def html_page(plan: Plan, advice: Advice) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     pages.filters["thousands"] = "{:,.0f}".format
-    unit_name, unit = unit_of(plan)
-    layout, nodes = plan.layout, list(_nodes_drawn(plan.layout))
-    num_not_drawn = len(layout.nodes) - len(nodes)
+    nodes = list(_nodes_drawn(plan.layout))
+    num_not_drawn = len(plan.layout.nodes) - len(nodes)
+    drawn = {"num_colours": NUM_COLOURS, "page_width": PAGE_WIDTH, "nodes": nodes}
     return pages.get_template("page.html.jinja").render(
+        drawn,
         plan=plan,
         advice=advice,
-        headline=headline(plan),
-        verdict=verdict(plan),
-        work_lines=work_lines(plan),
-        time_lines=time_lines(plan),
-        traffic=traffic_rows(plan),
-        phases=[(phase, dict(parts_of(phase, plan))) for phase in plan.phases],
-        meanings={label: meaning_of(label, plan) for label in parts_in_any(plan)},
-        colours={label: index for index, label in enumerate(LETTERS)},
-        memory=f"{plan.setting.device.memory_gib:g} GiB",
-        unit_name=unit_name,
-        unit=unit,
-        whole=_whole_model(layout),
-        nodes=nodes,
+        summary=summary,
+        units=units,
+        whole=_whole_model(plan.layout),
         not_drawn=counted(num_not_drawn, "node") if num_not_drawn else "",
-        notes_on=notes_on,
-        gib=gib,
-        amount=amount,
-        seconds=seconds,
-        num_colours=NUM_COLOURS,
-        page_width=PAGE_WIDTH,
     )
 
 

@@ -46,13 +46,8 @@ def _change(change: Change | None) -> dict[str, Any] | None:
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
-    layout = plan.layout
-    return {
-        "shard_degree": layout.shard_degree,
-        "num_replicas": layout.num_replicas,
-        "tensor_parallel_degree": layout.tensor_parallel_degree,
-        "context_parallel_degree": layout.context_parallel_degree,
-        "straddles_nodes": layout.straddles_nodes,
+    degrees = ("shard_degree", "num_replicas", "tensor_parallel_degree", "context_parallel_degree", "straddles_nodes")
+    return {name: getattr(plan.layout, name) for name in degrees} | {
         "fits": plan.fits,
         "peak_bytes": plan.peak.total_bytes,
         "peak_phase": plan.peak.name,

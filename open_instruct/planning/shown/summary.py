@@ -68,9 +68,8 @@ def device_text(device: Device) -> str:
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, in one line."""
-    needs = (
-        f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU (most in: {plan.peak.name})"
-    )
+    peak, memory = gib(plan.peak.total_bytes), gib(plan.memory_bytes)
+    needs = f"needs {peak} of {memory} GiB on each GPU (most in: {plan.peak.name})"
     if plan.fits:
         how = "fits" if plan.has_room else "fits, but barely"
         return f"{how}: {needs}, {gib(plan.headroom_bytes)} GiB are left"
@@ -128,8 +127,7 @@ def traffic_rows(plan: Plan) -> list[TrafficRow]:
     together: dict[tuple[str, str, str], list[Exchange]] = {}
     for exchange in plan.exchanges:
         if exchange.group_size > 1:
-            kind = (exchange.axis, exchange.collective, _purpose(exchange))
-            together.setdefault(kind, []).append(exchange)
+            together.setdefault((exchange.axis, exchange.collective, _purpose(exchange)), []).append(exchange)
     rows = [
         TrafficRow(
             what=what,

@@ -13,19 +13,7 @@ from open_instruct.parallel.wording import counted
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
-from open_instruct.planning.shown.summary import (
-    LETTERS,
-    headline,
-    meaning_of,
-    notes_on,
-    parts_in_any,
-    parts_of,
-    time_lines,
-    traffic_rows,
-    unit_of,
-    verdict,
-    work_lines,
-)
+from open_instruct.planning.shown import summary
 from open_instruct.planning.shown.units import amount, gib, seconds
 
 WIDTH = 80
@@ -67,9 +55,9 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
 
 
 def _head(plan: Plan) -> Iterator[Text]:
-    yield from _wrapped(headline(plan), style="bold")
-    yield from _wrapped(verdict(plan), style="bold green" if plan.fits else "bold red")
-    for line in work_lines(plan):
+    yield from _wrapped(summary.headline(plan), style="bold")
+    yield from _wrapped(summary.verdict(plan), style="bold green" if plan.fits else "bold red")
+    for line in summary.work_lines(plan):
         yield from _wrapped(line, style="dim")
     yield Text()
 
@@ -77,15 +65,15 @@ def _head(plan: Plan) -> Iterator[Text]:
 def _memory(plan: Plan) -> Iterator[Text]:
     """A bar for each phase, its numbers below, and what the letters mean."""
     yield from _title("Memory of one GPU, phase by phase")
-    unit_name, unit = unit_of(plan)
+    unit_name, unit = summary.unit_of(plan)
     yield from _wrapped(
         f"Each row is one phase of the run on the GPU that needs most; its length is what the GPU holds then, in "
         f"{unit_name}, and ▕ is where its {plan.setting.device.memory_gib:g} GiB end.",
         style="dim",
     )
     yield Text()
-    shown = parts_in_any(plan)
-    styles = dict(zip(LETTERS, PART_STYLES, strict=True))
+    shown = summary.parts_in_any(plan)
+    styles = dict(zip(summary.LETTERS, PART_STYLES, strict=True))
     name_width = max(len(phase.name) for phase in plan.phases)
     for phase in plan.phases:
         line = Text(f"{phase.name:<{name_width}}  ", style="bold" if phase is plan.peak else "")
@@ -94,12 +82,14 @@ def _memory(plan: Plan) -> Iterator[Text]:
         if phase is plan.peak:
             line.append(" ◀ most", style="bold" if plan.fits else "bold red")
         yield line
-        sums = " + ".join(f"{LETTERS[label]} {gib(num_bytes, unit)}" for label, num_bytes in parts_of(phase, plan))
+        sums = " + ".join(
+            f"{summary.LETTERS[label]} {gib(num_bytes, unit)}" for label, num_bytes in summary.parts_of(phase, plan)
+        )
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
     for label in shown:
-        first, *rest = textwrap.wrap(f"{label}: {meaning_of(label, plan)}", WIDTH - 6)
-        letter = Text.assemble("  ", (f" {LETTERS[label]} ", styles[label]), " ")
+        first, *rest = textwrap.wrap(f"{label}: {summary.meaning_of(label, plan)}", WIDTH - 6)
+        letter = Text.assemble("  ", (f" {summary.LETTERS[label]} ", styles[label]), " ")
         yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
         yield from (Text(f"{'':6}{text}") for text in rest)
 
@@ -108,11 +98,11 @@ def _bar(phase: Phase, plan: Plan, styles: dict[str, str]) -> Text:
     """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
     bar = Text()
     done, scale = 0, max(plan.memory_bytes, plan.peak.total_bytes)
-    for label, num_bytes in parts_of(phase, plan):
+    for label, num_bytes in summary.parts_of(phase, plan):
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
-        bar.append(LETTERS[label] * (upto - len(bar)), style=styles[label])
+        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=styles[label])
     end = round(plan.memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")
@@ -123,7 +113,7 @@ def _bar(phase: Phase, plan: Plan, styles: dict[str, str]) -> Text:
 
 def _traffic(plan: Plan) -> Iterator[Text]:
     yield from _title("What one GPU exchanges in a step")
-    rows = traffic_rows(plan)
+    rows = summary.traffic_rows(plan)
     if not rows:
         yield Text("nothing")
         return
@@ -138,7 +128,7 @@ def _traffic(plan: Plan) -> Iterator[Text]:
 
 def _time(plan: Plan) -> Iterator[Text]:
     yield from _title("Time of a step, at least")
-    for line in time_lines(plan):
+    for line in summary.time_lines(plan):
         yield from _wrapped(line)
 
 
@@ -160,7 +150,7 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
         )
         if not other.fits:
             line.stylize("dim")
-        line.append(f"  {', '.join(notes_on(other))}")
+        line.append(f"  {', '.join(summary.notes_on(other))}")
         if is_this:
             line.append(" ◀ this", style="bold")
         yield line

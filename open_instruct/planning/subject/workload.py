@@ -208,9 +208,8 @@ def _of_rollouts(
     backend = fleet.weight_sync_backend
     if backend == "auto":
         backend = "ipc" if layout.single_device else "nccl"
-    sync_bytes_per_param = BYTES_OF_DTYPE[
-        config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
-    ]
+    sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
+    sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
     engine_bytes = shape.num_params * sync_bytes_per_param
     return Workload(
         algorithm=GRPO,

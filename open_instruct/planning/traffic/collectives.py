@@ -95,15 +95,8 @@ def span_of(layout: ShardLayout, axis: Axis) -> tuple[int, bool, int]:
 
 def groups_of(layout: ShardLayout, axis: Axis) -> Sequence[tuple[int, ...]]:
     """The global ranks of every group of an axis."""
-    if axis == "shard":
-        return layout.shard_groups
-    if axis == "replica":
-        return layout.replica_groups
-    if axis == "tensor":
-        return layout.tensor_groups
-    if axis == "context":
-        return layout.context_groups
-    assert axis == "metrics", axis
-    # All ranks that read different data.
-    stride = layout.model_parallel_degree
-    return [tuple(range(first, layout.world_size, stride)) for first in range(stride)]
+    if axis == "metrics":  # all ranks that read different data
+        stride = layout.model_parallel_degree
+        return [tuple(range(first, layout.world_size, stride)) for first in range(stride)]
+    groups: Sequence[tuple[int, ...]] = getattr(layout, f"{axis}_groups")
+    return groups

@@ -20,17 +20,14 @@ from open_instruct.planning.traffic.model_parallel import activation_exchanges
 from open_instruct.planning.traffic.muon import muon_exchanges
 from open_instruct.records import ShardLayout
 
-__all__ = ["Exchange", "traffic_of_reference_pass", "traffic_of_weight_sync", "traffic_per_step"]
-
 # `build_data_parallel_config`: gradients are reduced in float32 whatever they are computed in.
 REDUCE_BYTES = 4
 NORM_BYTES = 4
 METRIC_BYTES = 8
 
-# Metrics of a microbatch (olmo_core_train_modules.py). A mean travels as two numbers, a maximum as one for each rank.
-NUM_MEANS = {"sft": 1, "dpo": 7, "grpo": 11}
-NUM_SUMS = {"sft": 0, "dpo": 0, "grpo": 2}
-NUM_MAXIMA = {"sft": 0, "dpo": 0, "grpo": 2}
+# Metrics of a microbatch: means, sums and maxima; of an objective that is not here, its loss. A mean travels as two
+# numbers, a maximum as one for each rank.
+NUM_METRICS = {"dpo": (7, 0, 0), "grpo": (11, 2, 2)}
 
 SENT_BY = ("nccl", "gloo")
 """Ways of the weights to the engines that use the network."""
@@ -87,11 +84,8 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         yield exchange_in(layout, "replica", f"gradients of {what}", "all_reduce", shard_bytes, num_updates * count)
     yield from activation_exchanges(shape, layout, workload, num_passes=num_passes, trains=True)
     # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some of them.
-    norms: tuple[tuple[Axis, int], ...] = (
-        ("shard", layout.shard_group_size),
-        ("tensor", layout.tensor_parallel_degree),
-    )
-    for axis, degree in norms:
+    degrees: dict[Axis, int] = {"shard": layout.shard_group_size, "tensor": layout.tensor_parallel_degree}
+    for axis, degree in degrees.items():
         if degree > 1:
             num_bytes = NORM_BYTES * len(shape.parameters)
             yield exchange_in(layout, axis, "gradient norm", "all_reduce", num_bytes, num_updates)
@@ -116,12 +110,14 @@ def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
 
 
 def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
-    kind = workload.algorithm
-    num_means = NUM_MEANS[kind] + 2  # with the shares of padding and of what is shared
-    if kind == "grpo":
+    num_means, num_sums, num_maxima = NUM_METRICS.get(workload.algorithm, (1, 0, 0))
+    if workload.generates:
         num_means += int(workload.has_reference) + int(workload.records_entropy)
-    num_maxima = NUM_MAXIMA[kind] + 2  # with the peak of memory and the norm of the gradient
-    return METRIC_BYTES * (2 * num_means + NUM_SUMS[kind] + num_maxima * layout.data_parallel_world_size)
+    num_means, num_sums, num_maxima = NUM_METRICS.get(workload.algorithm, (1, 0, 0))
+    if workload.generates:
+        num_means += int(workload.has_reference) + int(workload.records_entropy)
+    # With the shares of padding and of what is shared; with the peak of memory and the norm of the gradient.
+    return METRIC_BYTES * (2 * (num_means + 2) + num_sums + (num_maxima + 2) * layout.data_parallel_world_size)
 
 
 def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
