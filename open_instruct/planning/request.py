@@ -23,19 +23,12 @@ from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_o
 
 def _with_machines(config_class: type) -> Any:
     """The flags of a run with those of its plan."""
-    return make_dataclass(
-        f"Planned{config_class.__name__}", [("plan", PlanSection)], bases=(config_class,), kw_only=True
-    )
+    return make_dataclass(config_class.__name__, [("plan", PlanSection)], bases=(config_class,), kw_only=True)
 
 
 # Whatever can be trained can be planned.
-PLAN_CONFIGS: dict[str, Any] = {
-    name: _with_machines(config_class)
-    for name, config_class in (
-        *((name, objective_named(name).config_class) for name in OBJECTIVES),
-        (GRPO, GRPOConfig),
-    )
-}
+_RUNS = {name: objective_named(name).config_class for name in OBJECTIVES} | {GRPO: GRPOConfig}
+PLAN_CONFIGS: dict[str, Any] = {name: _with_machines(config_class) for name, config_class in _RUNS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -123,14 +124,13 @@ class _Piece(ABC):
     def profile(self) -> Profile:
         return self.tape.profile(self.record())
 
-    def recomputed(self, module: str) -> bool:
-        """Whether a module of the block is wrapped for checkpointing; "" is the block itself. All blocks are alike."""
-        return is_wrapped(self.sizes.recomputed_modules, 0, module)
+    def recomputed(self, module: str) -> AbstractContextManager[None]:
+        """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
+        return self.tape.recomputed(is_wrapped(self.sizes.recomputed_modules, 0, module))
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
-        if tensor.num_bytes == num_elements * to_bytes:
-            return tensor
-        return self.tape.run(num_elements * to_bytes, tensor)
+        num_bytes = num_elements * to_bytes
+        return tensor if tensor.num_bytes == num_bytes else self.tape.run(num_bytes, tensor)
 
     def linear(self, x: Tensor, num_rows: int, num_inputs: int, num_outputs: int) -> Tensor:
         """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
@@ -152,17 +152,13 @@ class _Piece(ABC):
         gradients = [Gradient(of=x_float, num_bytes=float_bytes), of_inverse]
         scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse], gradients=gradients)
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
-        if not self.is_olmo:
+        if not self.shape.is_olmo:
             scaled = self.cast(scaled, elements, self.c)
         of_scaled = Gradient(of=scaled, num_bytes=scaled.num_bytes, scratch_bytes=scaled.num_bytes)
         weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[of_scaled, _whole(weight)])
         normed = self.cast(weighted, elements, self.c)
         self.tape.hold(x)  # the caller's
         return normed
-
-    @property
-    def is_olmo(self) -> bool:
-        return self.shape.family in ("olmo2", "olmo3")
 
     def sum(self, residual: Tensor, x: Tensor) -> Tensor:
         """The residual stream: both get the gradient of the sum as it is."""
@@ -173,7 +169,7 @@ class _Piece(ABC):
 class _Block(_Piece):
     def record(self) -> Tensor:
         x = self.tape.source
-        with self.tape.recomputed(self.recomputed("")):
+        with self.recomputed(""):
             h = self.sum(x, self._sublayer("attention_norm", self._attention, x))
             output = self.sum(h, self._sublayer("feed_forward_norm", self._feed_forward, h))
             self.tape.hold(h)
@@ -181,40 +177,36 @@ class _Block(_Piece):
 
     def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """OLMo normalises what a sublayer puts out, the others what it is given."""
-        return self._normed(norm, run(x)) if self.is_olmo else run(self._normed(norm, x))
+        return self._normed(norm, run(x)) if self.shape.is_olmo else run(self._normed(norm, x))
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
-        with self.tape.recomputed(self.recomputed(module)):
+        with self.recomputed(module):
             return self.norm(x, _split(self.sizes.num_tokens, self.sizes), self.shape.d_model)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """All positions of the row, where tensor ranks hold a part each between matrices."""
-        if self.sizes.tensor_degree == 1:
-            return x
-        return self.tape.run(self.sizes.num_tokens * self.shape.d_model * self.c, x)
+        num_bytes = self.sizes.num_tokens * self.shape.d_model * self.c
+        return x if self.sizes.tensor_degree == 1 else self.tape.run(num_bytes, x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         num_tokens, d_model, width = self.sizes.num_tokens, self.shape.d_model, _split(self.shape.d_ff, self.sizes)
         run = self.tape.run
-        with self.tape.recomputed(self.recomputed("feed_forward")):
+        with self.recomputed("feed_forward"):
             x = self._gathered(x)
             gate = self.linear(x, num_tokens, d_model, width)
             active = run(gate.num_bytes, gate, saved=[gate])
             up = self.linear(x, num_tokens, d_model, width)
             product = run(gate.num_bytes, active, up, saved=[active, up])
-            down = self.linear(product, num_tokens, width, d_model)
-            return self._scattered(down)
+            return self._scattered(self.linear(product, num_tokens, width, d_model))
 
     def _scattered(self, x: Tensor) -> Tensor:
         """This rank's positions of a sum over tensor ranks."""
-        if self.sizes.tensor_degree == 1:
-            return x
-        return self.tape.run(self.stream_bytes, x)
+        return x if self.sizes.tensor_degree == 1 else self.tape.run(self.stream_bytes, x)
 
     def _attention(self, x: Tensor) -> Tensor:
         num_tokens, d_model = self.sizes.num_tokens, self.shape.d_model
         q_width, kv_width = _split(self.shape.q_width, self.sizes), _split(self.shape.kv_width, self.sizes)
-        with self.tape.recomputed(self.recomputed("attention")):
+        with self.recomputed("attention"):
             x = self._gathered(x)
             query = self.linear(x, num_tokens, d_model, q_width)
             key = self.linear(x, num_tokens, d_model, kv_width)
@@ -229,7 +221,7 @@ class _Block(_Piece):
 
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
-        with self.tape.recomputed(self.recomputed(module)):
+        with self.recomputed(module):
             if self.shape.qk_norm == "full":
                 return self.norm(x, self.sizes.num_tokens, width)
             num_heads = width // self.shape.head_dim
@@ -238,7 +230,7 @@ class _Block(_Piece):
     def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.sizes.num_tokens
-        b = FLOAT32 if self.is_olmo else self.c
+        b = FLOAT32 if self.shape.is_olmo else self.c
         before = (query, key)
         q, k = self.cast(query, num_tokens * q_width, b), self.cast(key, num_tokens * kv_width, b)
         angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
@@ -267,11 +259,11 @@ class _Block(_Piece):
         if self.sizes.on_cuda and self.c < FLOAT32:
             if (num_keys := self.sizes.num_gathered_keys) is not None:
                 num_bytes = key.num_bytes * num_keys // num_tokens
-                key, value = (run(num_bytes, tensor, gradients=[_whole(tensor)]) for tensor in (key, value))
+                key, value = (run(num_bytes, tensor) for tensor in (key, value))
             attended = run(query.num_bytes, query, key, value, saved=[query, key, value], saves_output=True)
             run(logsumexp_bytes, query, saves_output=True, gradients=())
             return attended
-        parts = [run(0, tensor, gradients=[_whole(tensor)]) for tensor in (query, key, value)]
+        parts = [run(0, tensor) for tensor in (query, key, value)]
         of_longest = query.num_bytes * self.sizes.longest_document // num_tokens
         whole = [query, key, value]
         gradients = [

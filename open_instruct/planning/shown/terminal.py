@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from rich.console import Console
 from rich.text import Text
@@ -47,11 +48,9 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
 
     show(_head(plan))
     print_layout(plan.layout, console)
-    show(_memory(plan))
-    show(_traffic(plan))
-    show(_time(plan))
-    show(_ranking(plan, advice))
-    show(_advice(plan, advice))
+    times = _titled("Time of a step, at least", summary.time_lines(plan))
+    show(chain(_memory(plan), _traffic(plan), times, _ranking(plan, advice)))
+    show(_titled("Advice", advice.lines(plan)))
 
 
 def _head(plan: Plan) -> Iterator[Text]:
@@ -72,7 +71,6 @@ def _memory(plan: Plan) -> Iterator[Text]:
         style="dim",
     )
     yield Text()
-    shown = summary.parts_in_any(plan)
     styles = dict(zip(summary.LETTERS, PART_STYLES, strict=True))
     name_width = max(len(phase.name) for phase in plan.phases)
     for phase in plan.phases:
@@ -87,7 +85,7 @@ def _memory(plan: Plan) -> Iterator[Text]:
         )
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
-    for label in shown:
+    for label in summary.parts_in_any(plan):
         first, *rest = textwrap.wrap(f"{label}: {summary.meaning_of(label, plan)}", WIDTH - 6)
         letter = Text.assemble("  ", (f" {summary.LETTERS[label]} ", styles[label]), " ")
         yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
@@ -113,23 +111,14 @@ def _bar(phase: Phase, plan: Plan, styles: dict[str, str]) -> Text:
 
 def _traffic(plan: Plan) -> Iterator[Text]:
     yield from _title("What one GPU exchanges in a step")
-    rows = summary.traffic_rows(plan)
-    if not rows:
+    if not (rows := summary.traffic_rows(plan)):
         yield Text("nothing")
         return
     yield Text(f"{'':<{WHAT_WIDTH}}{'calls':>7}{'bytes':>11}{'sends':>11}  GPUs", style="dim")
     for row in rows:
         style = "green" if not row.crosses_nodes else "yellow" if row.is_meant_to_cross else "bold red"
-        yield Text.assemble(
-            f"{row.what:<{WHAT_WIDTH}}{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.sent_bytes):>11}  ",
-            (row.reach, style),
-        )
-
-
-def _time(plan: Plan) -> Iterator[Text]:
-    yield from _title("Time of a step, at least")
-    for line in summary.time_lines(plan):
-        yield from _wrapped(line)
+        numbers = f"{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.sent_bytes):>11}  "
+        yield Text.assemble(f"{row.what:<{WHAT_WIDTH}}{numbers}", (row.reach, style))
 
 
 def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
@@ -140,10 +129,9 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
     yield from _title(f"The layouts of {counted(plan.layout.world_size, 'GPU')}{split}, the fastest that fits first")
     yield Text(f"{'shard':>7} ×{'replicas':>9} ×{'tensor':>7}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
     for index, other in enumerate(advice.ranked):
-        is_this = other.layout == plan.layout
+        layout, is_this = other.layout, other.layout == plan.layout
         if index >= MAX_LAYOUTS_SHOWN and not is_this:
             continue
-        layout = other.layout
         line = Text(
             f"{layout.shard_degree:>7} ×{layout.num_replicas:>9} ×{layout.tensor_parallel_degree:>7}"
             f"{gib(other.peak.total_bytes):>10}{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
@@ -154,14 +142,13 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
         if is_this:
             line.append(" ◀ this", style="bold")
         yield line
-    num_more = len(advice.ranked) - MAX_LAYOUTS_SHOWN
-    if num_more > 0:
+    if (num_more := len(advice.ranked) - MAX_LAYOUTS_SHOWN) > 0:
         yield Text(f"{num_more} more with --json or --html", style="dim")
 
 
-def _advice(plan: Plan, advice: Advice) -> Iterator[Text]:
-    yield from _title("Advice")
-    for line in advice.lines(plan):
+def _titled(title: str, lines: Iterable[str]) -> Iterator[Text]:
+    yield from _title(title)
+    for line in lines:
         yield from _wrapped(line)
 
 
@@ -171,6 +158,5 @@ def _title(text: str) -> Iterator[Text]:
 
 
 def _wrapped(text: str, *, style: str = "") -> Iterator[Text]:
-    lines: Sequence[str] = textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False)
-    for line in lines:
+    for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False):
         yield Text(line, style=style)

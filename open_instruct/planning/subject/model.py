@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +108,11 @@ class ModelShape:
         return sum(parameter.num_params for parameter in self.parameters if parameter.layer is None)
 
     @property
+    def is_olmo(self) -> bool:
+        """Whether blocks normalise what a sublayer puts out, not what it is given, and do so in float32 throughout."""
+        return self.family in ("olmo2", "olmo3")
+
+    @property
     def q_width(self) -> int:
         """Features of all query heads together."""
         return self.num_heads * self.head_dim
@@ -132,8 +138,7 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
     family = check_model_type(fields.get("model_type"), where)
 
     def count(field: str, default: int | None = None) -> int:
-        value = fields.get(field)
-        value = default if value is None else value
+        value = default if fields.get(field) is None else fields[field]
         return check_size(field, value, SIZES.get(field, MAX_SIZE), where)
 
     num_layers, num_heads, d_model = count("num_hidden_layers"), count("num_attention_heads"), count("hidden_size")
@@ -215,12 +220,9 @@ def _parameters(shape: ModelShape) -> tuple[ParameterShape, ...]:
 def _units(shape: ModelShape) -> tuple[Unit, ...]:
     embeddings, *rest = _parameters(shape)
     root = tuple(parameter for parameter in rest if parameter.layer is None)
-    blocks: list[list[ParameterShape]] = [[] for _ in range(shape.num_layers)]
-    for parameter in rest:
-        if parameter.layer is not None:
-            blocks[parameter.layer].append(parameter)
     if shape.is_tied:
         first = [Unit(name="root", parameters=(embeddings, *root))]
     else:
         first = [Unit(name="root", parameters=root), Unit(name="embeddings", parameters=(embeddings,))]
-    return (*first, *(Unit(name=f"blocks.{layer}", parameters=tuple(block)) for layer, block in enumerate(blocks)))
+    blocks = groupby((parameter for parameter in rest if parameter.layer is not None), lambda each: each.layer)
+    return (*first, *(Unit(name=f"blocks.{layer}", parameters=tuple(block)) for layer, block in blocks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.module_patterns import names_module
@@ -159,16 +159,13 @@ def workload_of(
         workload = _of_rollouts(config, shape, layout, device_memory_bytes, prefix_tokens)
     else:
         workload = _of_rows(config, objective_of(config), prefix_tokens)
-    checkpointing, modules, budget = _checkpointing(config.memory)
     return replace(
         workload,
         label_tokens_per_microbatch=round(workload.tokens_per_microbatch * label_share),
         shared_prefix_tokens=prefix_tokens,
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
-        checkpointing=checkpointing,
-        checkpointing_modules=modules,
-        activation_memory_budget=budget,
+        **_checkpointing(config.memory),
         export_bytes_per_param=_export_bytes(config.run.export_dtype, shape),
     )
 
@@ -240,11 +237,11 @@ def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
     return names_module(patterns, name)
 
 
-def _checkpointing(memory: MemorySection) -> tuple[Checkpointing, tuple[str, ...], float]:
+def _checkpointing(memory: MemorySection) -> dict[str, Any]:
     if memory.activation_memory_budget < 1.0:
-        return "none", (), memory.activation_memory_budget
-    selected = memory.activation_checkpointing == "selected_modules"
-    return memory.activation_checkpointing, tuple(memory.activation_checkpointing_modules) if selected else (), 1.0
+        return {"activation_memory_budget": memory.activation_memory_budget}
+    modules = memory.activation_checkpointing_modules if memory.activation_checkpointing == "selected_modules" else ()
+    return {"checkpointing": memory.activation_checkpointing, "checkpointing_modules": tuple(modules)}
 
 
 def _export_bytes(dtype: str, shape: ModelShape) -> int:

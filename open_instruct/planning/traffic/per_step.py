@@ -21,8 +21,7 @@ from open_instruct.planning.traffic.muon import muon_exchanges
 from open_instruct.records import ShardLayout
 
 # `build_data_parallel_config`: gradients are reduced in float32 whatever they are computed in.
-REDUCE_BYTES = 4
-NORM_BYTES = 4
+REDUCE_BYTES = NORM_BYTES = 4
 METRIC_BYTES = 8
 
 # Metrics of a microbatch: means, sums and maxima; of an objective that is not here, its loss. A mean travels as two
@@ -129,7 +128,6 @@ def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Wor
     """
     if workload.sync_backend not in SENT_BY:
         return ()
-    num_receivers = workload.num_engines * workload.engine_tensor_degree
     return tuple(
         Exchange(
             what="weights to the engines",
@@ -137,7 +135,7 @@ def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Wor
             axis="sync",
             num_calls=num_calls,
             bytes_per_call=own_bytes,
-            group_size=num_receivers + 1,
+            group_size=workload.num_engines * workload.engine_tensor_degree + 1,
             wire_bytes=num_calls * whole_bytes,
             crosses_nodes=workload.sync_crosses_nodes,
         )
@@ -149,7 +147,8 @@ def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> 
     """Of each bucket, the bytes that the first rank brings and those of all ranks."""
     by_name = {parameter.name: parameter for parameter in shape.parameters}
     own, whole = 0, 0
-    for name in _names_in_order(shape):
+    fields = {"model_type": shape.family, "tie_word_embeddings": shape.is_tied, "num_hidden_layers": shape.num_layers}
+    for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names:
         parameter = by_name[name]
         more = parameter.num_params * workload.sync_bytes_per_param
         if whole and whole + more > workload.sync_bucket_bytes:
@@ -158,10 +157,3 @@ def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> 
         own += local_size(parameter, layout).own * workload.sync_bytes_per_param
         whole += more
     yield own, whole
-
-
-def _names_in_order(shape: ModelShape) -> tuple[str, ...]:
-    config = SimpleNamespace(
-        model_type=shape.family, tie_word_embeddings=shape.is_tied, num_hidden_layers=shape.num_layers
-    )
-    return TensorNames(config).olmo_core_names
