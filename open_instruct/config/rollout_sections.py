@@ -143,6 +143,11 @@ class FleetSection:
     weight_sync_bucket_mib: int = flag("MiB of weights that travel at once", 256)
     weight_sync_timeout_s: int = flag("seconds to wait for an engine during a weight sync", 300)
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all engines together."""
+        return self.vllm_num_engines * self.vllm_tensor_parallel_size
+
 
 @dataclass(kw_only=True)
 class PolicyOptimSection(OptimizerSection):

@@ -13,7 +13,7 @@ from open_instruct.parallel.layout import divisors
 from open_instruct.records import ShardLayout
 
 MASTER_BYTES = GRADIENT_BYTES = MOMENT_BYTES = 4
-ADAMW_MOMENTS, MUON_MOMENTS = 2, 1
+ADAMW_MOMENTS = 2
 BYTES_PER_PARAM = MASTER_BYTES + GRADIENT_BYTES + ADAMW_MOMENTS * MOMENT_BYTES
 
 

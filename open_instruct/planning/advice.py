@@ -6,6 +6,7 @@ Nothing is advised that was not planned again with the change in it, and nothing
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -79,11 +80,9 @@ class Advice:
         elif not plan.fits:
             yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
         elif self.faster is not None:
+            times = self.faster.plan.tokens_per_second / plan.tokens_per_second
             yield f"Faster and fits: {self.faster.text}"
-            yield (
-                f"It {_outcome(self.faster.plan)}: "
-                f"{self.faster.plan.tokens_per_second / plan.tokens_per_second:.2f} times the tokens per second."
-            )
+            yield f"It {_outcome(self.faster.plan)}: {times:.2f} times the tokens per second."
             yield from other_batch(plan, self.faster)
         elif len(self.ranked) > 1:
             yield "It fits, and no other layout of these GPUs is faster."
@@ -115,11 +114,8 @@ def change_to_fit(plan: Plan) -> Change | None:
         return None
     for nodes in _useful_nodes(plan.setting):
         base = _changed(plan.setting, nodes)
-        if base is None:
-            continue
-        for values in _combinations(base):
-            found = _planned(base, values)
-            if found is not None and found.has_room:
+        for values in _combinations(base) if base else ():
+            if base and (found := _planned(base, values)) and found.has_room:
                 return Change(values=nodes | values, plan=found)
     return None
 
@@ -129,16 +125,14 @@ def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
     best = next((other for other in ranked if other.has_room), None)
     if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
         return None
-    now, tensor = plan.layout, best.layout.tensor_parallel_degree
-    other_tensor = tensor if tensor != now.tensor_parallel_degree else None
-    return Change(values=sharding_flags(best.layout.shard_degree, best.layout.num_replicas, other_tensor), plan=best)
+    layout, tensor = best.layout, best.layout.tensor_parallel_degree
+    other_tensor = tensor if tensor != plan.layout.tensor_parallel_degree else None
+    return Change(values=sharding_flags(layout.shard_degree, layout.num_replicas, other_tensor), plan=best)
 
 
 def _outcome(plan: Plan) -> str:
-    return (
-        f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU, and at least "
-        f"{seconds(plan.time.step_s)} a step"
-    )
+    needs = f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU"
+    return f"{needs}, and at least {seconds(plan.time.step_s)} a step"
 
 
 def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -183,9 +177,9 @@ def _layouts(setting: Setting) -> list[_Option]:
         if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % (tensor * context) == 0:
             world = now.world_size // (tensor * context)
             for shard in divisors(world):
-                if shard * tensor >= now.shard_degree * now.tensor_parallel_degree:
+                if (split := shard * tensor) >= now.shard_degree * now.tensor_parallel_degree:
                     values = sharding_flags(shard, world // shard, tensor)
-                    options.append(_Option(kind=4, strength=shard * tensor, values=values))
+                    options.append(_Option(kind=4, strength=split, values=values))
     return options
 
 
@@ -259,14 +253,12 @@ def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _changed(setting: Setting, values: dict[str, Any]) -> Setting | None:
-    try:
+    with suppress(InputError):
         return setting.with_flags(values)
-    except InputError:
-        return None
+    return None
 
 
 def _planned(setting: Setting, values: dict[str, Any]) -> Plan | None:
-    try:
+    with suppress(InputError):
         return plan_of(setting.with_flags(values))
-    except InputError:
-        return None
+    return None

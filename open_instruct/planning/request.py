@@ -131,16 +131,12 @@ def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> No
         raise InputError(
             f"{given} leaves {num_free} of {sum(sizes)} GPUs for engines, and --vllm_num_engines "
             f"{config.fleet.vllm_num_engines} x --vllm_tensor_parallel_size {config.fleet.vllm_tensor_parallel_size} = "
-            f"{_num_gpus_of_engines(config)}; ask for fewer, or give more GPUs"
+            f"{config.fleet.num_gpus}; ask for fewer, or give more GPUs"
         )
 
 
 def _has_room_for_engines(config: RunConfig, num_free: int) -> bool:
-    return isinstance(config, GRPOConfig) and _num_gpus_of_engines(config) <= num_free
-
-
-def _num_gpus_of_engines(config: GRPOConfig) -> int:
-    return config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size
+    return isinstance(config, GRPOConfig) and config.fleet.num_gpus <= num_free
 
 
 def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
@@ -165,15 +161,12 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
 
 
 def _device(asked: PlanSection) -> Device:
-    device = device_named(asked.gpu)
-    for name, speed in (("in_node_gb_s", asked.in_node_gb_s), ("cross_node_gb_s", asked.cross_node_gb_s)):
-        if speed is not None and not speed > 0:
+    named = {"in_node_gb_s": asked.in_node_gb_s, "cross_node_gb_s": asked.cross_node_gb_s}
+    speeds: dict[str, Any] = {name: speed for name, speed in named.items() if speed is not None}
+    for name, speed in speeds.items():
+        if not speed > 0:
             raise InputError(f"--{name} {spelled(speed)}: must be above 0")
-    return replace(
-        device,
-        in_node_gb_s=asked.in_node_gb_s or device.in_node_gb_s,
-        cross_node_gb_s=asked.cross_node_gb_s or device.cross_node_gb_s,
-    )
+    return replace(device_named(asked.gpu), **speeds)
 
 
 def _writable(file: str | None) -> Path | None:

@@ -56,11 +56,9 @@ def check_plan(
 
 
 def _verdict(setting: Setting) -> Verdict:
-    plan = plan_of(setting)
-    line = (
-        f"plan: needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB {_each(setting)} "
-        f"(most in: {plan.peak.name})"
-    )
+    plan, each = plan_of(setting), "on each GPU" if setting.on_cuda else "for each process of a node"
+    needs, memory = gib(plan.peak.total_bytes), gib(plan.memory_bytes)
+    line = f"plan: needs {needs} of {memory} GiB {each} (most in: {plan.peak.name})"
     state = sum(state_bytes(setting.shape, plan.layout, plan.workload))
     if plan.fits:
         return Verdict(line=line)
@@ -68,13 +66,9 @@ def _verdict(setting: Setting) -> Verdict:
         return Verdict(line=line, warning=f"the plan does not fit: memory will most likely run out. {_remedy(plan)}")
     refusal = (
         f"the run cannot fit: weights, gradients and optimizer states alone need {gib(state)} GiB, and there are "
-        f"{gib(plan.memory_bytes)} GiB {_each(setting)}. {_remedy(plan)}"
+        f"{memory} GiB {each}. {_remedy(plan)}"
     )
     return Verdict(line=line, refusal=refusal)
-
-
-def _each(setting: Setting) -> str:
-    return "on each GPU" if setting.on_cuda else "for each process of a node"
 
 
 def _remedy(plan: Plan) -> str:

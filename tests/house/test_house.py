@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -85,7 +86,7 @@ BUDGETS = {
     "objectives": 290,
     "packing": 540,
     "parallel": 1220,
-    "planning": 2960,
+    "planning": 2400,
     "rollout": 1320,
     "run": 765,
     "verifiers": 830,
@@ -93,7 +94,7 @@ BUDGETS = {
 }
 MAX_FILES_OF_A_ROOM = 16
 # Rooms from before that rule, which may not grow.
-LARGER_ROOMS = {"data": 20, "models": 20, "planning": 28}
+LARGER_ROOMS = {"data": 20, "models": 20}
 NOT_CODE = {
     *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -237,8 +238,9 @@ class TestRooms:
         assert sum(map(num_code_lines, files_by_room()[room])) <= BUDGETS[room]
 
     def test_it_has_few_files(self, room: str) -> None:
-        files = [path for path in files_by_room()[room] if path.stem != "__init__"]
-        assert len(files) <= LARGER_ROOMS.get(room, MAX_FILES_OF_A_ROOM)
+        """In each of its folders."""
+        folders = Counter(path.parent for path in files_by_room()[room] if path.stem != "__init__")
+        assert max(folders.values()) <= LARGER_ROOMS.get(room, MAX_FILES_OF_A_ROOM)
 
 
 def file_of(module: str) -> Path | None:

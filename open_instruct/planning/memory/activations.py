@@ -222,16 +222,13 @@ class _Block(_Piece):
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
         with self.recomputed(module):
-            if self.shape.qk_norm == "full":
-                return self.norm(x, self.sizes.num_tokens, width)
-            num_heads = width // self.shape.head_dim
-            return self.norm(x, self.sizes.num_tokens * num_heads, self.shape.head_dim)
+            num_parts = 1 if self.shape.qk_norm == "full" else width // self.shape.head_dim
+            return self.norm(x, self.sizes.num_tokens * num_parts, width // num_parts)
 
     def _rotated(self, query: Tensor, key: Tensor, q_width: int, kv_width: int) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.sizes.num_tokens
         b = FLOAT32 if self.shape.is_olmo else self.c
-        before = (query, key)
         q, k = self.cast(query, num_tokens * q_width, b), self.cast(key, num_tokens * kv_width, b)
         angles = [self.tape.run(num_tokens * self.shape.head_dim * b, gradients=()) for _ in ("sine", "cosine")]
         rotated = []
@@ -243,7 +240,7 @@ class _Block(_Piece):
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
             self.tape.hold(tensor)
-        self.tape.hold(*before)
+        self.tape.hold(query, key)
         widths = (q_width, kv_width)
         query, key = (self.cast(x, num_tokens * width, self.c) for x, width in zip(rotated, widths, strict=True))
         self.tape.hold(*rotated)

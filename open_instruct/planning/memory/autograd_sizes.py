@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Literal
 
 
@@ -83,7 +85,6 @@ class Tape:
     operations: list[Operation] = field(default_factory=list)
     held_until: dict[Tensor, int] = field(default_factory=dict)
     _region: int | None = None
-    _num_regions: int = 0
 
     def run(
         self,
@@ -104,14 +105,13 @@ class Tape:
             scratch_bytes: alive beside inputs and output in the forward pass.
         """
         output = Tensor(num_bytes)
-        if gradients is None:
-            gradients = [Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs]
+        whole = (Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs)
         self.operations.append(
             Operation(
                 inputs=inputs,
                 output=output,
                 saved=(*saved, output) if saves_output else tuple(saved),
-                gradients=tuple(gradients),
+                gradients=tuple(whole if gradients is None else gradients),
                 scratch_bytes=scratch_bytes,
                 region=self._region,
             )
@@ -129,7 +129,7 @@ class Tape:
         if not is_recomputed or self._region is not None:
             yield
             return
-        self._region, self._num_regions = self._num_regions, self._num_regions + 1
+        self._region = len(self.operations)
         yield
         self._region = None
 
@@ -157,7 +157,7 @@ class _Run:
     def profile(self) -> Profile:
         everything = range(len(self.operations))
         scoring_peak, _ = self._forward(everything, keeps=lambda index: (), alive=set())
-        forward_peak, kept = self._forward(everything, keeps=self._kept_at_first, alive=set())
+        forward_peak, kept = self._forward(everything, keeps=self._kept, alive=set())
         backward_peak, weight_gradient_bytes = self._backward(kept)
         return Profile(
             forward_peak=forward_peak,
@@ -168,16 +168,13 @@ class _Run:
             weight_gradient_bytes=weight_gradient_bytes,
         )
 
-    def _kept_at_first(self, index: int) -> tuple[Tensor, ...]:
-        """What an operation keeps when it first runs. A region keeps what its operations are given from outside."""
+    def _kept(self, index: int, *, again: bool = False) -> tuple[Tensor, ...]:
+        """What an operation keeps when it runs. At first a region keeps what its operations are given from outside."""
         op = self.operations[index]
-        if op.region is None:
+        if again or op.region is None:
             return op.saved
         made_within = {self.operations[i].output for i in self.regions[op.region]}
         return tuple(tensor for tensor in op.inputs if tensor not in made_within)
-
-    def _kept_again(self, index: int) -> tuple[Tensor, ...]:
-        return self.operations[index].saved
 
     def _forward(self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
         """The peak of running `indices` beside what is `alive` and stays so; and that with what they keep."""
@@ -213,7 +210,7 @@ class _Run:
             op = self.operations[index]
             if op.region is not None and op.region not in ran_again:
                 ran_again.add(op.region)
-                again, kept = self._forward(self.regions[op.region], keeps=self._kept_again, alive=kept)
+                again, kept = self._forward(self.regions[op.region], keeps=partial(self._kept, again=True), alive=kept)
                 look(again.temporaries, again.activations)
             gradient_of_output = gradient_of.get(op.output)
             if gradient_of_output is None:
@@ -226,11 +223,9 @@ class _Run:
             del gradient_of[op.output]
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
-            kept = kept & {tensor for before in range(index) for tensor in self._still_needed(before, ran_again)}
+            needed = (self._kept(i, again=op.region in ran_again) for i, op in enumerate(self.operations[:index]))
+            kept = kept & set(chain.from_iterable(needed))
         return peak, _made({gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"})
-
-    def _still_needed(self, index: int, ran_again: set[int]) -> tuple[Tensor, ...]:
-        return self._kept_again(index) if self.operations[index].region in ran_again else self._kept_at_first(index)
 
 
 def _made(tensors: set[Tensor]) -> int:

@@ -51,7 +51,8 @@ class Passes:
         self.stream_bytes = num_rows * shape.d_model * self.c
         self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
         self.root = shape.units[0]
-        self.embeddings = None if shape.is_tied else shape.units[1]
+        self.embeddings = Unit(name="embeddings", parameters=()) if shape.is_tied else shape.units[1]
+        self.looked_up = self.root if shape.is_tied else self.embeddings
         self.last_block = shape.units[-1]
 
     @property
@@ -73,7 +74,7 @@ class Passes:
         kept_by_block = self.kept_by_block if keeps else 0
         held = {**held, REDUCED: left_over}
         before = self.root
-        if self.embeddings is not None:
+        if not self.shape.is_tied:
             yield {**held, GATHERED: root + self._gathering(self.embeddings, before)}
             gathered = root + self._buffer(self.embeddings) + self._gathered(self.embeddings)
             yield {**held, GATHERED: gathered, TEMPORARIES: stream}
@@ -123,7 +124,7 @@ class Passes:
             yield {**after, ACTIVATIONS: below, TEMPORARIES: self.stream_bytes}
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
-        looked_up = self._whole(self.embeddings or self.root)
+        looked_up = self._whole(self.looked_up)
         after_blocks = self._with_gradients(held, num_layers)
         reduced_bytes = waiting + self._reduced(block) + self._unreduced(looked_up)
         temporaries = self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0)
@@ -147,18 +148,16 @@ class Passes:
         of_head = self._made_in_place(self.head.weight_gradient_bytes)
         return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.last_block)}
 
-    # Sizes of a unit; None has none.
+    # Sizes of a unit.
 
-    def _gathered(self, unit: Unit | None) -> int:
+    def _gathered(self, unit: Unit) -> int:
         """Its gathered parameters, as large as the buffer that they are gathered in."""
-        if unit is None or not self.is_sharded:
-            return 0
-        return gathered_params(unit.parameters, self.layout) * self.c
+        return gathered_params(unit.parameters, self.layout) * self.c if self.is_sharded else 0
 
-    def _buffer(self, unit: Unit | None) -> int:
+    def _buffer(self, unit: Unit) -> int:
         return self._gathered(unit) if self.layout.shard_group_size > 1 else 0
 
-    def _cast(self, unit: Unit | None) -> int:
+    def _cast(self, unit: Unit) -> int:
         """The flat buffer of this rank's shards in the dtype that is gathered."""
         return 0 if self.c == MASTER_BYTES else self._gathered(unit) // self.layout.shard_group_size
 
@@ -167,20 +166,16 @@ class Passes:
         while_gathered = self._buffer(previous) + self._cast(unit) + self._buffer(unit)
         return max(while_gathered, self._buffer(unit) + self._gathered(unit))
 
-    def _reduced(self, unit: Unit | None) -> int:
+    def _reduced(self, unit: Unit) -> int:
         """The float32 input of its reduce-scatter."""
-        if unit is None or not self.is_sharded:
-            return 0
-        return gathered_params(unit.parameters, self.layout) * FLOAT32
+        return gathered_params(unit.parameters, self.layout) * FLOAT32 if self.is_sharded else 0
 
     def _left_over(self) -> int:
         """The last reduce-scatter's input of the microbatch before."""
-        return self._reduced(self.embeddings or self.root) if self.accumulates else 0
+        return self._reduced(self.looked_up) if self.accumulates else 0
 
-    def _whole(self, unit: Unit | None) -> int:
+    def _whole(self, unit: Unit) -> int:
         """Its gradients as the backward pass makes them: a tensor rank's part of each, without padding."""
-        if unit is None:
-            return 0
         degree = self.layout.tensor_parallel_degree
         whole = ShardLayout(gpus_per_node=(degree,), shard_degree=1, num_replicas=1, tensor_parallel_degree=degree)
         return sum(local_size(parameter, whole).own for parameter in unit.parameters) * self.c
@@ -200,10 +195,8 @@ class Passes:
         """Without FSDP: gradients of so many bytes, where the optimizer reads them. Others are still to be reduced."""
         return 0 if self.is_sharded else num_bytes + self._handed_over(num_bytes)
 
-    def _shard(self, unit: Unit | None) -> int:
+    def _shard(self, unit: Unit) -> int:
         """Its gradients as the optimizer reads them."""
-        if unit is None:
-            return 0
         return sum(local_size(parameter, self.layout).padded for parameter in unit.parameters) * MASTER_BYTES
 
 

@@ -111,9 +111,8 @@ class _Plan:
 
     def _reference_bytes(self) -> int:
         """Sharded as the policy's masters are; on a single device it is only in the dtype that is computed in."""
-        if self.layout.single_device:
-            return self.shape.num_params * self.workload.compute_bytes
-        return self.parameters
+        whole = self.shape.num_params * self.workload.compute_bytes
+        return whole if self.layout.single_device else self.parameters
 
     def _rope_bytes(self) -> int:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and

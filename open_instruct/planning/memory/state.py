@@ -19,18 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 
-from open_instruct.parallel.training_state import (
-    ADAMW_MOMENTS,
-    GRADIENT_BYTES,
-    MASTER_BYTES,
-    MOMENT_BYTES,
-    MUON_MOMENTS,
-)
+from open_instruct.parallel.training_state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
 
 STEP_BYTES = 4
+MUON_MOMENTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,21 +31,9 @@ PURPOSES = {
     ("sync", "broadcast"): "weights to the engines",
 }
 
-# First what stays from step to step, then what comes and goes.
-LETTERS = {
-    PARAMETERS: "P",
-    GRADIENTS: "G",
-    OPTIMIZER: "O",
-    REFERENCE: "R",
-    ENGINE: "E",
-    GATHERED: "W",
-    REDUCED: "S",
-    ACTIVATIONS: "A",
-    HEAD: "H",
-    TEMPORARIES: "T",
-    BUFFERS: "B",
-    CUDA: "C",
-}
+STAYS = (PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, ENGINE)
+COMES_AND_GOES = (GATHERED, REDUCED, ACTIVATIONS, HEAD, TEMPORARIES, BUFFERS, CUDA)
+LETTERS = dict(zip(STAYS + COMES_AND_GOES, "PGOREWSAHTBC", strict=True))
 
 
 def headline(plan: Plan) -> str:

@@ -23,11 +23,12 @@ MAX_LAYOUTS_SHOWN = 8
 WHAT_WIDTH = 36
 
 # Of the parts of the memory, in the order of LETTERS.
-PART_STYLES = (
+_STYLES = (
     *("black on bright_cyan", "black on bright_magenta", "black on bright_blue", "black on bright_green"),
     *("black on bright_yellow", "white on blue", "white on magenta", "black on cyan", "white on red"),
     *("black on magenta", "black on white", "white on bright_black"),
 )
+PART_STYLES = dict(zip(summary.LETTERS, _STYLES, strict=True))
 _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
 
 
@@ -71,11 +72,10 @@ def _memory(plan: Plan) -> Iterator[Text]:
         style="dim",
     )
     yield Text()
-    styles = dict(zip(summary.LETTERS, PART_STYLES, strict=True))
     name_width = max(len(phase.name) for phase in plan.phases)
     for phase in plan.phases:
         line = Text(f"{phase.name:<{name_width}}  ", style="bold" if phase is plan.peak else "")
-        line.append(_bar(phase, plan, styles))
+        line.append(_bar(phase, plan))
         line.append(f" {gib(phase.total_bytes, unit):>6}")
         if phase is plan.peak:
             line.append(" ◀ most", style="bold" if plan.fits else "bold red")
@@ -87,12 +87,12 @@ def _memory(plan: Plan) -> Iterator[Text]:
     yield Text()
     for label in summary.parts_in_any(plan):
         first, *rest = textwrap.wrap(f"{label}: {summary.meaning_of(label, plan)}", WIDTH - 6)
-        letter = Text.assemble("  ", (f" {summary.LETTERS[label]} ", styles[label]), " ")
+        letter = Text.assemble("  ", (f" {summary.LETTERS[label]} ", PART_STYLES[label]), " ")
         yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
         yield from (Text(f"{'':6}{text}") for text in rest)
 
 
-def _bar(phase: Phase, plan: Plan, styles: dict[str, str]) -> Text:
+def _bar(phase: Phase, plan: Plan) -> Text:
     """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
     bar = Text()
     done, scale = 0, max(plan.memory_bytes, plan.peak.total_bytes)
@@ -100,7 +100,7 @@ def _bar(phase: Phase, plan: Plan, styles: dict[str, str]) -> Text:
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
-        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=styles[label])
+        bar.append(summary.LETTERS[label] * (upto - len(bar)), style=PART_STYLES[label])
     end = round(plan.memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")

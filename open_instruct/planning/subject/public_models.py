@@ -70,6 +70,6 @@ def _size_of(name: str) -> str:
 
 
 @cache
-def _public_models() -> dict[str, dict[str, Any]]:
-    models: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("public_models.json").read_text("utf-8"))
-    return models
+def _public_models() -> Any:
+    """The fields of each by its name."""
+    return json.loads(Path(__file__).with_name("public_models.json").read_text("utf-8"))

@@ -122,6 +122,7 @@ class Workload:
 
 def objective_of(config: TrainingConfig) -> Objective:
     """The registered objective whose flags these are."""
+    # The most special one, where flags are those of another and some more.
     by_class = {objective.config_class: objective for objective in map(objective_named, OBJECTIVES)}
     return next(by_class[kind] for kind in type(config).__mro__ if kind in by_class)
 
@@ -166,7 +167,7 @@ def workload_of(
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
         **_checkpointing(config.memory),
-        export_bytes_per_param=_export_bytes(config.run.export_dtype, shape),
+        export_bytes_per_param=BYTES_OF_DTYPE.get(config.run.export_dtype, shape.checkpoint_bytes_per_param),
     )
 
 
@@ -202,9 +203,7 @@ def _of_rollouts(
     num_tokens = -(-num_in_row // group) * prefix_tokens + num_in_row * own_tokens
     fleet, has_reference = config.fleet, config.loss.beta > 0
     num_updates = config.loss.num_mini_batches * config.loss.num_epochs
-    backend = fleet.weight_sync_backend
-    if backend == "auto":
-        backend = "ipc" if layout.single_device else "nccl"
+    on_auto = "ipc" if layout.single_device else "nccl"
     sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
     sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
     engine_bytes = shape.num_params * sync_bytes_per_param
@@ -224,7 +223,7 @@ def _of_rollouts(
         records_entropy=config.loss.record_entropy,
         num_engines=fleet.vllm_num_engines,
         engine_tensor_degree=fleet.vllm_tensor_parallel_size,
-        sync_backend=backend,
+        sync_backend=on_auto if fleet.weight_sync_backend == "auto" else fleet.weight_sync_backend,
         sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
         sync_bytes_per_param=sync_bytes_per_param,
         kv_cache_bytes=_kv_cache_bytes(fleet, engine_bytes, device_memory_bytes) if layout.single_device else 0,
@@ -244,14 +243,8 @@ def _checkpointing(memory: MemorySection) -> dict[str, Any]:
     return {"checkpointing": memory.activation_checkpointing, "checkpointing_modules": tuple(modules)}
 
 
-def _export_bytes(dtype: str, shape: ModelShape) -> int:
-    return shape.checkpoint_bytes_per_param if dtype == "source" else BYTES_OF_DTYPE[dtype]
-
-
 def _kv_cache_bytes(fleet: FleetSection, weight_bytes: int, device_memory_bytes: int | None) -> int:
     """vLLM takes its share of the whole GPU; the cache is what the engine's weights leave of that."""
     if fleet.vllm_kv_cache_mib is not None:
         return fleet.vllm_kv_cache_mib * MIB
-    if device_memory_bytes is None:
-        return 0
-    return max(0, int(fleet.vllm_gpu_memory_utilization * device_memory_bytes) - weight_bytes)
+    return max(0, int(fleet.vllm_gpu_memory_utilization * (device_memory_bytes or 0)) - weight_bytes)

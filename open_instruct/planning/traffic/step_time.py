@@ -117,23 +117,14 @@ def attended_pairs(length: int, window: int | None) -> int:
 
 def _block_flops(shape: ModelShape, workload: Workload) -> list[dict[str, int]]:
     """Forward of each layer over a whole microbatch, by module."""
-    matrices = {
-        module: sum(
-            parameter.num_params
-            for parameter in shape.parameters
-            if parameter.layer == 0 and len(parameter.shape) == 2 and f".{module}." in parameter.name
-        )
-        for module in ("attention", "feed_forward")
-    }
-    num_tokens = workload.tokens_per_microbatch
-    layers = []
-    for window in shape.windows:
-        pairs = _pairs_of_microbatch(workload, window)
-        flops = {module: 2 * size * num_tokens for module, size in matrices.items()}
-        # A product of queries with keys, and one of what comes of it with values.
-        flops["attention"] += 2 * 2 * shape.q_width * pairs
-        layers.append(flops)
-    return layers
+    matrices = [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) == 2]
+    attention, feed_forward = (
+        2 * workload.tokens_per_microbatch * sum(matrix.num_params for matrix in matrices if module in matrix.name)
+        for module in (".attention.", ".feed_forward.")
+    )
+    # A product of queries with keys, and one of what comes of it with values.
+    of_pairs = [2 * 2 * shape.q_width * _pairs_of_microbatch(workload, window) for window in shape.windows]
+    return [{"attention": attention + flops, "feed_forward": feed_forward} for flops in of_pairs]
 
 
 def _pairs_of_microbatch(workload: Workload, window: int | None) -> int:
