@@ -5,7 +5,7 @@
 
 One optimizer step after another of our DPO train module, at its worst moment, on rank 0, in MiB:
 
-- predicted: `planning/memory.py`, the largest of its phases forward, backward and optimizer step;
+- predicted: `planning/memory/phases.py`, the largest of its phases forward, backward and optimizer step;
 - tracked: PyTorch's `FSDPMemTracker` on fake tensors, in a fake process group of as many ranks: the real model, sharded
   and checkpointed by the code that a run uses. Nothing is computed, so this is a count of tensors;
 - measured: real ranks over gloo. Their anonymous memory (RssAnon), sampled from a process of its own every millisecond,

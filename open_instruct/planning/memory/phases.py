@@ -1,7 +1,7 @@
 """Memory of a GPU by phase of a run: what is held, and what is alive besides at the worst moment.
 
-Between steps a GPU holds its state (`state.py`); a forward and a backward pass add what `passes.py` says. Sources of
-the rest:
+Between steps a GPU holds its state (`state.py`); a forward and a backward pass add what `forward_backward.py` says.
+Sources of the rest:
 
 - `models/load.py` reads a chunk of one tensor at a time; `models/export.py` and `weights/manifest.py` are those
   of the export and of the weight sync.

@@ -11,7 +11,7 @@ from open_instruct.planning.plan import Plan
 
 def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
     """The keys that scripts read; nothing in it is rounded."""
-    setting = plan.setting
+    setting, text = plan.setting, list(advice.lines(plan))
     return {
         "model": {"name": setting.shape.name, "family": setting.shape.family, "num_params": setting.shape.num_params},
         "device": asdict(setting.device),
@@ -29,11 +29,7 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
         "time": asdict(plan.time) | {"step_s": plan.time.step_s, "bound_by": plan.time.bound_by},
         "tokens_per_step": plan.tokens_per_step,
         "tokens_per_second": plan.tokens_per_second,
-        "advice": {
-            "text": list(advice.lines(plan)),
-            "to_fit": _change(advice.to_fit),
-            "faster": _change(advice.faster),
-        },
+        "advice": {"text": text, "to_fit": _change(advice.to_fit), "faster": _change(advice.faster)},
         "layouts": [_layout(other) for other in advice.ranked],
     }
 

@@ -11,6 +11,7 @@ from open_instruct.config.module_patterns import names_module
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import TrainingConfig
+from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, ModelShape
@@ -121,10 +122,17 @@ class Workload:
 
 
 def objective_of(config: TrainingConfig) -> Objective:
-    """The registered objective whose flags these are."""
+    """The registered objective whose flags these are.
+
+    Raises:
+        InputError: there is none.
+    """
     # The most special one, where flags are those of another and some more.
     by_class = {objective.config_class: objective for objective in map(objective_named, OBJECTIVES)}
-    return next(by_class[kind] for kind in type(config).__mro__ if kind in by_class)
+    for kind in type(config).__mro__:
+        if kind in by_class:
+            return by_class[kind]
+    raise InputError(f"no registered objective has the flags of {type(config).__name__}, so it cannot be planned")
 
 
 def validate(config: RunConfig) -> list[str]:

@@ -95,14 +95,9 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     """
     block, head = _block_flops(shape, workload), _head_flops(shape, layout, workload)
     forward = sum(sum(parts.values()) for parts in block) + head
-    again = sum(
-        flops
-        for layer, parts in enumerate(block)
-        for module, flops in parts.items()
-        if is_recomputed(workload, layer, module)
-    )
-    if len(logit_chunks(shape, num_head_positions(layout, workload))) > 1:
-        again += head
+    again = head if len(logit_chunks(shape, num_head_positions(layout, workload))) > 1 else 0
+    for layer, parts in enumerate(block):
+        again += sum(flops for module, flops in parts.items() if is_recomputed(workload, layer, module))
     num_training_passes = workload.num_updates * workload.num_microbatches
     total = num_training_passes * (3 * forward + again) + workload.num_fixed_passes * forward
     return total // layout.model_parallel_degree
