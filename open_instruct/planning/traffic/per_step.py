@@ -112,9 +112,6 @@ def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
     num_means, num_sums, num_maxima = NUM_METRICS.get(workload.algorithm, (1, 0, 0))
     if workload.generates:
         num_means += int(workload.has_reference) + int(workload.records_entropy)
-    num_means, num_sums, num_maxima = NUM_METRICS.get(workload.algorithm, (1, 0, 0))
-    if workload.generates:
-        num_means += int(workload.has_reference) + int(workload.records_entropy)
     # With the shares of padding and of what is shared; with the peak of memory and the norm of the gradient.
     return METRIC_BYTES * (2 * (num_means + 2) + num_sums + (num_maxima + 2) * layout.data_parallel_world_size)
 
