@@ -27,8 +27,11 @@ from open_instruct.parallel.layout import (
 )
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.picture import draw_layout, print_layout
-from open_instruct.parallel.training_state import unsharded_memory_warning
+from open_instruct.parallel.training_state import training_state_gib, unsharded_memory_warning
 from open_instruct.parallel.wording import counted, group_name, nodes_text, one_of, ranks_text
+from open_instruct.planning.memory.state import state_bytes
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
@@ -392,6 +395,15 @@ def test_memory_warning_exactly_where_the_state_does_not_fit(
         for smaller in divisors(layout.data_parallel_world_size):
             if smaller < degree:
                 assert num_params * 16 / (smaller * inner) > device_memory_gib * 2**30
+
+
+def test_the_planner_counts_the_same_training_state() -> None:
+    """But for AdamW's count of steps, a number of each tensor."""
+    shape, layout = model_shape("allenai/OLMo-2-1124-7B"), resolve_layout([8])
+    step = dict.fromkeys(("tokens_per_microbatch", "longest_sequence", "label_tokens_per_microbatch"), 1)
+    planned = sum(state_bytes(shape, layout, Workload(algorithm="sft", num_microbatches=1, **step)))
+    counted = training_state_gib(layout, num_params=shape.num_params) * 2**30
+    assert planned - counted == 4 * len(shape.parameters)
 
 
 # ---- nodes from the environment ----
