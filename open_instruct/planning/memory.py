@@ -31,7 +31,7 @@ What the caching allocator cannot use because of fragmentation is not in it: lea
 READ_CHUNK_BYTES = 8 * 2**20
 """`models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal."""
 NUM_SYNC_SLOTS = 2
-"""`rollout.weight_wire.NUM_SLOTS`; the same."""
+"""`weights.wire.NUM_SLOTS`; the same."""
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer states"
 REFERENCE, ENGINE, BUFFERS, CUDA = "reference policy", "vLLM engine", "buffers", "CUDA and libraries"
