@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from open_instruct.errors import InputError
+from open_instruct.families import family_of
 
 EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
@@ -43,12 +43,6 @@ _NORM_BEFORE = {
     "attention_norm.weight": "input_layernorm.weight",
     "feed_forward_norm.weight": "post_attention_layernorm.weight",
 }
-_BLOCK_OF_FAMILY = {
-    "olmo2": _BLOCK | _QK_NORM | _NORM_AFTER,
-    "olmo3": _BLOCK | _QK_NORM | _NORM_AFTER,
-    "qwen3": _BLOCK | _QK_NORM | _NORM_BEFORE,
-    "llama": _BLOCK | _NORM_BEFORE,
-}
 
 
 def clean_name(name: str) -> str:
@@ -77,12 +71,12 @@ class TensorNames:
     """
 
     def __init__(self, hf_config: Any) -> None:
-        family = hf_config.model_type
-        if family not in _BLOCK_OF_FAMILY:
-            raise InputError(f"config.json: model_type {family!r} is not known; known: {', '.join(_BLOCK_OF_FAMILY)}")
+        family = family_of(hf_config.model_type)
         self.hf_config = hf_config
         self.tied = bool(hf_config.tie_word_embeddings)
-        block = _BLOCK_OF_FAMILY[family]
+        block = _BLOCK | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
+        if family.qk_norm != "none":
+            block |= _QK_NORM
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer in range(hf_config.num_hidden_layers):
             pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}

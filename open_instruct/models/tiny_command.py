@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.models.tiny import CONFIG_CLASSES, DTYPES, SIZES, write_tiny_model
+from open_instruct.families import FAMILIES
+from open_instruct.models.tiny import DTYPES, SIZES, write_tiny_model
 
 
 def tiny_model_command(args: Sequence[str]) -> int:
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("dir", metavar="DIR", type=Path, help="a new or empty folder")
-    parser.add_argument("--family", required=True, choices=list(CONFIG_CLASSES), help="architecture")
+    parser.add_argument("--family", required=True, choices=list(FAMILIES), help="architecture")
     sizes = ", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items())
     parser.add_argument("--size", default="tiny", choices=list(SIZES), help=f"{sizes}; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights; default: %(default)s")

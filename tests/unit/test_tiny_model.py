@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.families import FAMILIES
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf_config import load_hf_config
-from open_instruct.models.tiny import CONFIG_CLASSES, SIZES, tiny_config, train_tokenizer, write_tiny_model
+from open_instruct.models.tiny import SIZES, tiny_config, train_tokenizer, write_tiny_model
 from open_instruct.models.tiny_command import tiny_model_command
 from open_instruct.models.tiny_corpus import built_in_corpus
 
@@ -28,10 +29,10 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     return train_tokenizer(built_in_corpus(), vocab_size=512)
 
 
-@pytest.mark.parametrize("family", list(CONFIG_CLASSES))
+@pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 def test_transformers_loads_and_generates(tmp_path: Path, family: str, tie: bool) -> None:
-    folder = write_tiny_model(tmp_path / "new" / "model", family=family, tie=tie)  # type: ignore[arg-type]
+    folder = write_tiny_model(tmp_path / "new" / "model", family=family, tie=tie)
     assert {file.name for file in folder.iterdir()} == FILES
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -67,7 +68,7 @@ def test_dtype_and_vocab_size(tmp_path: Path) -> None:
 def test_sizes_are_what_they_say(size: str, millions: float) -> None:
     shape = SIZES[size]
     for family in ("olmo2", "olmo3", "llama"):
-        config = tiny_config(family, shape, vocab_size=shape.vocab_size, tie=False)  # type: ignore[arg-type]
+        config = tiny_config(family, shape, vocab_size=shape.vocab_size, tie=False)
         assert transformer_config(config).num_params / 1e6 == pytest.approx(millions, rel=0.05)
 
 
