@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
@@ -15,8 +16,6 @@ from open_instruct.config.sections import (
     DataSection,
     LoggingSection,
     MemorySection,
-    OptimizerSection,
-    OptimSection,
     ParallelSection,
     RunSection,
 )
@@ -33,29 +32,13 @@ def changed(config: Any, *names: str) -> list[str]:
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
-def at_least(section: Any, low: float, *names: str) -> Iterator[str]:
-    """A problem for each flag whose value is below `low`; None passes."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < low:
-            yield f"--{name} {spelled(value)}: must be at least {low}"
-
-
-def above_zero(section: Any, *names: str) -> Iterator[str]:
-    for name in names:
-        value = getattr(section, name)
-        if not value > 0:
-            yield f"--{name} {spelled(value)}: must be above 0"
-
-
-def fraction(section: Any, *names: str, low_open: bool = False, high_open: bool = False) -> Iterator[str]:
-    """A problem for each flag outside [0, 1], without its ends where they are open."""
-    for name in names:
-        value = getattr(section, name)
-        inside = (value > 0 if low_open else value >= 0) and (value < 1 if high_open else value <= 1)
-        if not inside:
-            low, high = "above 0" if low_open else "at least 0", "below 1" if high_open else "at most 1"
-            yield f"--{name} {spelled(value)}: must be {low} and {high}"
+def limit_problems(*sections: Any) -> Iterator[str]:
+    """A problem for each flag whose number is outside its limits; None passes."""
+    for section, field in ((each, field) for each in sections for field in fields(each)):
+        value = getattr(section, field.name)
+        problem = None if value is None else field.metadata["limits"].problem(value)
+        if problem is not None:
+            yield f"--{field.name} {spelled(value)}: {problem}"
 
 
 def mixer_problems(flag: str, words: list[str], splits: list[str]) -> Iterator[str]:
@@ -93,40 +76,14 @@ def _amount(word: str) -> float | None:
 
 
 def data_problems(data: DataSection) -> Iterator[str]:
-    yield from at_least(data, 2, "max_seq_length")
     if not data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     yield from mixer_problems("mixer_list", data.mixer_list, data.mixer_list_splits)
     yield from mixer_problems("eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
 
 
-def optimizer_problems(optim: OptimizerSection) -> Iterator[str]:
-    yield from above_zero(optim, "learning_rate")
-    yield from fraction(optim, "warmup_ratio")
-    yield from fraction(optim, "adam_beta1", "adam_beta2", high_open=True)
-    yield from at_least(optim, 0, "weight_decay", "seed")
-    if optim.max_grad_norm < 0:
-        yield f"--max_grad_norm {spelled(optim.max_grad_norm)}: must be at least 0 (0 leaves gradients alone)"
-
-
-def optim_problems(optim: OptimSection) -> Iterator[str]:
-    yield from at_least(
-        optim, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_epochs", "max_train_steps"
-    )
-    yield from optimizer_problems(optim)
-
-
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
-    yield from at_least(
-        parallel,
-        1,
-        "fsdp_shard_degree",
-        "fsdp_num_replicas",
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-        "dist_timeout_s",
-    )
     if parallel.single_gpu_mode:
         degrees = {
             "fsdp_shard_degree": parallel.fsdp_shard_degree,
@@ -140,7 +97,6 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
 
 
 def memory_problems(memory: MemorySection) -> Iterator[str]:
-    yield from fraction(memory, "activation_memory_budget", low_open=True)
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
     if memory.activation_memory_budget < 1 and memory.activation_checkpointing != "none":
         yield (
@@ -175,9 +131,6 @@ def memory_warnings(memory: MemorySection) -> Iterator[str]:
 def run_problems(run: RunSection) -> Iterator[str]:
     if not run.output_dir.strip():
         yield "--output_dir is empty: name a folder"
-    yield from at_least(run, 1, "checkpointing_steps")
-    if run.keep_last_n_checkpoints < 0:
-        yield f"--keep_last_n_checkpoints {run.keep_last_n_checkpoints}: must be at least 0 (0 keeps all)"
 
 
 def logging_problems(logging: LoggingSection) -> Iterator[str]:
@@ -191,8 +144,8 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
 
 def training_problems(config: Any) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
+    yield from limit_problems(*vars(config).values())
     yield from data_problems(config.data)
-    yield from optim_problems(config.optim)
     yield from parallel_problems(config.parallel)
     yield from memory_problems(config.memory)
     yield from run_problems(config.run)

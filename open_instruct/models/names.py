@@ -1,9 +1,10 @@
-"""The one map between OLMo-core's parameter names and Hugging Face's, for load, export and weight sync alike."""
+"""Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the patterns of flags."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from open_instruct.families import family_of
@@ -50,6 +51,18 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def names_module(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so a * stops at dots.
+
+    Example: "blocks.*.attention" is "blocks.3.attention", and not "blocks.3.attention.w_q".
+    """
+    parts = name.split(".")
+    return any(
+        len(pattern.split(".")) == len(parts) and all(map(fnmatchcase, parts, pattern.split(".")))
+        for pattern in patterns
+    )
 
 
 def is_harmless_extra(hf_name: str) -> bool:
