@@ -23,17 +23,12 @@ from open_instruct.config.rollout_sections import (
 from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection
 from open_instruct.config.validation import (
     changed,
-    limit_problems,
-    logging_problems,
-    memory_problems,
-    memory_warnings,
+    learner_problems,
+    learner_warnings,
     microbatch_problems,
     mixer_problems,
     mixer_warnings,
-    parallel_problems,
     refuse,
-    run_problems,
-    unread_module_problems,
 )
 
 # A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
@@ -84,18 +79,13 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
     """
     refuse(
         [
-            *limit_problems(*vars(config).values()),
+            *learner_problems(config),
             *_data_problems(config.data),
             *_rollout_problems(config),
             *_reward_problems(config),
             *_loss_problems(config),
-            *parallel_problems(config.parallel),
             *_fleet_problems(config),
-            *memory_problems(config.memory),
-            *unread_module_problems(config),
             *_evaluation_problems(config),
-            *run_problems(config.run),
-            *logging_problems(config.logging),
         ]
     )
     return list(_warnings(config))
@@ -243,7 +233,7 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
-    yield from memory_warnings(config.memory)
+    yield from learner_warnings(config)
     yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
     yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
     left_over = config.rollout.total_episodes % config.num_completions_per_step
@@ -252,6 +242,3 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
             f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} x "
             f"{config.num_completions_per_step} (a step) and {left_over} more, which are not asked for"
         )
-    if "wandb" not in config.logging.report_to:
-        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
-            yield f"{given} is read only with --report_to wandb"

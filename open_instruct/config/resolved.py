@@ -20,12 +20,12 @@ from open_instruct.whole_file import replace_text
 REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers")
 
 
-def as_flat_dict(config: Any) -> dict[str, Any]:
+def as_flat_dict(config: object) -> dict[str, Any]:
     """Every flag and its value, in the order of the sections."""
     return {name: getattr(getattr(config, flag.section), name) for name, flag in flags_of(type(config)).items()}
 
 
-def write_config(config: Any, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+def write_config(config: object, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
     """Write `config.yaml`: `extra` as comment lines, then every flag, section by section.
 
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
@@ -81,7 +81,7 @@ def _git(repository: Path, *arguments: str) -> str:
 
 def resume_conflicts(
     saved: Mapping[str, Any],
-    config: Any,
+    config: object,
     *,
     saved_data_parallel_world_size: int = 1,
     data_parallel_world_size: int = 1,
@@ -112,7 +112,7 @@ def resume_conflicts(
 
 def refuse_conflicts(
     saved: Mapping[str, Any],
-    config: Any,
+    config: object,
     *,
     saved_data_parallel_world_size: int = 1,
     data_parallel_world_size: int = 1,

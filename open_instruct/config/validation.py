@@ -19,13 +19,14 @@ from open_instruct.config.sections import (
     ParallelSection,
     RunSection,
 )
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "tensorboard")
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
-def changed(config: Any, *names: str) -> list[str]:
+def changed(config: object, *names: str) -> list[str]:
     """Those of the flags `names` of `config` that are not at their default, spelled `--name value`."""
     flags = flags_of(type(config))
     values = {name: getattr(getattr(config, flags[name].section), name) for name in names}
@@ -115,13 +116,6 @@ def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
         yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
 
 
-def unread_module_problems(config: Any) -> Iterator[str]:
-    mode = config.memory.activation_checkpointing
-    if mode != "selected_modules":
-        for given in changed(config, "activation_checkpointing_modules"):
-            yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
-
-
 def memory_warnings(memory: MemorySection) -> Iterator[str]:
     if memory.compiles and not memory.compile_model:
         budget = spelled(memory.activation_memory_budget)
@@ -142,15 +136,30 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
             )
 
 
-def training_problems(config: Any) -> Iterator[str]:
-    """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
+def learner_problems(config: LearnerConfig) -> Iterator[str]:
+    """Those of any config that trains, GRPO's too."""
     yield from limit_problems(*vars(config).values())
-    yield from data_problems(config.data)
     yield from parallel_problems(config.parallel)
     yield from memory_problems(config.memory)
+    mode = config.memory.activation_checkpointing
+    if mode != "selected_modules":
+        for given in changed(config, "activation_checkpointing_modules"):
+            yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
     yield from run_problems(config.run)
     yield from logging_problems(config.logging)
-    yield from unread_module_problems(config)
+
+
+def learner_warnings(config: LearnerConfig) -> Iterator[str]:
+    yield from memory_warnings(config.memory)
+    if "wandb" not in config.logging.report_to:
+        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
+            yield f"{given} is read only with --report_to wandb"
+
+
+def training_problems(config: TrainingConfig) -> Iterator[str]:
+    """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
+    yield from learner_problems(config)
+    yield from data_problems(config.data)
     yield from microbatch_problems(
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",
@@ -165,14 +174,11 @@ def training_problems(config: Any) -> Iterator[str]:
             yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out rows"
 
 
-def training_warnings(config: Any) -> Iterator[str]:
+def training_warnings(config: TrainingConfig) -> Iterator[str]:
     """What is allowed in such a config but is seldom meant."""
     yield from mixer_warnings("mixer_list", config.data.mixer_list)
     yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
-    yield from memory_warnings(config.memory)
-    if "wandb" not in config.logging.report_to:
-        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
-            yield f"{given} is read only with --report_to wandb"
+    yield from learner_warnings(config)
 
 
 def refuse(problems: Iterable[str]) -> None:

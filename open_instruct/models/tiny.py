@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
@@ -102,7 +102,7 @@ def write_tiny_model(
     vocab_size: int | None = None,
     corpus: Iterable[str] | None = None,
     tie: bool | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: str = "float32",
 ) -> Path:
     """Write a random model and a tokenizer trained on `corpus`; the same arguments give the same weights.
 
