@@ -1,9 +1,8 @@
-"""The flags, in the groups `--help` shows them in. Field names are flag names.
+"""The flags, in the groups `--help` shows them in.
 
-Every field is made by `flag(help, default)`, or by `free_flag` where a run that resumes may have another value; a
-field without a default must be given. Types are limited
-to what one command line word (or a list of words) can say: str, int, float, bool, Literal, `X | None`,
-`list[str]` and `list[int]`.
+Field names are flag names. Every field is made by `flag(help, default)`, or by `free_flag` where a run that resumes may
+have another value; a field without a default must be given. Types are limited to what one command line word (or a list
+of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]` and `list[int]`.
 """
 
 from __future__ import annotations
