@@ -11,6 +11,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import BLANK, Line, flag_lines, wrapped
 from open_instruct.config.sections import flag
 from open_instruct.config.sft import SFTConfig
+from open_instruct.families import FAMILIES
 
 DESCRIPTION = """
 Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what travels
@@ -79,6 +80,7 @@ def plan_flags() -> list[Flag]:
 
 
 def help_lines(width: int) -> Iterator[Line]:
+    *families, last = (family.name for family in FAMILIES.values())
     commands = "|".join(PLAN_CONFIGS)
     yield from wrapped(
         f"usage: open-instruct plan {commands} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ... "
@@ -92,8 +94,8 @@ def help_lines(width: int) -> Iterator[Line]:
     yield BLANK
     yield (("Of the run", "bold"),)
     yield from wrapped(
-        "--model_name_or_path is a folder, a config.json alone, or the name of a public OLMo 2, OLMo 3, Qwen 3 or "
-        "Llama 3 model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, "
+        f"--model_name_or_path is a folder, a config.json alone, or the name of a public {', '.join(families)} or "
+        f"{last} model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, "
         "grpo).",
         width,
         indent=2,

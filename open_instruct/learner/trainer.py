@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from olmo_core.data.data_loader import DataLoaderBase
 from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
@@ -13,6 +12,7 @@ from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from open_instruct.checkpoints.resume import RunCheckpointer, SkipStepHistory, resume
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointerConfig
 from open_instruct.config.resolved import as_flat_dict
+from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.train_module import ObjectiveTrainModule
 from open_instruct.parallel.peers import doing
 from open_instruct.run.metrics_log import MetricsFile, MetricsLog
@@ -58,7 +58,13 @@ def trainer_of(
 
 
 def build_trainer(
-    policy: ObjectiveTrainModule, loader: DataLoaderBase, *, config: Any, run: Run, start_model: str, num_steps: int
+    policy: ObjectiveTrainModule,
+    loader: DataLoaderBase,
+    *,
+    config: LearnerConfig,
+    run: Run,
+    start_model: str,
+    num_steps: int,
 ) -> Trainer:
     """A trainer that stands where the newest whole checkpoint of the run directory left off.
 

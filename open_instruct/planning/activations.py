@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from open_instruct.families import FAMILIES
 from open_instruct.planning.model_shape import ModelShape
 from open_instruct.planning.tape import Gradient, Profile, Tape, Tensor
 from open_instruct.planning.workload import Workload, is_wrapped
@@ -185,7 +186,7 @@ class _Piece:
 
     @property
     def is_olmo(self) -> bool:
-        return self.shape.family in ("olmo2", "olmo3")
+        return FAMILIES[self.shape.family].norm_after
 
     def sum(self, residual: Tensor, x: Tensor) -> Tensor:
         """The residual stream: both get the gradient of the sum as it is."""

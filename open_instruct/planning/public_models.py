@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from open_instruct.planning.model_shape import QK_NORM_OF_FAMILY, ModelShape, windows_of_olmo3
+from open_instruct.families import FAMILIES
+from open_instruct.planning.model_shape import ModelShape
 
 OLMO3_WINDOW = 4096
 
@@ -65,8 +66,8 @@ def find_public_model(name: str) -> ModelShape | None:
                 head_dim=head_dim,
                 vocab_size=vocab_size,
                 is_tied=is_tied,
-                qk_norm=QK_NORM_OF_FAMILY[family],
-                windows=windows_of_olmo3(num_layers, OLMO3_WINDOW) if family == "olmo3" else (None,) * num_layers,
+                qk_norm=FAMILIES[family].qk_norm,
+                windows=FAMILIES[family].default_windows(num_layers, OLMO3_WINDOW),
             )
     return None
 

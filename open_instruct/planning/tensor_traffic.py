@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from open_instruct.families import FAMILIES
 from open_instruct.planning.activations import logit_chunks
 from open_instruct.planning.exchange import Collective, Exchange, exchange_in
 from open_instruct.planning.model_shape import ModelShape
@@ -17,9 +18,6 @@ from open_instruct.planning.workload import Workload, is_wrapped
 from open_instruct.records import ShardLayout
 
 LOSS_BYTES = 4
-
-NORM_AFTER = ("olmo2", "olmo3")
-"""Families whose blocks normalise what a sublayer puts out."""
 
 
 def activation_exchanges(
@@ -64,7 +62,7 @@ def _tensor(
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
     # Recomputation stops at the last tensor that is needed: that is before a sublayer's scatter, unless a norm of
     # the block comes after it.
-    scatters_again = blocks_again * (2 if shape.family in NORM_AFTER else 1)
+    scatters_again = blocks_again * (2 if FAMILIES[shape.family].norm_after else 1)
     yield "embeddings", "reduce_scatter", hidden, 1
     yield "embeddings, backward", "all_gather", hidden, backward
     yield "inputs of sublayers", "all_gather", hidden, 2 * layers + attention_again + feed_forward_again

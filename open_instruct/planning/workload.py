@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from open_instruct.config.dpo import REFERENCE_FREE_LOSSES, DPOConfig
+from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.module_patterns import names_module
+from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.sft import SFTConfig
+from open_instruct.models.names import names_module
 from open_instruct.planning.model_shape import BYTES_OF_DTYPE, ModelShape
 from open_instruct.records import ShardLayout
 
@@ -138,7 +139,7 @@ def workload_of(
     # A prompt's last token is computed for each reply.
     prefix_tokens = max(shared_prompt_tokens - 1, 0)
     num_tokens = num_documents * config.data.max_seq_length - num_documents // 2 * prefix_tokens
-    has_reference = isinstance(config, DPOConfig) and config.loss.loss_type not in REFERENCE_FREE_LOSSES
+    has_reference = isinstance(config, DPOConfig) and PREFERENCE_LOSSES[config.loss.loss_type].needs_reference
     checkpointing, modules, budget = _checkpointing(config.memory)
     return Workload(
         algorithm="dpo" if is_dpo else "sft",
