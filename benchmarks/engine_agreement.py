@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.models.tiny import CONFIG_CLASSES, write_tiny_model
+from open_instruct.families import FAMILIES
+from open_instruct.models.tiny import write_tiny_model
 from open_instruct.records import Completion, Document, Span
 
 if TYPE_CHECKING:  # the engine's process imports this file, and needs none of it
@@ -266,7 +267,7 @@ def row(family: str, dtype: str, each: Agreement) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=list(CONFIG_CLASSES), default=list(CONFIG_CLASSES))
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--size", default="tiny", help="of the models (see open-instruct tiny-model --help)")
     parser.add_argument("--num_tokens", type=int, default=1000, help="sampled from each version, at least")

@@ -32,6 +32,7 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import load_token_dataset
+from open_instruct.families import FAMILIES
 from open_instruct.learner.forward import sequence_logprobs
 from open_instruct.models.build import build_model
 from open_instruct.models.hf_config import load_hf_config
@@ -68,7 +69,7 @@ class Rows:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--family", choices=("olmo2", "olmo3", "qwen3", "llama"), default="olmo2")
+    parser.add_argument("--family", choices=FAMILIES, default="olmo2")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--num_threads", type=int, default=1)
     parser.add_argument("--scale", type=int, default=1, help="times the length of the made-up rows")

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from open_instruct.config.help import print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import LoggingSection, ParallelSection, RunSection
+from open_instruct.config.sections import ParallelSection
 from open_instruct.config.tracker_access import check_trackers
+from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.parallel.layout import UnequalNodesError, layout_of, node_sizes_from_environment
@@ -51,23 +52,7 @@ class Terminated(BaseException):
     """SIGTERM. Not an Exception, so that nothing on the way up takes it for a failure of its own."""
 
 
-class EntryConfig(Protocol):
-    """What an entry needs of a config class, whichever other sections it has.
-
-    Read-only, so that a section may be of a subclass.
-    """
-
-    @property
-    def parallel(self) -> ParallelSection: ...
-
-    @property
-    def run(self) -> RunSection: ...
-
-    @property
-    def logging(self) -> LoggingSection: ...
-
-
-ConfigT = TypeVar("ConfigT", bound=EntryConfig)
+ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
 
 
 def run_entry(

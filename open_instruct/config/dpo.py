@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
+from open_instruct.config.losses import PREFERENCE_LOSSES, SMOOTHED
 from open_instruct.config.sections import (
     LoggingSection,
     MemorySection,
@@ -17,10 +18,12 @@ from open_instruct.config.sections import (
     PreferenceLossSection,
     RunSection,
 )
-from open_instruct.config.validation import above_zero, at_least, changed, refuse, training_problems, training_warnings
-
-SMOOTHED_LOSSES = ("dpo", "dpo_norm", "wpo", "simpo")
-REFERENCE_FREE_LOSSES = ("simpo",)
+from open_instruct.config.validation import (
+    changed,
+    refuse,
+    training_problems,
+    training_warnings,
+)
 
 
 @dataclass(kw_only=True)
@@ -56,17 +59,15 @@ def validate_dpo(config: DPOConfig) -> list[str]:
 
 
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
-    yield from above_zero(loss, "beta")
-    yield from at_least(loss, 0, "gamma_beta_ratio")
-    smoothing = f"--label_smoothing {spelled(loss.label_smoothing)}"
-    if not 0 <= loss.label_smoothing < 0.5:
-        yield f"{smoothing}: must be at least 0 and below 0.5 (at 0.5 the label says nothing)"
-    elif loss.label_smoothing > 0 and loss.loss_type not in SMOOTHED_LOSSES:
+    if loss.loss_type not in PREFERENCE_LOSSES:
+        yield f"--loss_type {loss.loss_type}: there is no such loss; choose one of {', '.join(PREFERENCE_LOSSES)}"
+        return
+    if 0 < loss.label_smoothing < 0.5 and not PREFERENCE_LOSSES[loss.loss_type].has_smoothing:
         yield (
-            f"{smoothing}: --loss_type {loss.loss_type} has no label smoothing; use 0, or one of "
-            f"{', '.join(SMOOTHED_LOSSES)}"
+            f"--label_smoothing {spelled(loss.label_smoothing)}: --loss_type {loss.loss_type} has no label smoothing; "
+            f"use 0, or one of {', '.join(SMOOTHED)}"
         )
-    if loss.cache_logprobs_only and loss.loss_type in REFERENCE_FREE_LOSSES:
+    if loss.cache_logprobs_only and not PREFERENCE_LOSSES[loss.loss_type].needs_reference:
         yield (
             f"--cache_logprobs_only: --loss_type {loss.loss_type} has no reference, so there is nothing to compute; "
             "leave the flag out, or choose another loss"
@@ -75,7 +76,7 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
 
 def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
     """Flags that were given and would be read by nothing."""
-    if config.loss.loss_type != "simpo":
+    if not PREFERENCE_LOSSES[config.loss.loss_type].has_margin:
         for given in changed(config, "gamma_beta_ratio"):
             yield f"{given}: only --loss_type simpo has a target margin; leave it out or use simpo"
     if config.data.prefix_sharing == "on" and not config.data.packing:

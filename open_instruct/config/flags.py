@@ -8,6 +8,7 @@ or one scalar of a YAML file; both spell values the same way.
 from __future__ import annotations
 
 import math
+import operator
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -20,6 +21,33 @@ NONE_WORDS = ("none", "null", "~")
 # Seeds and time-outs fit, no flag counts further, and what is computed from a few such numbers is still a float.
 LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Where a number must lie. `note` follows in the sentence that says so."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    note: str = ""
+
+    def problem(self, number: float) -> str | None:
+        """`must be at least 0 and below 1`, if it is not."""
+        limits = [
+            (word, limit, holds)
+            for word, limit, holds in (
+                ("at least", self.minimum, operator.ge),
+                ("above", self.above, operator.gt),
+                ("at most", self.maximum, operator.le),
+                ("below", self.below, operator.lt),
+            )
+            if limit is not None
+        ]
+        if all(holds(number, limit) for _, limit, holds in limits):
+            return None
+        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}{self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +70,7 @@ class Flag:
     default: Any
     help: str
     item_kind: type = str  # of a list's items
+    resume: str = "same"  # see `sections.Resume`
 
     @property
     def metavar(self) -> str:
@@ -166,13 +195,14 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 name=field.name,
                 section=section,
                 kind=kind,
-                choices=choices,
+                choices=choices or field.metadata["choices"],
                 # A section that is made without a value may put one there itself.
                 optional=optional or default is None,
                 required=required,
                 default=None if required else default,
                 help=field.metadata["help"],
                 item_kind=item_kind,
+                resume=field.metadata["resume"],
             )
     return flags
 

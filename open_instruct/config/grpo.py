@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
+from open_instruct.config.losses import OVER_TOKENS
 from open_instruct.config.rollout_sections import (
+    LEAST_TEMPERATURE,
     EvaluationSection,
     FleetSection,
     LearnerParallelSection,
@@ -20,28 +22,17 @@ from open_instruct.config.rollout_sections import (
 )
 from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection
 from open_instruct.config.validation import (
-    above_zero,
-    at_least,
     changed,
-    fraction,
-    logging_problems,
-    memory_problems,
-    memory_warnings,
+    learner_problems,
+    learner_warnings,
     microbatch_problems,
     mixer_problems,
     mixer_warnings,
-    optimizer_problems,
-    parallel_problems,
     refuse,
-    run_problems,
-    unread_module_problems,
 )
 
-TOKEN_DENOMINATOR_LOSSES = ("dapo", "cispo")
 # A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
-# vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
-LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(kw_only=True)
@@ -88,25 +79,19 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
     """
     refuse(
         [
+            *learner_problems(config),
             *_data_problems(config.data),
             *_rollout_problems(config),
             *_reward_problems(config),
             *_loss_problems(config),
-            *optimizer_problems(config.optim),
-            *parallel_problems(config.parallel),
             *_fleet_problems(config),
-            *memory_problems(config.memory),
-            *unread_module_problems(config),
             *_evaluation_problems(config),
-            *run_problems(config.run),
-            *logging_problems(config.logging),
         ]
     )
     return list(_warnings(config))
 
 
 def _data_problems(data: PromptDataSection) -> Iterator[str]:
-    yield from at_least(data, 1, "max_prompt_token_length", "response_length")
     if not data.dataset_mixer_list:
         yield "--dataset_mixer_list is empty: give 'NAME AMOUNT', such as 'prompts.jsonl 1.0'"
     yield from mixer_problems("dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
@@ -117,13 +102,6 @@ def _data_problems(data: PromptDataSection) -> Iterator[str]:
 
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout = config.rollout
-    yield from at_least(rollout, 1, "num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "total_episodes")
-    yield from at_least(rollout, 0, "async_steps")
-    if rollout.temperature < LEAST_TEMPERATURE:
-        yield (
-            f"--temperature {spelled(rollout.temperature)}: must be at least {LEAST_TEMPERATURE}, which is what the "
-            "engine takes for anything lower, unlike the learner"
-        )
     if rollout.inflight_updates and rollout.async_steps == 0:
         yield (
             "--inflight_updates: with --async_steps 0 nothing is being generated when weights change; leave it out, or "
@@ -148,8 +126,6 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
         )
     if any(not text for text in rollout.stop_strings):
         yield "--stop_strings holds an empty text, which would end every completion at once; leave it out"
-    if rollout.no_resampling_pass_rate is not None:
-        yield from fraction(rollout, "no_resampling_pass_rate", low_open=True)
     if rollout.active_sampling and not rollout.filter_zero_std_samples:
         yield (
             "--active_sampling replaces groups whose rewards are all the same, and --no_filter_zero_std_samples keeps "
@@ -159,8 +135,6 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _reward_problems(config: GRPOConfig) -> Iterator[str]:
     reward = config.reward
-    yield from above_zero(reward, "verifier_timeout_s", "verification_reward")
-    yield from at_least(reward, 1, "num_verifier_processes")
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
         if not (module and colon and name):
@@ -175,21 +149,15 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
-    yield from above_zero(loss, "clip_lower", "clip_higher")
-    yield from at_least(loss, 0, "beta")
-    yield from at_least(loss, 1, "num_mini_batches", "num_epochs", "ref_policy_update_freq")
-    yield from fraction(loss, "alpha", low_open=True)
     if loss.clip_lower >= 1:
         yield f"--clip_lower {spelled(loss.clip_lower)}: must be below 1, or the ratio is never clipped from below"
-    if loss.rho_cap <= 1:
-        yield f"--rho_cap {spelled(loss.rho_cap)}: must be above 1 (1 is perfect agreement)"
     if loss.loss_denominator != "token":
         if not loss.loss_denominator.isdecimal() or int(loss.loss_denominator) == 0:
             yield f"--loss_denominator {loss.loss_denominator}: takes 'token' or a whole number of tokens above 0"
-        elif loss.loss_fn not in TOKEN_DENOMINATOR_LOSSES:
+        elif loss.loss_fn not in OVER_TOKENS:
             yield (
                 f"--loss_denominator {loss.loss_denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; "
-                f"leave it out, or use {' or '.join(TOKEN_DENOMINATOR_LOSSES)}"
+                f"leave it out, or use {' or '.join(OVER_TOKENS)}"
             )
     if loss.beta == 0:
         for given in changed(config, "kl_estimator", "alpha", "ref_policy_update_freq"):
@@ -218,14 +186,6 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     fleet, parallel = config.fleet, config.parallel
-    yield from at_least(
-        fleet,
-        1,
-        *("vllm_num_engines", "vllm_tensor_parallel_size", "vllm_max_num_seqs", "vllm_kv_cache_mib"),
-        *("cluster_timeout_s", "engine_timeout_s", "step_timeout_s", "weight_sync_bucket_mib", "weight_sync_timeout_s"),
-    )
-    yield from at_least(fleet, 0, "max_restarts")
-    yield from fraction(fleet, "vllm_gpu_memory_utilization", low_open=True)
     if fleet.ray_address is not None:
         for given in changed(config, "ray_dashboard_host"):
             yield (
@@ -252,13 +212,11 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     evaluation = config.evaluation
-    yield from at_least(evaluation, 0, "local_eval_every", "eval_temperature")
     if 0 < evaluation.eval_temperature < LEAST_TEMPERATURE:
         yield (
             f"--eval_temperature {spelled(evaluation.eval_temperature)}: must be at least {LEAST_TEMPERATURE}, or 0 "
             "for the likeliest token"
         )
-    yield from at_least(evaluation, 1, "eval_num_samples")
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.eval_num_samples:
             yield (
@@ -275,7 +233,7 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
-    yield from memory_warnings(config.memory)
+    yield from learner_warnings(config)
     yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
     yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
     left_over = config.rollout.total_episodes % config.num_completions_per_step
@@ -284,6 +242,3 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
             f"--total_episodes {config.rollout.total_episodes} is {config.num_steps} x "
             f"{config.num_completions_per_step} (a step) and {left_over} more, which are not asked for"
         )
-    if "wandb" not in config.logging.report_to:
-        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
-            yield f"{given} is read only with --report_to wandb"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from open_instruct.config.flags import flags_of
 from open_instruct.config.help import BLANK, Line, flag_lines, wrapped
 from open_instruct.config.sections import flag
+from open_instruct.families import FAMILIES
 
 DESCRIPTION = """
 Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what travels
@@ -55,6 +56,7 @@ ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jso
 
 def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
     """The page of `open-instruct plan --help`; `runs` are the words that it can begin with."""
+    *families, last = (family.name for family in FAMILIES.values())
     yield from wrapped(
         f"usage: open-instruct plan {'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ... "
         "[--flag value ...]",
@@ -67,8 +69,8 @@ def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
     yield BLANK
     yield (("Of the run", "bold"),)
     yield from wrapped(
-        "--model_name_or_path is a folder, a config.json alone, or the name of a public OLMo 2, OLMo 3, Qwen 3 or "
-        "Llama 3 model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, "
+        f"--model_name_or_path is a folder, a config.json alone, or the name of a public {', '.join(families)} or "
+        f"{last} model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, "
         "grpo).",
         width,
         indent=2,

@@ -19,148 +19,13 @@ from open_instruct.whole_file import replace_text
 
 REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers")
 
-# A run with another value of one of these is another run.
-IDENTITY_FLAGS = frozenset(
-    {
-        # the model and its precision
-        "model_name_or_path",
-        "tokenizer_name_or_path",
-        "param_dtype",
-        "single_gpu_mode",
-        # the rows, and what is made of them
-        "mixer_list",
-        "mixer_list_splits",
-        "max_seq_length",
-        "chat_template_name",
-        # the loss
-        "loss_type",
-        "beta",
-        "label_smoothing",
-        "gamma_beta_ratio",
-        # the optimisation
-        "learning_rate",
-        "lr_scheduler_type",
-        "warmup_ratio",
-        "optimizer",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "max_grad_norm",
-        "seed",
-        # the prompts, the rollouts and their rewards
-        "dataset_mixer_list",
-        "dataset_mixer_list_splits",
-        "max_prompt_token_length",
-        "response_length",
-        "num_unique_prompts_rollout",
-        "num_samples_per_prompt_rollout",
-        "temperature",
-        "vllm_top_p",
-        "stop_strings",
-        "async_steps",
-        "inflight_updates",
-        "active_sampling",
-        "no_resampling_pass_rate",
-        "filter_zero_std_samples",
-        "mask_truncated_completions",
-        "advantage_normalization_type",
-        "verification_reward",
-        "verifier",
-        "apply_r1_style_format_reward",
-        "r1_style_format_reward",
-        "additive_format_reward",
-        "non_stop_penalty",
-        "non_stop_penalty_value",
-        # the policy loss
-        "loss_fn",
-        "clip_lower",
-        "clip_higher",
-        "kl_estimator",
-        "loss_denominator",
-        "rho_correction",
-        "rho_cap",
-        "num_mini_batches",
-        "alpha",
-        "ref_policy_update_freq",
-        "vllm_dtype",
-    }
-)
 
-# The number of steps sets where the learning rate is at each step, unless it is flat throughout.
-LENGTH_FLAGS = frozenset({"num_epochs", "max_train_steps", "total_episodes"})
-
-# What they give together, the rows of one global batch, must stay; each alone may change.
-BATCH_FLAGS = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
-
-# How, where and how often: the run is mathematically the same.
-FREE_FLAGS = frozenset(
-    {
-        "init_device",
-        "eval_mixer_list",
-        "eval_mixer_list_splits",
-        "on_bad_row",
-        "packing",
-        "cache_dir",
-        "cache_logprobs_only",
-        "fsdp_shard_degree",
-        "fsdp_num_replicas",
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-        "dist_timeout_s",
-        "activation_checkpointing",
-        "activation_checkpointing_modules",
-        "activation_memory_budget",
-        "compile_model",
-        "plan_check",
-        "output_dir",
-        "checkpointing_steps",
-        "keep_last_n_checkpoints",
-        "overwrite_output_dir",
-        "export_dtype",
-        "report_to",
-        "exp_name",
-        "wandb_project_name",
-        "wandb_entity",
-        "dataset_mixer_eval_list",
-        "dataset_mixer_eval_list_splits",
-        "verifier_timeout_s",
-        "num_verifier_processes",
-        "record_entropy",
-        "pack_length",
-        "prefix_sharing",
-        "num_learners_per_node",
-        "vllm_num_engines",
-        "vllm_tensor_parallel_size",
-        "vllm_gpu_memory_utilization",
-        "vllm_kv_cache_mib",
-        "vllm_max_num_seqs",
-        "vllm_enable_prefix_caching",
-        "vllm_enforce_eager",
-        "ray_address",
-        "ray_dashboard_host",
-        "cluster_timeout_s",
-        "engine_timeout_s",
-        "step_timeout_s",
-        "max_restarts",
-        "weight_sync_backend",
-        "weight_sync_bucket_mib",
-        "weight_sync_timeout_s",
-        "local_eval_every",
-        "eval_on_step_0",
-        "eval_num_samples",
-        "eval_pass_at_k",
-        "eval_temperature",
-        "save_traces",
-    }
-)
-
-
-def as_flat_dict(config: Any) -> dict[str, Any]:
+def as_flat_dict(config: object) -> dict[str, Any]:
     """Every flag and its value, in the order of the sections."""
     return {name: getattr(getattr(config, flag.section), name) for name, flag in flags_of(type(config)).items()}
 
 
-def write_config(config: Any, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+def write_config(config: object, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
     """Write `config.yaml`: `extra` as comment lines, then every flag, section by section.
 
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
@@ -216,7 +81,7 @@ def _git(repository: Path, *arguments: str) -> str:
 
 def resume_conflicts(
     saved: Mapping[str, Any],
-    config: Any,
+    config: object,
     *,
     saved_data_parallel_world_size: int = 1,
     data_parallel_world_size: int = 1,
@@ -231,20 +96,23 @@ def resume_conflicts(
     `max_train_steps` overrules it. A flag that `saved` does not know is passed over.
     """
     now = as_flat_dict(config)
-    compared = [name for name in now if name in IDENTITY_FLAGS or name in _length_flags(saved, now)]
+    flags = flags_of(type(config))
+    kinds = {"same"} if _is_flat(saved) and _is_flat(now) else {"same", "length"}
+    compared = [name for name in now if flags[name].resume in kinds and not _is_overruled(name, saved, now)]
     conflicts = [
         f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
         for name in compared
         if name in saved and _comparable(saved[name]) != _comparable(now[name])
     ]
-    if saved.keys() >= BATCH_FLAGS:
+    of_batch = {name for name, flag in flags.items() if flag.resume == "batch"}
+    if of_batch and saved.keys() >= of_batch:
         conflicts += _batch_conflict(saved, now, saved_data_parallel_world_size, data_parallel_world_size)
     return conflicts
 
 
 def refuse_conflicts(
     saved: Mapping[str, Any],
-    config: Any,
+    config: object,
     *,
     saved_data_parallel_world_size: int = 1,
     data_parallel_world_size: int = 1,
@@ -266,15 +134,13 @@ def refuse_conflicts(
         )
 
 
-def _length_flags(saved: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
-    # GRPO's epochs are passes over the completions of one step, whatever the schedule.
-    always = frozenset({"num_epochs"}) if "total_episodes" in now else frozenset()
-    if all(
-        values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0 for values in (saved, now)
-    ):
-        return always
-    overruled = saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
-    return LENGTH_FLAGS - {"num_epochs"} if overruled else LENGTH_FLAGS
+def _is_flat(values: Mapping[str, Any]) -> bool:
+    """Whether the learning rate is the same at every step, so that the number of steps does not set it."""
+    return values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0
+
+
+def _is_overruled(name: str, *runs: Mapping[str, Any]) -> bool:
+    return name == "num_epochs" and all(values.get("max_train_steps") is not None for values in runs)
 
 
 def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:

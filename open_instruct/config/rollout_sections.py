@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from open_instruct.config.sections import OptimizerSection, ParallelSection, PrefixSharing, RunSection, flag
+from open_instruct.config.losses import OVER_TOKENS, POLICY_LOSSES
+from open_instruct.config.sections import OptimizerSection, ParallelSection, PrefixSharing, RunSection, flag, free_flag
+
+# vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
+LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(kw_only=True)
@@ -17,13 +21,13 @@ class PromptDataSection:
         "fraction of the rows (above 1.0 repeats rows), one without is a count"
     )
     dataset_mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    dataset_mixer_eval_list: list[str] = flag("held-out prompts, in the same form", [])
-    dataset_mixer_eval_list_splits: list[str] = flag("split of each held-out data set, or one for all", ["train"])
-    max_prompt_token_length: int = flag("tokens; longer prompts are left out and counted", 256)
-    response_length: int = flag("tokens that the policy may generate for a prompt", 256)
+    dataset_mixer_eval_list: list[str] = free_flag("held-out prompts, in the same form", [])
+    dataset_mixer_eval_list_splits: list[str] = free_flag("split of each held-out data set, or one for all", ["train"])
+    max_prompt_token_length: int = flag("tokens; longer prompts are left out and counted", 256, minimum=1)
+    response_length: int = flag("tokens that the policy may generate for a prompt", 256, minimum=1)
     chat_template_name: str | None = flag("a built-in template; default: the tokenizer's own", None)
-    on_bad_row: Literal["error", "skip"] = flag("stop at the first malformed row, or skip and count it", "error")
-    cache_dir: str | None = flag(
+    on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
+    cache_dir: str | None = free_flag(
         "where tokenised prompts are kept; default: $OPEN_INSTRUCT_CACHE or ~/.cache/open_instruct", None
     )
 
@@ -37,19 +41,29 @@ class PromptDataSection:
 class RolloutSection:
     """Rollouts"""
 
-    num_unique_prompts_rollout: int = flag("prompts of one step", 16)
-    num_samples_per_prompt_rollout: int = flag("completions of each prompt: the size of a group", 4)
-    total_episodes: int = flag("completions of the whole run; the number of steps is this over those of a step", 102400)
-    temperature: float = flag("of sampling; the learner's log-probs are taken under it too", 1.0)
+    num_unique_prompts_rollout: int = flag("prompts of one step", 16, minimum=1)
+    num_samples_per_prompt_rollout: int = flag("completions of each prompt: the size of a group", 4, minimum=1)
+    total_episodes: int = flag(
+        "completions of the whole run; the number of steps is this over those of a step",
+        102400,
+        minimum=1,
+        resume="length",
+    )
+    temperature: float = flag(
+        "of sampling; the learner's log-probs are taken under it too",
+        1.0,
+        minimum=LEAST_TEMPERATURE,
+        note=", which is what the engine takes for anything lower, unlike the learner",
+    )
     vllm_top_p: float = flag("nucleus sampling; only 1.0 leaves the ratio of learner to engine unbiased", 1.0)
     stop_strings: list[str] = flag("texts that end a completion, beside the end-of-turn token", [])
-    async_steps: int = flag("steps that generation may run ahead of training; 0 is on-policy", 1)
+    async_steps: int = flag("steps that generation may run ahead of training; 0 is on-policy", 1, minimum=0)
     inflight_updates: bool = flag(
         "new weights reach completions that are being generated; otherwise those are finished first", False
     )
     active_sampling: bool = flag("replace groups without a learning signal by further prompts", False)
     no_resampling_pass_rate: float | None = flag(
-        "never ask a prompt again once this share of its group scored the full reward", None
+        "never ask a prompt again once this share of its group scored the full reward", None, above=0, maximum=1
     )
     filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
@@ -62,12 +76,12 @@ class RolloutSection:
 class RewardSection:
     """Rewards"""
 
-    verification_reward: float = flag("reward of a completion that its verifiers accept in full", 1.0)
+    verification_reward: float = flag("reward of a completion that its verifiers accept in full", 1.0, above=0)
     verifier: list[str] = flag(
         "verifiers of your own, as FILE.py:Class or module:Class, beside those that are installed", []
     )
-    verifier_timeout_s: float = flag("seconds that one verdict may take before it counts as 0", 10.0)
-    num_verifier_processes: int = flag("processes for verifiers that run foreign code", 2)
+    verifier_timeout_s: float = free_flag("seconds that one verdict may take before it counts as 0", 10.0, above=0)
+    num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)
     r1_style_format_reward: float = flag("what that form is worth", 1.0)
     additive_format_reward: bool = flag("add the verifiers' reward also where the form is wrong", False)
@@ -79,28 +93,39 @@ class RewardSection:
 class PolicyLossSection:
     """Loss"""
 
-    loss_fn: Literal["dapo", "cispo", "grpo", "dr_grpo", "gspo"] = flag("the policy loss", "dapo")
-    clip_lower: float = flag("the ratio of new to old policy is clipped to at least 1 minus this", 0.2)
-    clip_higher: float = flag("the ratio of new to old policy is clipped to at most 1 plus this", 0.2)
-    beta: float = flag("weight of the divergence from the reference policy; 0 builds none", 0.0)
+    loss_fn: str = flag("the policy loss", "dapo", choices=POLICY_LOSSES)
+    clip_lower: float = flag("the ratio of new to old policy is clipped to at least 1 minus this", 0.2, above=0)
+    clip_higher: float = flag("the ratio of new to old policy is clipped to at most 1 plus this", 0.2, above=0)
+    beta: float = flag("weight of the divergence from the reference policy; 0 builds none", 0.0, minimum=0)
     kl_estimator: Literal["0", "1", "2", "3"] = flag(
         "0 difference, 1 half its square, 2 the unbiased and positive one, 3 importance-weighted", "2"
     )
-    loss_denominator: str = flag("'token', or a constant number of tokens per completion: dapo and cispo", "token")
+    loss_denominator: str = flag(
+        f"'token', or a constant number of tokens per completion: {' and '.join(OVER_TOKENS)}", "token"
+    )
     rho_correction: Literal["none", "clamp", "token_mask", "sequence_mask"] = flag(
         "what is done where learner and engine disagree: clamp the importance weight, or leave tokens or sequences out",
         "clamp",
     )
-    rho_cap: float = flag("the importance weight is clamped to this, or masked outside 1/cap to cap", 2.0)
-    num_mini_batches: int = flag("optimizer steps that a step's completions are split into", 1)
-    num_epochs: int = flag("times that a step's completions are learned from", 1)
-    record_entropy: bool = flag("measure the policy's entropy at every token", False)
-    alpha: float = flag("share of the policy in the reference at its update; 1 replaces the reference", 0.6)
-    ref_policy_update_freq: int | None = flag("steps between updates of the reference policy; none leaves it", None)
-    pack_length: int | None = flag(
+    rho_cap: float = flag(
+        "the importance weight is clamped to this, or masked outside 1/cap to cap",
+        2.0,
+        above=1,
+        note=" (1 is perfect agreement)",
+    )
+    num_mini_batches: int = flag("optimizer steps that a step's completions are split into", 1, minimum=1)
+    num_epochs: int = flag("times that a step's completions are learned from", 1, minimum=1)
+    record_entropy: bool = free_flag("measure the policy's entropy at every token", False)
+    alpha: float = flag(
+        "share of the policy in the reference at its update; 1 replaces the reference", 0.6, above=0, maximum=1
+    )
+    ref_policy_update_freq: int | None = flag(
+        "steps between updates of the reference policy; none leaves it", None, minimum=1
+    )
+    pack_length: int | None = free_flag(
         "tokens of one packed microbatch; default: 4096, or the longest prompt with its response if that is more", None
     )
-    prefix_sharing: PrefixSharing = flag(
+    prefix_sharing: PrefixSharing = free_flag(
         "compute a prompt once for the completions of its group; 'auto' where that saves at least 5% of the tokens",
         "auto",
     )
@@ -110,38 +135,44 @@ class PolicyLossSection:
 class LearnerParallelSection(ParallelSection):
     """Sharding"""
 
-    num_learners_per_node: list[int] = flag("learner processes on each node, such as '8 8' or '2 4'", [1])
+    num_learners_per_node: list[int] = free_flag("learner processes on each node, such as '8 8' or '2 4'", [1])
 
 
 @dataclass(kw_only=True)
 class FleetSection:
     """Fleet"""
 
-    vllm_num_engines: int = flag("vLLM engines", 1)
-    vllm_tensor_parallel_size: int = flag("GPUs of one engine", 1)
-    vllm_gpu_memory_utilization: float = flag("share of a GPU's memory that an engine takes (CUDA)", 0.9)
-    vllm_kv_cache_mib: int | None = flag(
-        "MiB of an engine's key-value cache; default: 256 on a CPU, the rest on CUDA", None
+    vllm_num_engines: int = free_flag("vLLM engines", 1, minimum=1)
+    vllm_tensor_parallel_size: int = free_flag("GPUs of one engine", 1, minimum=1)
+    vllm_gpu_memory_utilization: float = free_flag(
+        "share of a GPU's memory that an engine takes (CUDA)", 0.9, above=0, maximum=1
     )
-    vllm_max_num_seqs: int = flag("completions that one engine generates at once, at most", 64)
-    vllm_enable_prefix_caching: bool = flag("compute a prompt's keys and values once for its group", True)
-    vllm_enforce_eager: bool = flag("run the engine without CUDA graphs", False)
+    vllm_kv_cache_mib: int | None = free_flag(
+        "MiB of an engine's key-value cache; default: 256 on a CPU, the rest on CUDA", None, minimum=1
+    )
+    vllm_max_num_seqs: int = free_flag("completions that one engine generates at once, at most", 64, minimum=1)
+    vllm_enable_prefix_caching: bool = free_flag("compute a prompt's keys and values once for its group", True)
+    vllm_enforce_eager: bool = free_flag("run the engine without CUDA graphs", False)
     vllm_dtype: Literal["bfloat16", "float32", "policy"] = flag(
         "dtype of the engines; 'policy' is --param_dtype", "policy"
     )
-    ray_address: str | None = flag("'auto' or the address of a Ray cluster to join; default: start a local one", None)
-    ray_dashboard_host: str | None = flag("address that Ray's dashboard binds to; default: no dashboard", None)
-    cluster_timeout_s: int = flag("seconds to wait for the nodes and GPUs that were asked for", 600)
-    engine_timeout_s: int = flag("seconds to wait for an engine to start or to answer a health check", 600)
-    step_timeout_s: int = flag("seconds to wait for the learners to finish one step", 3600)
-    max_restarts: int = flag("times that dead learners or engines are started again", 3)
-    weight_sync_backend: Literal["auto", "nccl", "gloo", "shm", "ipc"] = flag(
+    ray_address: str | None = free_flag(
+        "'auto' or the address of a Ray cluster to join; default: start a local one", None
+    )
+    ray_dashboard_host: str | None = free_flag("address that Ray's dashboard binds to; default: no dashboard", None)
+    cluster_timeout_s: int = free_flag("seconds to wait for the nodes and GPUs that were asked for", 600, minimum=1)
+    engine_timeout_s: int = free_flag(
+        "seconds to wait for an engine to start or to answer a health check", 600, minimum=1
+    )
+    step_timeout_s: int = free_flag("seconds to wait for the learners to finish one step", 3600, minimum=1)
+    max_restarts: int = free_flag("times that dead learners or engines are started again", 3, minimum=0)
+    weight_sync_backend: Literal["auto", "nccl", "gloo", "shm", "ipc"] = free_flag(
         "how weights travel to the engines; 'auto': ipc on one shared device, nccl on CUDA, else shm on one host and "
         "gloo across hosts",
         "auto",
     )
-    weight_sync_bucket_mib: int = flag("MiB of weights that travel at once", 256)
-    weight_sync_timeout_s: int = flag("seconds to wait for an engine during a weight sync", 300)
+    weight_sync_bucket_mib: int = free_flag("MiB of weights that travel at once", 256, minimum=1)
+    weight_sync_timeout_s: int = free_flag("seconds to wait for an engine during a weight sync", 300, minimum=1)
 
     @property
     def num_gpus(self) -> int:
@@ -158,15 +189,19 @@ class PolicyOptimSection(OptimizerSection):
 class EvaluationSection:
     """Evaluation"""
 
-    local_eval_every: int = flag("steps between evaluations on the held-out prompts; 0 only at the end", 50)
-    eval_on_step_0: bool = flag("evaluate before the first step too", False)
-    eval_num_samples: int = flag("completions of each held-out prompt", 1)
-    eval_pass_at_k: list[int] = flag("report the chance that one of k completions is right, for each k", [1])
-    eval_temperature: float = flag("of sampling in evaluations; 0 takes the likeliest token", 1.0)
+    local_eval_every: int = free_flag(
+        "steps between evaluations on the held-out prompts; 0 only at the end", 50, minimum=0
+    )
+    eval_on_step_0: bool = free_flag("evaluate before the first step too", False)
+    eval_num_samples: int = free_flag("completions of each held-out prompt", 1, minimum=1)
+    eval_pass_at_k: list[int] = free_flag("report the chance that one of k completions is right, for each k", [1])
+    eval_temperature: float = free_flag("of sampling in evaluations; 0 takes the likeliest token", 1.0, minimum=0)
 
 
 @dataclass(kw_only=True)
 class RolloutRunSection(RunSection):
     """Run directory"""
 
-    save_traces: bool = flag("write every step's completions, log-probs, versions and verdicts to OUT/traces", False)
+    save_traces: bool = free_flag(
+        "write every step's completions, log-probs, versions and verdicts to OUT/traces", False
+    )

@@ -1,27 +1,38 @@
-"""The flags, in the groups `--help` shows them in. Field names are flag names.
+"""The flags, in the groups `--help` shows them in.
 
-Every field is made by `flag(help, default)`; a field without a default must be given. Types are limited
-to what one command line word (or a list of words) can say: str, int, float, bool, Literal, `X | None`,
-`list[str]` and `list[int]`.
+Field names are flag names. Every field is made by `flag(help, default)`, or by `free_flag` where a run that resumes may
+have another value; a field without a default must be given. Types are limited to what one command line word (or a list
+of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]` and `list[int]`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
+from open_instruct.config.flags import Limits
+from open_instruct.config.losses import PREFERENCE_LOSSES, SMOOTHED
+
 PrefixSharing = Literal["auto", "on", "off"]
 
-# A loss that compares means over tokens wants a larger one than a loss that compares sums; docs/losses.md says where
-# they are from.
-DEFAULT_BETAS = {"dpo": 0.1, "dpo_norm": 5.0, "simpo": 2.0, "wpo": 0.1, "ipo": 1.0, "hinge": 0.1}
+# What another value means when a run resumes: another run; another schedule, unless that is flat; nothing, as long as
+# the rows of one global batch stay; or nothing, as it only says how, where and how often.
+Resume = Literal["same", "length", "batch", "free"]
 
 
-def flag(help: str, default: Any = MISSING) -> Any:
-    """A dataclass field that is a flag. A list default is copied for every instance."""
+def flag(
+    help: str, default: Any = MISSING, *, choices: Iterable[str] = (), resume: Resume = "same", **limits: Any
+) -> Any:
+    """A dataclass field that is a flag; `limits` are those of `Limits`. A list default is copied for every instance."""
+    metadata = {"help": help, "choices": tuple(choices), "resume": resume, "limits": Limits(**limits)}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def free_flag(help: str, default: Any = MISSING, **rest: Any) -> Any:
+    return flag(help, default, resume="free", **rest)
 
 
 @dataclass(kw_only=True)
@@ -33,7 +44,7 @@ class ModelSection:
     param_dtype: Literal["bfloat16", "float32"] = flag(
         "dtype that shards are gathered in and computed with; master weights stay float32", "bfloat16"
     )
-    init_device: Literal["meta", "cpu"] = flag(
+    init_device: Literal["meta", "cpu"] = free_flag(
         "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"
     )
 
@@ -47,13 +58,13 @@ class DataSection:
         "fraction of the rows (above 1.0 repeats rows), one without is a count"
     )
     mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    eval_mixer_list: list[str] = flag("held-out rows, in the same form; scored before and after training", [])
-    eval_mixer_list_splits: list[str] = flag("split of each held-out data set, or one for all", ["train"])
-    max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048)
+    eval_mixer_list: list[str] = free_flag("held-out rows, in the same form; scored before and after training", [])
+    eval_mixer_list_splits: list[str] = free_flag("split of each held-out data set, or one for all", ["train"])
+    max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048, minimum=2)
     chat_template_name: str | None = flag("a built-in template; default: the tokenizer's own", None)
-    on_bad_row: Literal["error", "skip"] = flag("stop at the first malformed row, or skip and count it", "error")
-    packing: bool = flag("lay documents end to end in one row; --no_packing pads each to its own row", True)
-    cache_dir: str | None = flag(
+    on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
+    packing: bool = free_flag("lay documents end to end in one row; --no_packing pads each to its own row", True)
+    cache_dir: str | None = free_flag(
         "where tokenised data (and the reference log-probs of DPO) are kept; default: $OPEN_INSTRUCT_CACHE or "
         "~/.cache/open_instruct",
         None,
@@ -64,7 +75,7 @@ class DataSection:
 class PreferenceDataSection(DataSection):
     """Data"""
 
-    prefix_sharing: PrefixSharing = flag(
+    prefix_sharing: PrefixSharing = free_flag(
         "compute the prompt of a pair once for both replies; 'auto' where that saves at least 5% of the tokens", "auto"
     )
 
@@ -73,37 +84,46 @@ class PreferenceDataSection(DataSection):
 class PreferenceLossSection:
     """Loss"""
 
-    loss_type: Literal["dpo", "dpo_norm", "simpo", "wpo", "ipo", "hinge"] = flag("the preference loss", "dpo_norm")
+    loss_type: str = flag("the preference loss", "dpo_norm", choices=PREFERENCE_LOSSES)
     beta: float = flag(
         "strength of the pull towards the reference policy (scale of the reward); default: the loss's own, "
-        + ", ".join(f"{beta} for {name}" for name, beta in DEFAULT_BETAS.items()),
+        + ", ".join(f"{loss.beta} for {name}" for name, loss in PREFERENCE_LOSSES.items()),
         None,
+        above=0,
     )
-    label_smoothing: float = flag("probability that a label is flipped; dpo, dpo_norm, wpo and simpo", 0.0)
-    gamma_beta_ratio: float = flag("simpo: target margin divided by beta", 0.3)
-    cache_logprobs_only: bool = flag("compute and store the reference log-probs, then stop", False)
+    label_smoothing: float = flag(
+        f"probability that a label is flipped; {', '.join(SMOOTHED[:-1])} and {SMOOTHED[-1]}",
+        0.0,
+        minimum=0,
+        below=0.5,
+        note=" (at 0.5 the label says nothing)",
+    )
+    gamma_beta_ratio: float = flag("simpo: target margin divided by beta", 0.3, minimum=0)
+    cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
 
     def __post_init__(self) -> None:
         # At once, so that config.yaml, and what a resumed run is compared with, have the number.
         if self.beta is None:
-            self.beta = DEFAULT_BETAS[self.loss_type]
+            self.beta = PREFERENCE_LOSSES[self.loss_type].beta
 
 
 @dataclass(kw_only=True)
 class OptimizerSection:
     """Optimisation"""
 
-    learning_rate: float = flag("peak learning rate", 5e-7)
+    learning_rate: float = flag("peak learning rate", 5e-7, above=0)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = flag("shape after warm-up", "linear")
-    warmup_ratio: float = flag("fraction of the steps that warm up", 0.03)
+    warmup_ratio: float = flag("fraction of the steps that warm up", 0.03, minimum=0, maximum=1)
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = flag(
         "'skip_step_adamw' leaves out steps whose loss or gradient norm is an outlier", "adamw"
     )
-    weight_decay: float = flag("decoupled weight decay (not on norms and embeddings)", 0.0)
-    adam_beta1: float = flag("AdamW's first moment decay", 0.9)
-    adam_beta2: float = flag("AdamW's second moment decay", 0.999)
-    max_grad_norm: float = flag("clip the global gradient norm to this; 0 leaves it alone", 1.0)
-    seed: int = flag("of the data order and all random state", 42)
+    weight_decay: float = flag("decoupled weight decay (not on norms and embeddings)", 0.0, minimum=0)
+    adam_beta1: float = flag("AdamW's first moment decay", 0.9, minimum=0, below=1)
+    adam_beta2: float = flag("AdamW's second moment decay", 0.999, minimum=0, below=1)
+    max_grad_norm: float = flag(
+        "clip the global gradient norm to this; 0 leaves it alone", 1.0, minimum=0, note=" (0 leaves gradients alone)"
+    )
+    seed: int = flag("of the data order and all random state", 42, minimum=0)
 
 
 @dataclass(kw_only=True)
@@ -111,12 +131,18 @@ class OptimSection(OptimizerSection):
     """Optimisation"""
 
     per_device_train_batch_size: int = flag(
-        "rows (pairs or conversations) of full length that fit in one microbatch of one device", 8
+        "rows (pairs or conversations) of full length that fit in one microbatch of one device",
+        8,
+        minimum=1,
+        resume="batch",
     )
-    gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1)
-    num_epochs: int = flag("passes over the data", 1)
+    gradient_accumulation_steps: int = flag("microbatches per device and step, at most", 1, minimum=1, resume="batch")
+    num_epochs: int = flag("passes over the data", 1, minimum=1, resume="length")
     max_train_steps: int | None = flag(
-        "take exactly so many steps, over as many epochs as that needs; overrides --num_epochs", None
+        "take exactly so many steps, over as many epochs as that needs; overrides --num_epochs",
+        None,
+        minimum=1,
+        resume="length",
     )
 
 
@@ -124,42 +150,49 @@ class OptimSection(OptimizerSection):
 class SFTOptimSection(OptimSection):
     """Optimisation"""
 
-    learning_rate: float = flag("peak learning rate", 2e-5)
+    learning_rate: float = flag("peak learning rate", 2e-5, above=0)
 
 
 @dataclass(kw_only=True)
 class ParallelSection:
     """Sharding"""
 
-    fsdp_shard_degree: int | None = flag("GPUs that share one copy of the model; default: a node's", None)
-    fsdp_num_replicas: int | None = flag("copies of the model; default: the number of nodes", None)
-    tensor_parallel_degree: int = flag("GPUs that split every matrix", 1)
-    context_parallel_degree: int = flag("GPUs that split every packed row (also: --sequence_parallel_size)", 1)
+    fsdp_shard_degree: int | None = free_flag(
+        "GPUs that share one copy of the model; default: a node's", None, minimum=1
+    )
+    fsdp_num_replicas: int | None = free_flag("copies of the model; default: the number of nodes", None, minimum=1)
+    tensor_parallel_degree: int = free_flag("GPUs that split every matrix", 1, minimum=1)
+    context_parallel_degree: int = free_flag(
+        "GPUs that split every packed row (also: --sequence_parallel_size)", 1, minimum=1
+    )
     single_gpu_mode: bool = flag(
         "one device, no sharding; a copy in --param_dtype computes, what is trained is float32", False
     )
-    dist_timeout_s: int = flag("seconds a rank waits for the others before it gives up", 1800)
+    dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
 
 
 @dataclass(kw_only=True)
 class MemorySection:
     """Memory and compilation"""
 
-    activation_checkpointing: Literal["none", "full", "selected_modules"] = flag(
+    activation_checkpointing: Literal["none", "full", "selected_modules"] = free_flag(
         "recompute activations in the backward pass: of whole blocks, or of chosen modules", "none"
     )
-    activation_checkpointing_modules: list[str] = flag(
+    activation_checkpointing_modules: list[str] = free_flag(
         "names of modules for 'selected_modules'; a * stands for anything but a dot",
         [
             *("blocks.*.attention_norm", "blocks.*.attention", "blocks.*.attention_residual_stream"),
             *("blocks.*.feed_forward_norm", "blocks.*.feed_forward", "blocks.*.feed_forward_residual_stream"),
         ],
     )
-    activation_memory_budget: float = flag(
-        "below 1.0: the share of activations to keep, chosen by the compiler (turns --compile_model on)", 1.0
+    activation_memory_budget: float = free_flag(
+        "below 1.0: the share of activations to keep, chosen by the compiler (turns --compile_model on)",
+        1.0,
+        above=0,
+        maximum=1,
     )
-    compile_model: bool = flag("torch.compile each block (CUDA only)", False)
-    plan_check: bool = flag(
+    compile_model: bool = free_flag("torch.compile each block (CUDA only)", False)
+    plan_check: bool = free_flag(
         "refuse to start where weights, gradients and optimizer states alone are more than a device's memory", True
     )
 
@@ -173,11 +206,11 @@ class MemorySection:
 class RunSection:
     """Run directory"""
 
-    output_dir: str = flag("where checkpoints, metrics and the exported model go")
-    checkpointing_steps: int = flag("steps between checkpoints", 500)
-    keep_last_n_checkpoints: int = flag("older ones are removed; 0 keeps all", 3)
-    overwrite_output_dir: bool = flag("start afresh: remove the checkpoints and metrics found there", False)
-    export_dtype: Literal["bfloat16", "float32", "source"] = flag(
+    output_dir: str = free_flag("where checkpoints, metrics and the exported model go")
+    checkpointing_steps: int = free_flag("steps between checkpoints", 500, minimum=1)
+    keep_last_n_checkpoints: int = free_flag("older ones are removed; 0 keeps all", 3, minimum=0, note=" (0 keeps all)")
+    overwrite_output_dir: bool = free_flag("start afresh: remove the checkpoints and metrics found there", False)
+    export_dtype: Literal["bfloat16", "float32", "source"] = free_flag(
         "dtype of the exported model; 'source' is that of the checkpoint it started from", "source"
     )
 
@@ -186,7 +219,7 @@ class RunSection:
 class LoggingSection:
     """Logging"""
 
-    report_to: list[str] = flag("'wandb' and/or 'tensorboard', beside metrics.jsonl", [])
-    exp_name: str | None = flag("name of the run in wandb; default: the output folder's", None)
-    wandb_project_name: str = flag("wandb project", "open_instruct")
-    wandb_entity: str | None = flag("wandb entity", None)
+    report_to: list[str] = free_flag("'wandb' and/or 'tensorboard', beside metrics.jsonl", [])
+    exp_name: str | None = free_flag("name of the run in wandb; default: the output folder's", None)
+    wandb_project_name: str = free_flag("wandb project", "open_instruct")
+    wandb_entity: str | None = free_flag("wandb entity", None)

@@ -1,31 +1,33 @@
-"""What the configuration of every offline run has, whatever it learns."""
+"""What the configuration of every run has, whatever it learns."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import (
     DataSection,
     LoggingSection,
     MemorySection,
     ModelSection,
+    OptimizerSection,
     OptimSection,
     ParallelSection,
     RunSection,
 )
 
 
-class TrainingConfig(Protocol):
-    """The sections that the walk reads. Read-only, so that a section may be of a subclass."""
+class LearnerConfig(Protocol):
+    """The sections that any learner reads, GRPO's too. Read-only, so that a section may be of a subclass."""
 
     @property
     def model(self) -> ModelSection: ...
 
     @property
-    def data(self) -> DataSection: ...
+    def data(self) -> DataSection | PromptDataSection: ...
 
     @property
-    def optim(self) -> OptimSection: ...
+    def optim(self) -> OptimizerSection: ...
 
     @property
     def parallel(self) -> ParallelSection: ...
@@ -38,3 +40,13 @@ class TrainingConfig(Protocol):
 
     @property
     def logging(self) -> LoggingSection: ...
+
+
+class TrainingConfig(LearnerConfig, Protocol):
+    """The sections that the walk of an offline run reads."""
+
+    @property
+    def data(self) -> DataSection: ...
+
+    @property
+    def optim(self) -> OptimSection: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
@@ -15,47 +16,30 @@ from open_instruct.config.sections import (
     DataSection,
     LoggingSection,
     MemorySection,
-    OptimizerSection,
-    OptimSection,
     ParallelSection,
     RunSection,
 )
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "tensorboard")
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
-def changed(config: Any, *names: str) -> list[str]:
+def changed(config: object, *names: str) -> list[str]:
     """Those of the flags `names` of `config` that are not at their default, spelled `--name value`."""
     flags = flags_of(type(config))
     values = {name: getattr(getattr(config, flags[name].section), name) for name in names}
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
-def at_least(section: Any, low: float, *names: str) -> Iterator[str]:
-    """A problem for each flag whose value is below `low`; None passes."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < low:
-            yield f"--{name} {spelled(value)}: must be at least {low}"
-
-
-def above_zero(section: Any, *names: str) -> Iterator[str]:
-    for name in names:
-        value = getattr(section, name)
-        if not value > 0:
-            yield f"--{name} {spelled(value)}: must be above 0"
-
-
-def fraction(section: Any, *names: str, low_open: bool = False, high_open: bool = False) -> Iterator[str]:
-    """A problem for each flag outside [0, 1], without its ends where they are open."""
-    for name in names:
-        value = getattr(section, name)
-        inside = (value > 0 if low_open else value >= 0) and (value < 1 if high_open else value <= 1)
-        if not inside:
-            low, high = "above 0" if low_open else "at least 0", "below 1" if high_open else "at most 1"
-            yield f"--{name} {spelled(value)}: must be {low} and {high}"
+def limit_problems(*sections: Any) -> Iterator[str]:
+    """A problem for each flag whose number is outside its limits; None passes."""
+    for section, field in ((each, field) for each in sections for field in fields(each)):
+        value = getattr(section, field.name)
+        problem = None if value is None else field.metadata["limits"].problem(value)
+        if problem is not None:
+            yield f"--{field.name} {spelled(value)}: {problem}"
 
 
 def mixer_problems(flag: str, words: list[str], splits: list[str]) -> Iterator[str]:
@@ -93,40 +77,14 @@ def _amount(word: str) -> float | None:
 
 
 def data_problems(data: DataSection) -> Iterator[str]:
-    yield from at_least(data, 2, "max_seq_length")
     if not data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     yield from mixer_problems("mixer_list", data.mixer_list, data.mixer_list_splits)
     yield from mixer_problems("eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
 
 
-def optimizer_problems(optim: OptimizerSection) -> Iterator[str]:
-    yield from above_zero(optim, "learning_rate")
-    yield from fraction(optim, "warmup_ratio")
-    yield from fraction(optim, "adam_beta1", "adam_beta2", high_open=True)
-    yield from at_least(optim, 0, "weight_decay", "seed")
-    if optim.max_grad_norm < 0:
-        yield f"--max_grad_norm {spelled(optim.max_grad_norm)}: must be at least 0 (0 leaves gradients alone)"
-
-
-def optim_problems(optim: OptimSection) -> Iterator[str]:
-    yield from at_least(
-        optim, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_epochs", "max_train_steps"
-    )
-    yield from optimizer_problems(optim)
-
-
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
-    yield from at_least(
-        parallel,
-        1,
-        "fsdp_shard_degree",
-        "fsdp_num_replicas",
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-        "dist_timeout_s",
-    )
     if parallel.single_gpu_mode:
         degrees = {
             "fsdp_shard_degree": parallel.fsdp_shard_degree,
@@ -140,7 +98,6 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
 
 
 def memory_problems(memory: MemorySection) -> Iterator[str]:
-    yield from fraction(memory, "activation_memory_budget", low_open=True)
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
     if memory.activation_memory_budget < 1 and memory.activation_checkpointing != "none":
         yield (
@@ -159,13 +116,6 @@ def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
         yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
 
 
-def unread_module_problems(config: Any) -> Iterator[str]:
-    mode = config.memory.activation_checkpointing
-    if mode != "selected_modules":
-        for given in changed(config, "activation_checkpointing_modules"):
-            yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
-
-
 def memory_warnings(memory: MemorySection) -> Iterator[str]:
     if memory.compiles and not memory.compile_model:
         budget = spelled(memory.activation_memory_budget)
@@ -175,9 +125,6 @@ def memory_warnings(memory: MemorySection) -> Iterator[str]:
 def run_problems(run: RunSection) -> Iterator[str]:
     if not run.output_dir.strip():
         yield "--output_dir is empty: name a folder"
-    yield from at_least(run, 1, "checkpointing_steps")
-    if run.keep_last_n_checkpoints < 0:
-        yield f"--keep_last_n_checkpoints {run.keep_last_n_checkpoints}: must be at least 0 (0 keeps all)"
 
 
 def logging_problems(logging: LoggingSection) -> Iterator[str]:
@@ -189,15 +136,30 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
             )
 
 
-def training_problems(config: Any) -> Iterator[str]:
-    """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
-    yield from data_problems(config.data)
-    yield from optim_problems(config.optim)
+def learner_problems(config: LearnerConfig) -> Iterator[str]:
+    """Those of any config that trains, GRPO's too."""
+    yield from limit_problems(*vars(config).values())
     yield from parallel_problems(config.parallel)
     yield from memory_problems(config.memory)
+    mode = config.memory.activation_checkpointing
+    if mode != "selected_modules":
+        for given in changed(config, "activation_checkpointing_modules"):
+            yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
     yield from run_problems(config.run)
     yield from logging_problems(config.logging)
-    yield from unread_module_problems(config)
+
+
+def learner_warnings(config: LearnerConfig) -> Iterator[str]:
+    yield from memory_warnings(config.memory)
+    if "wandb" not in config.logging.report_to:
+        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
+            yield f"{given} is read only with --report_to wandb"
+
+
+def training_problems(config: TrainingConfig) -> Iterator[str]:
+    """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
+    yield from learner_problems(config)
+    yield from data_problems(config.data)
     yield from microbatch_problems(
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",
@@ -212,14 +174,11 @@ def training_problems(config: Any) -> Iterator[str]:
             yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out rows"
 
 
-def training_warnings(config: Any) -> Iterator[str]:
+def training_warnings(config: TrainingConfig) -> Iterator[str]:
     """What is allowed in such a config but is seldom meant."""
     yield from mixer_warnings("mixer_list", config.data.mixer_list)
     yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
-    yield from memory_warnings(config.memory)
-    if "wandb" not in config.logging.report_to:
-        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
-            yield f"{given} is read only with --report_to wandb"
+    yield from learner_warnings(config)
 
 
 def refuse(problems: Iterable[str]) -> None:

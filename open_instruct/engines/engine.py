@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from open_instruct.engines.answers import EngineAnswers, EngineHealth
-from open_instruct.engines.futures import settle
+from open_instruct.engines.futures import set_outcome
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.engines.vllm_core import VLLMCore
 from open_instruct.errors import RunError
@@ -268,9 +268,9 @@ class Engine:
             try:
                 core.add(key, request)
             except ValueError as error:
-                settle(future, error)
+                set_outcome(future, error)
             except BaseException as error:
-                settle(future, _failure_of(error))
+                set_outcome(future, _failure_of(error))
                 raise
             else:
                 self._running[key] = future
@@ -293,7 +293,7 @@ class Engine:
             self._num_generated_tokens += sum(len(completion.token_ids) for _, completion in done)
             self._changed.notify_all()
         for future, completion in done:
-            settle(future, completion)
+            set_outcome(future, completion)
 
     def _fail(self, failure: RunError) -> None:
         with self._changed:
@@ -305,7 +305,7 @@ class Engine:
             self._calls.clear()
             self._changed.notify_all()
         for future in futures:
-            settle(future, failure)
+            set_outcome(future, failure)
 
 
 def _failure_of(error: BaseException) -> RunError:

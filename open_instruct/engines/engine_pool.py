@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from open_instruct.engines.answers import EngineAnswers
-from open_instruct.engines.futures import settle
+from open_instruct.engines.futures import set_outcome
 from open_instruct.engines.requests import GenerationRequest
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
@@ -166,7 +166,7 @@ class EnginePool:
                     member.handle.tell("cancel", list(member.asked))
             left = self._take_all()
         for each in left:
-            settle(each.future, failure)
+            set_outcome(each.future, failure)
 
     def close(self) -> None:
         """End the engines; whoever waits for a completion gets a RunError."""
@@ -193,7 +193,7 @@ class EnginePool:
     def _fail(self, failure: RunError) -> None:
         self._failure = self._failure or failure
         for each in self._take_all():
-            settle(each.future, failure)
+            set_outcome(each.future, failure)
 
     def _take_all(self) -> list[_Asked]:
         left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]
@@ -235,10 +235,10 @@ class EnginePool:
         # Outside the lock: what hangs on a future may ask again.
         for each, completion in done:
             if each is not None:
-                settle(each.future, completion)
+                set_outcome(each.future, completion)
         for each, reason in refused:
             if each is not None:
-                settle(each.future, RunError(f"request {each.request.request_id} cannot be generated: {reason}"))
+                set_outcome(each.future, RunError(f"request {each.request.request_id} cannot be generated: {reason}"))
 
     def _restarted(self, index: int, error: RunError) -> bool:
         """Start the engine anew, and ask its requests again. Returns whether there is an engine to go on with."""

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 
-def settle(future: Future[Any], outcome: Any) -> None:
+def set_outcome(future: Future[Any], outcome: Any) -> None:
     """Set a result, or an exception where `outcome` is one; nothing where the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return

@@ -9,9 +9,9 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 
-from open_instruct.config.module_patterns import names_module
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
+from open_instruct.models.names import names_module
 
 
 def build_activation_checkpointing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 import torch
 from olmo_core.train import Trainer
@@ -11,6 +10,7 @@ from olmo_core.train import Trainer
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.checkpoints.step_folder import latest_step
+from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import choose_chat_template
 from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
 from open_instruct.learner.train_module import ObjectiveTrainModule
@@ -31,7 +31,7 @@ def preempted(trainer: Trainer, run: Run) -> int:
     return EXIT_PREEMPTED if signal.Signals.SIGTERM.name in reason else EXIT_FAILURE
 
 
-def export_policy(policy: ObjectiveTrainModule, pretrained: Pretrained, *, run: Run, config: Any) -> None:
+def export_policy(policy: ObjectiveTrainModule, pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`. Every rank enters together."""
     doing("exporting the trained model")
     name, template_name = config.run.export_dtype, config.data.chat_template_name

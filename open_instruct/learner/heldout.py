@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.scoring import Scorer
 from open_instruct.objectives.objective import Objective
@@ -16,7 +15,13 @@ class Heldout:
     """The held-out rows of a run. `reference_ND` are the frozen log-probs of their documents, where there are any."""
 
     def __init__(
-        self, dataset: TokenDataset, objective: Objective, *, reference_ND: np.ndarray | None, config: Any, run: Run
+        self,
+        dataset: TokenDataset,
+        objective: Objective,
+        *,
+        reference_ND: np.ndarray | None,
+        config: TrainingConfig,
+        run: Run,
     ) -> None:
         self.dataset = dataset
         self.objective = objective

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
+from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.replica import build_replica
@@ -28,7 +29,7 @@ def build_policy(
     pretrained: Pretrained,
     *,
     run: Run,
-    config: Any,
+    config: LearnerConfig,
     num_steps: int,
     **own: Any,
 ) -> TrainModuleT:

@@ -10,6 +10,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.replica import build_replica
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
@@ -52,7 +53,7 @@ class Reference:
             set_model_state_dict(self.model, state[IN_CHECKPOINT], options=options)
 
 
-def build_reference(pretrained: Pretrained, *, run: Run, config: Any) -> Transformer:
+def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> Transformer:
     """The start model once more, under the policy's own mesh, without gradients and without an optimizer.
 
     Call it after the policy is built: the mesh is the policy's.

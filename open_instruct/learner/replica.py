@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from olmo_core.distributed.parallel import get_world_mesh
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from olmo_core.train.train_module.transformer.common import parallelize_model
 
+from open_instruct.config.training import LearnerConfig
 from open_instruct.parallel.data_parallel import (
     build_context_parallel_config,
     build_data_parallel_config,
@@ -23,7 +22,7 @@ def build_replica(
     pretrained: Pretrained,
     *,
     run: Run,
-    config: Any,
+    config: LearnerConfig,
     checkpointing: TransformerActivationCheckpointingConfig | None = None,
 ) -> Transformer:
     """The model under the policy's own mesh, which must be there; on a single device in the dtype it computes in."""

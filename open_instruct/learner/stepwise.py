@@ -12,22 +12,18 @@ from typing import Any
 
 import torch.distributed as dist
 from olmo_core.data.data_loader import DataLoaderBase
-from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
-from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
+from olmo_core.train.callbacks import Callback
 
 from open_instruct.checkpoints.resume import (
-    SkipStepHistory,
     load_checkpoint,
     remove_old_checkpoints,
     resume,
     save_checkpoint,
 )
-from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointerConfig
 from open_instruct.learner.train_module import ObjectiveTrainModule
+from open_instruct.learner.trainer import trainer_of
 from open_instruct.parallel.peers import doing
 from open_instruct.run.metrics_log import row_of
-
-NEVER = 10**12
 
 
 class BroughtBatches(DataLoaderBase):
@@ -82,28 +78,20 @@ class StepwiseTrainer:
         self.policy = policy
         self.folder = folder
         self._callers_state = CallersState()
-        self.trainer: Trainer = TrainerConfig(
-            save_folder=str(folder),
-            save_overwrite=True,
-            load_strategy=LoadStrategy.never,  # but by `resume`
-            checkpointer=SafeCheckpointerConfig(start_model=start_model),
-            # The schedule stretches over this; nobody calls fit().
-            max_duration=Duration.steps(num_steps),
-            async_bookkeeping=False,
-            device=str(policy.device),
-            callbacks={
-                "callers_state": self._callers_state,
-                "skip_step_history": SkipStepHistory(),
-                "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
-            },
-        ).build(
+        loader = BroughtBatches(
+            work_dir=folder,
+            global_batch_size=max_tokens_per_step,
+            dp_world_size=dist.get_world_size(group),
+            dp_rank=dist.get_rank(group),
+        )
+        # The schedule stretches over its steps; nobody calls fit().
+        self.trainer = trainer_of(
             policy,
-            BroughtBatches(
-                work_dir=folder,
-                global_batch_size=max_tokens_per_step,
-                dp_world_size=dist.get_world_size(group),
-                dp_rank=dist.get_rank(group),
-            ),
+            loader,
+            folder=folder,
+            start_model=start_model,
+            num_steps=num_steps,
+            callbacks={"callers_state": self._callers_state},
         )
 
     @property

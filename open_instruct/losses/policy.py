@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from open_instruct.config.losses import POLICY_LOSSES
 from open_instruct.losses.logprobs import clamped_exp
 from open_instruct.losses.mismatch import sequence_means
 
@@ -54,14 +55,6 @@ class PolicyLossOutputs:
 
     losses_N: torch.Tensor
     is_clipped_N: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
-    """A loss, and what the sum of it is divided by."""
-
-    function: Callable[[PolicyLossInputs, float, float], PolicyLossOutputs]
-    denominator: str  # "tokens", "completions" or "response_length"
 
 
 def _clipped(inputs: PolicyLossInputs, log_ratio_N: torch.Tensor, lower: float, higher: float) -> PolicyLossOutputs:
@@ -104,24 +97,25 @@ def _averaged_by_completion(inputs: PolicyLossInputs, outputs: PolicyLossOutputs
     return PolicyLossOutputs(losses_N=outputs.losses_N / lengths_N, is_clipped_N=outputs.is_clipped_N)
 
 
-LOSSES: dict[str, PolicyLoss] = {
-    "dapo": PolicyLoss(function=_dapo, denominator="tokens"),
-    "cispo": PolicyLoss(function=_cispo, denominator="tokens"),
-    "grpo": PolicyLoss(function=_grpo, denominator="completions"),
-    "dr_grpo": PolicyLoss(function=_dapo, denominator="response_length"),
-    "gspo": PolicyLoss(function=_gspo, denominator="completions"),
+# Of `POLICY_LOSSES`.
+POLICY_FUNCTIONS: dict[str, Callable[[PolicyLossInputs, float, float], PolicyLossOutputs]] = {
+    "dapo": _dapo,
+    "cispo": _cispo,
+    "grpo": _grpo,
+    "dr_grpo": _dapo,
+    "gspo": _gspo,
 }
 
 
 def policy_loss(kind: str, inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float) -> PolicyLossOutputs:
     """The loss of every token under `kind`, to be summed and divided by the `global_denominator`."""
-    return LOSSES[kind].function(inputs, clip_lower, clip_higher)
+    return POLICY_FUNCTIONS[kind](inputs, clip_lower, clip_higher)
 
 
 def kl_share(kind: str, kl_N: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
     """The KL penalty of every token, weighted within its completion as the loss is."""
     outputs = PolicyLossOutputs(losses_N=kl_N, is_clipped_N=torch.zeros_like(kl_N))
-    if LOSSES[kind].denominator == "completions":
+    if POLICY_LOSSES[kind].denominator == "completions":
         return _averaged_by_completion(inputs, outputs).losses_N
     return kl_N
 
@@ -138,7 +132,7 @@ def global_denominator(
         response_length: tokens that a completion may have at most.
         constant: dapo and cispo: tokens per completion to divide by in place of `num_tokens`.
     """
-    denominator = LOSSES[kind].denominator
+    denominator = POLICY_LOSSES[kind].denominator
     if denominator == "completions":
         return float(num_completions)
     if denominator == "response_length":

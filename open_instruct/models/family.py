@@ -1,8 +1,6 @@
 """What each family of Hugging Face models looks like as an OLMo-core `TransformerConfig`.
 
-A family differs from another in four things: where the norms of a block stand, how the norm rounds,
-what the query-key norm spans, and whether RoPE is applied in float32. Everything else is read from
-config.json. A field that would change the forward pass and has no counterpart here is refused by name.
+A field of config.json that would change the forward pass and has no counterpart here is refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from olmo_core.config import DType
@@ -30,43 +28,8 @@ from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockTyp
 from transformers import PretrainedConfig
 
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import MAX_POSITIONS, MAX_SIZE, check_size, supported_families
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How the blocks of one family are put together.
-
-    Example: Qwen 3 normalises each query and key head by itself, before RoPE in the model's dtype::
-
-        Family(block=TransformerBlockType.default, norm=LayerNormType.qwen_rms, qk_norm="head", rope_in_float32=False)
-    """
-
-    block: TransformerBlockType
-    norm: LayerNormType
-    qk_norm: Literal["none", "head", "full"]
-    rope_in_float32: bool
-    has_layer_types: bool = False
-
-
-FAMILIES: dict[str, Family] = {
-    "olmo2": Family(
-        block=TransformerBlockType.reordered_norm, norm=LayerNormType.rms, qk_norm="full", rope_in_float32=True
-    ),
-    "olmo3": Family(
-        block=TransformerBlockType.reordered_norm,
-        norm=LayerNormType.rms,
-        qk_norm="full",
-        rope_in_float32=True,
-        has_layer_types=True,
-    ),
-    "qwen3": Family(
-        block=TransformerBlockType.default, norm=LayerNormType.qwen_rms, qk_norm="head", rope_in_float32=False
-    ),
-    "llama": Family(
-        block=TransformerBlockType.default, norm=LayerNormType.qwen_rms, qk_norm="none", rope_in_float32=False
-    ),
-}
+from open_instruct.families import Family, family_of
+from open_instruct.models.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
 MAX_NUMBER = 1e12  # of RoPE's parameters; float32 can still tell the frequencies apart
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -141,12 +104,11 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
         InputError: the family, or a field that changes the forward pass, is not supported; the message
             names the field, its value and what is supported.
     """
-    family = FAMILIES.get(hf_config.model_type)
-    if family is None:
-        raise InputError(f"model_type {hf_config.model_type!r} is not supported; supported are {supported_families()}")
+    family = family_of(hf_config.model_type)
     _check_fields(hf_config)
 
-    norm = LayerNormConfig(name=family.norm, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
+    kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
+    norm = LayerNormConfig(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
     layer_types = _layer_types(hf_config, family)
     blocks = {layer_type: _block(hf_config, family, norm, layer_type) for layer_type in set(layer_types)}
     return TransformerConfig(
@@ -182,7 +144,7 @@ def _layer_types(hf_config: PretrainedConfig, family: Family) -> list[str]:
     """One attention type a layer."""
     num_layers: int = hf_config.num_hidden_layers
     layer_types: list[str] = getattr(hf_config, "layer_types", None) or [FULL] * num_layers
-    supported = (FULL, SLIDING) if family.has_layer_types else (FULL,)
+    supported = (FULL, SLIDING) if family.has_windows else (FULL,)
     for layer, layer_type in enumerate(layer_types):
         if layer_type not in supported:
             raise InputError(
@@ -210,7 +172,7 @@ def _block(
             force_full_attention_on_last_layer=False,
         )
     return TransformerBlockConfig(
-        name=family.block,
+        name=TransformerBlockType.reordered_norm if family.norm_after else TransformerBlockType.default,
         sequence_mixer=AttentionConfig(
             n_heads=hf_config.num_attention_heads,
             n_kv_heads=hf_config.num_key_value_heads,
@@ -243,7 +205,7 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
         raise InputError(f"config.json: {where} = {parameters!r}; an object with rope_theta is needed")
     return RoPEConfig(
         theta=_number(parameters.get("rope_theta"), f"{where}.rope_theta", above=1),
-        full_precision=family.rope_in_float32,
+        full_precision=family.in_float32,
         scaling=_rope_scaling(parameters, where),
     )
 

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.data.foreign_json import one_line, read_object
 from open_instruct.errors import InputError
+from open_instruct.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-MODEL_TYPES: dict[str, str] = {"olmo2": "OLMo 2", "olmo3": "OLMo 3", "qwen3": "Qwen 3", "llama": "Llama 3"}
-"""The `model_type` of every supported family, and the name people call it by."""
 
 # Larger than any model; what is beyond would fill the memory before anything is held against the weights.
 MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
@@ -35,11 +33,6 @@ CODE_FIELDS = frozenset(
         *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
     }
 )
-
-
-def supported_families() -> str:
-    """One phrase for error messages: "OLMo 2 (model_type 'olmo2'), …"."""
-    return ", ".join(f"{family} (model_type {model_type!r})" for model_type, family in MODEL_TYPES.items())
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def load_hf_config(path: str) -> PretrainedConfig:
     if not file.is_file():
         raise InputError(f"{file}: no such file; a checkpoint folder needs the config.json it was saved with")
     fields = read_object(file)
-    check_model_type(fields.get("model_type"), str(file))
+    family_of(fields.get("model_type"), str(file))
 
     if "configuration_files" in fields:  # tokenizers and engines would follow it
         raise InputError(f"{file}: configuration_files lets readers take another file in its place; remove that field")
@@ -84,15 +77,6 @@ def load_hf_config(path: str) -> PretrainedConfig:
     if (generation := folder / "generation_config.json").is_file():
         _built(GenerationConfig, read_object(generation), generation)
     return config
-
-
-def check_model_type(model_type: Any, where: str) -> str:
-    """`model_type`; raises InputError unless it is of a supported family."""
-    if model_type is None:
-        raise InputError(f"{where} has no 'model_type'; supported families are {supported_families()}")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise InputError(f"{where}: model_type {model_type!r} is not supported; supported are {supported_families()}")
-    return model_type
 
 
 def check_size(name: str, value: Any, largest: int, where: str) -> int:

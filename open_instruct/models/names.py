@@ -1,12 +1,13 @@
-"""The one map between OLMo-core's parameter names and Hugging Face's, for load, export and weight sync alike."""
+"""Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the patterns of flags."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
-from open_instruct.errors import InputError
+from open_instruct.families import family_of
 
 EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
@@ -43,12 +44,6 @@ _NORM_BEFORE = {
     "attention_norm.weight": "input_layernorm.weight",
     "feed_forward_norm.weight": "post_attention_layernorm.weight",
 }
-_BLOCK_OF_FAMILY = {
-    "olmo2": _BLOCK | _QK_NORM | _NORM_AFTER,
-    "olmo3": _BLOCK | _QK_NORM | _NORM_AFTER,
-    "qwen3": _BLOCK | _QK_NORM | _NORM_BEFORE,
-    "llama": _BLOCK | _NORM_BEFORE,
-}
 
 
 def clean_name(name: str) -> str:
@@ -56,6 +51,18 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def names_module(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so a * stops at dots.
+
+    Example: "blocks.*.attention" is "blocks.3.attention", and not "blocks.3.attention.w_q".
+    """
+    parts = name.split(".")
+    return any(
+        len(pattern.split(".")) == len(parts) and all(map(fnmatchcase, parts, pattern.split(".")))
+        for pattern in patterns
+    )
 
 
 def is_harmless_extra(hf_name: str) -> bool:
@@ -77,12 +84,12 @@ class TensorNames:
     """
 
     def __init__(self, hf_config: Any) -> None:
-        family = hf_config.model_type
-        if family not in _BLOCK_OF_FAMILY:
-            raise InputError(f"config.json: model_type {family!r} is not known; known: {', '.join(_BLOCK_OF_FAMILY)}")
+        family = family_of(hf_config.model_type)
         self.hf_config = hf_config
         self.tied = bool(hf_config.tie_word_embeddings)
-        block = _BLOCK_OF_FAMILY[family]
+        block = _BLOCK | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
+        if family.qk_norm != "none":
+            block |= _QK_NORM
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer in range(hf_config.num_hidden_layers):
             pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}

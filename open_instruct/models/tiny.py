@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
 from open_instruct.models.tiny_corpus import built_in_corpus
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
-
-FamilyName = Literal["olmo2", "olmo3", "qwen3", "llama"]
-
-CONFIG_CLASSES: dict[str, str] = {
-    "olmo2": "Olmo2Config",
-    "olmo3": "Olmo3Config",
-    "qwen3": "Qwen3Config",
-    "llama": "LlamaConfig",
-}
-"""The class in transformers that describes each family."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -105,13 +96,13 @@ SIZES: dict[str, Size] = {
 def write_tiny_model(
     out_dir: str | Path,
     *,
-    family: FamilyName,
+    family: str,
     size: str = "tiny",
     seed: int = 0,
     vocab_size: int | None = None,
     corpus: Iterable[str] | None = None,
     tie: bool | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: str = "float32",
 ) -> Path:
     """Write a random model and a tokenizer trained on `corpus`; the same arguments give the same weights.
 
@@ -131,7 +122,7 @@ def write_tiny_model(
     Raises:
         InputError: the folder is not empty, or an argument cannot work.
     """
-    for flag, value, known in (("family", family, CONFIG_CLASSES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
+    for flag, value, known in (("family", family, FAMILIES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise InputError(f"--{flag} {value}: unknown; choose from {', '.join(known)}")
     vocab_size = SIZES[size].vocab_size if vocab_size is None else vocab_size
@@ -159,7 +150,7 @@ def _empty_folder(folder: Path) -> Path:
     return folder
 
 
-def tiny_config(family: FamilyName, size: Size, *, vocab_size: int, tie: bool) -> PretrainedConfig:
+def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> PretrainedConfig:
     """The transformers config of a model of `size`; its token ids are those of `train_tokenizer`."""
     import transformers
 
@@ -176,12 +167,12 @@ def tiny_config(family: FamilyName, size: Size, *, vocab_size: int, tie: bool) -
         "bos_token_id": SPECIAL_TOKENS.index(BOS),
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
     }
-    if family == "olmo3":
+    if FAMILIES[family].has_windows:
         fields["sliding_window"] = size.window
-    if family == "qwen3":
+    if FAMILIES[family].default_head_dim is not None:
         # As in the released models, all heads together are wider than the residual stream.
         fields["head_dim"] = 2 * size.hidden // size.heads
-    config: PretrainedConfig = getattr(transformers, CONFIG_CLASSES[family])(**fields)
+    config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
 

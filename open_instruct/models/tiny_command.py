@@ -2,85 +2,83 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar
 
-from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.models.tiny import CONFIG_CLASSES, DTYPES, SIZES, write_tiny_model
+from open_instruct.config.help import print_help
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
+from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
+from open_instruct.models.tiny import DTYPES, SIZES, write_tiny_model
+
+
+@dataclass(kw_only=True)
+class TinyModelSection:
+    """Model"""
+
+    family: str = flag("architecture", choices=FAMILIES)
+    size: str = flag(", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items()), "tiny", choices=SIZES)
+    seed: int = flag("of the random weights", 0)
+    vocab_size: int | None = flag("rows of the embedding; default: the size's", None)
+    text: list[str] | None = flag(
+        "text files to train the tokenizer on; default: a few pages that come with the package", None
+    )
+    tie_word_embeddings: bool = flag("whether the embedding is also the head", False)
+    dtype: str = flag("of the weights", "float32", choices=DTYPES)
+
+
+@dataclass(kw_only=True)
+class TinyModelFlags:
+    """Write a small random checkpoint in Hugging Face format to DIR, a new or empty folder, with a byte-level BPE
+    tokenizer and a chat template: for tests, demos and trying things out.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = ("open-instruct tiny-model tiny --family olmo2",)
+
+    model: TinyModelSection
 
 
 def tiny_model_command(args: Sequence[str]) -> int:
-    """Write the checkpoint that `args` describe; returns the exit code. Torch is loaded only to write it."""
-    try:
-        options = _parser().parse_args(args)
-        folder = write_tiny_model(
-            options.dir,
-            family=options.family,
-            size=options.size,
-            seed=options.seed,
-            vocab_size=options.vocab_size,
-            corpus=list(_texts(options.text)) if options.text else None,
-            tie=options.tie_word_embeddings,
-            dtype=options.dtype,
-        )
-    except InputError as error:
-        print(f"tiny-model: {error}", file=sys.stderr)
-        return EXIT_INPUT
-    print(f"wrote a random {options.family} model ({options.size}) and its tokenizer to {folder}")
+    """Write the checkpoint that `args` describe; returns the exit code. Torch is loaded only to write it.
+
+    Raises:
+        InputError: a flag is wrong, or the folder is not empty.
+    """
+    if any(word in ("--help", "-h") for word in args):
+        print_help(TinyModelFlags, "open-instruct tiny-model DIR")
+        return 0
+    name, words = _folder(args)
+    flags = parse(TinyModelFlags, words).model
+    folder = write_tiny_model(
+        name,
+        family=flags.family,
+        size=flags.size,
+        seed=flags.seed,
+        vocab_size=flags.vocab_size,
+        corpus=list(_texts(flags.text)) if flags.text else None,
+        tie=flags.tie_word_embeddings,
+        dtype=flags.dtype,
+    )
+    print(f"wrote a random {flags.family} model ({flags.size}) and its tokenizer to {folder}")
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports what is wrong as an InputError, in one line, instead of printing the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (see open-instruct tiny-model --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="open-instruct tiny-model",
-        description="Write a small random checkpoint in Hugging Face format, with a byte-level BPE tokenizer "
-        "and a chat template: for tests, demos and trying things out.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("dir", metavar="DIR", type=Path, help="a new or empty folder")
-    parser.add_argument("--family", required=True, choices=list(CONFIG_CLASSES), help="architecture")
-    sizes = ", ".join(f"{name} ({size.roughly})" for name, size in SIZES.items())
-    parser.add_argument("--size", default="tiny", choices=list(SIZES), help=f"{sizes}; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights; default: %(default)s")
-    parser.add_argument("--vocab_size", type=int, help="rows of the embedding; default: the size's")
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="text files to train the tokenizer on; default: a few pages that come with the package",
-    )
-    parser.add_argument(
-        "--tie_word_embeddings",
-        type=_boolean,
-        default=False,
-        metavar="true|false",
-        help="whether the embedding is also the head; default: false",
-    )
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights; default: %(default)s")
-    return parser
+def _folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The first word, or the last one if that is no flag's value, and the words of the flags."""
+    if args and not args[0].startswith("-"):
+        return args[0], args[1:]
+    if len(args) > 2 and not any(word.startswith("-") for word in args[-2:]):
+        return args[-1], args[:-1]
+    raise InputError("the first word is the folder to write: open-instruct tiny-model DIR --family olmo2")
 
 
-def _boolean(word: str) -> bool:
-    if word.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
-    return word.lower() == "true"
-
-
-def _texts(files: Sequence[Path]) -> Iterator[str]:
+def _texts(files: Sequence[str]) -> Iterator[str]:
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"--text {file}: not UTF-8 ({error.reason} at byte {error.start})") from None
         except OSError as error:

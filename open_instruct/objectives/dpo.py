@@ -5,12 +5,13 @@ Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from open_instruct.config.dpo import REFERENCE_FREE_LOSSES, DPOConfig, validate_dpo
+from open_instruct.config.dpo import DPOConfig, loss_problems, validate_dpo
+from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.objectives.objective import (
     REFERENCE,
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 
 def bind(loss: PreferenceLossSection) -> BoundLoss:
-    """The loss that the flags name."""
+    """The loss that the flags name; raises InputError for flags that cannot work."""
+    refuse([*limit_problems(loss), *loss_problems(loss)])
+    first_loss = PREFERENCE_LOSSES[loss.loss_type].first_loss
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         outputs = preference_outputs(scores, batch, loss)
@@ -40,7 +43,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
     return BoundLoss(
         function=function,
-        first_loss=loss_at_reference(loss),
+        first_loss=None if first_loss is None else first_loss(loss.beta),
         remedy="the reference log-probs do not belong to these weights and rows. Remove the folder "
         "'reference_logprobs' in --cache_dir and start again",
     )
@@ -62,7 +65,7 @@ def outputs_of(
 
     reference_2P = (None, None) if reference_S is None else reference_S.view(2, -1)
     return preference_loss(
-        loss.loss_type,
+        loss,
         PreferenceLossInputs(
             policy_chosen_logps_P=logps_2P[0],
             policy_rejected_logps_P=logps_2P[1],
@@ -71,20 +74,7 @@ def outputs_of(
             reference_chosen_logps_P=reference_2P[0],
             reference_rejected_logps_P=reference_2P[1],
         ),
-        beta=loss.beta,
-        label_smoothing=loss.label_smoothing,
-        gamma_beta_ratio=loss.gamma_beta_ratio,
     )
-
-
-def loss_at_reference(loss: PreferenceLossSection) -> float | None:
-    """The loss of a policy that equals its reference; None where it depends on the policy."""
-    return {
-        "dpo": math.log(2.0),
-        "dpo_norm": math.log(2.0),
-        "hinge": 1.0,
-        "ipo": 1.0 / (4.0 * loss.beta**2),
-    }.get(loss.loss_type)
 
 
 def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
@@ -116,13 +106,11 @@ def evaluate(
     """
     import torch
 
-    from open_instruct.losses.preference import LOSSES
-
     logps_2N = torch.from_numpy(logps_N2).T
     lengths_2N = torch.as_tensor(dataset.label_lengths(), dtype=torch.float32).T
     reference_S = None if reference_N2 is None else torch.from_numpy(reference_N2).T.flatten()
     outputs = outputs_of(logps_2N, lengths_2N, reference_S, config.loss)
-    if LOSSES[config.loss.loss_type].length_normalised:
+    if PREFERENCE_LOSSES[config.loss.loss_type].per_token:
         logps_2N = logps_2N / lengths_2N
     margins_N = outputs.chosen_rewards_P - outputs.rejected_rewards_P
     accuracy = float((logps_2N[0] > logps_2N[1]).float().mean())
@@ -144,7 +132,7 @@ DPO = Objective(
     validate=validate_dpo,
     rows=PreferenceBuilder,
     bind=lambda config: bind(config.loss),
-    needs_reference=lambda config: config.loss.loss_type not in REFERENCE_FREE_LOSSES,
+    needs_reference=lambda config: PREFERENCE_LOSSES[config.loss.loss_type].needs_reference,
     only_scores=lambda config: config.loss.cache_logprobs_only,
     prefix_sharing=lambda config: config.data.prefix_sharing,
     evaluate=evaluate,

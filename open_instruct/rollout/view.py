@@ -64,7 +64,7 @@ class FleetView:
         """Take in the metrics of a step."""
         self._step, self._latest = int(row["step"]), row
         self.rewards.append(row["reward"])
-        line = f"step {self._step}/{self.num_steps}  {describe(row)}"
+        line = f"step {self._step}/{self.num_steps}  {step_words(row)}"
         interval = max(1, self.num_steps // 40)
         if self._live is not None or self._step % interval == 0 or self._step in (1, self.num_steps):
             self.console.say(line)
@@ -90,7 +90,7 @@ class FleetView:
         return Panel(Group(*parts), title="GRPO", title_align="left")
 
 
-def describe(row: Mapping[str, float]) -> str:
+def step_words(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
     parts = [
         f"reward {row['reward']:.3f}",

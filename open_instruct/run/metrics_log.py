@@ -101,7 +101,7 @@ class MetricsLog(Callback):
         for tracker in self.trackers:
             tracker.log(step, row)
         if self._show is not None:
-            self._show(step, describe(row))
+            self._show(step, numbers_of_step(row))
 
     def on_error(self, exc: BaseException) -> None:
         self._stack.close()
@@ -125,7 +125,7 @@ def row_of(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def describe(row: Mapping[str, float]) -> str:
+def numbers_of_step(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
     parts = [f"loss {row['loss']:.4f}"]
     if "rewards/margin" in row:

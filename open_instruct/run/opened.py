@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, provenance, refuse_conflicts, write_config
+from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
 from open_instruct.parallel.layout import layout_of
@@ -36,7 +36,7 @@ class Run:
 
 
 @contextmanager
-def open_run(config: Any) -> Iterator[Run]:
+def open_run(config: LearnerConfig) -> Iterator[Run]:
     """Start the process group, decide the layout, and make the run directory ready; leave the group at the end.
 
     :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
@@ -68,7 +68,7 @@ def _say_layout(layout: ShardLayout, process: Process, console: Console) -> None
     )
 
 
-def join_run(config: Any) -> Run:
+def join_run(config: LearnerConfig) -> Run:
     """Join the ranks of a run whose folder another process keeps: this one writes to its log, and is silent.
 
     :raises InputError: if the flags cannot work on these nodes.
@@ -81,7 +81,7 @@ def join_run(config: Any) -> Run:
 
 
 @contextmanager
-def made_ready(directory: RunDirectory, config: Any, layout: ShardLayout, console: Console) -> Iterator[None]:
+def made_ready(directory: RunDirectory, config: LearnerConfig, layout: ShardLayout, console: Console) -> Iterator[None]:
     """Make the folder of the run, leave its layout and its flags there, and keep other runs out while the block runs.
 
     One process does this for all.
@@ -101,7 +101,7 @@ def made_ready(directory: RunDirectory, config: Any, layout: ShardLayout, consol
         yield
 
 
-def _refuse_another_run(config: Any, directory: RunDirectory, layout: ShardLayout) -> None:
+def _refuse_another_run(config: LearnerConfig, directory: RunDirectory, layout: ShardLayout) -> None:
     """A folder with checkpoints may only be continued by the same run."""
     if not directory.config.exists():
         return

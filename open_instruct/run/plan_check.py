@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
+from open_instruct.config.training import LearnerConfig
 from open_instruct.planning.start_check import check_plan
+from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 
 
-def check_plan_of_run(config: Any, run: Run, folder: Path) -> None:
+def check_plan_of_run(config: LearnerConfig, run: Run, folder: Path) -> None:
     """Say the plan of a run whose ranks have met; `folder` holds the model's config.json.
 
     :raises InputError: if it surely cannot fit, on every rank.
@@ -25,7 +27,7 @@ def check_plan_of_run(config: Any, run: Run, folder: Path) -> None:
 
 
 def say_plan(
-    config: Any,
+    config: LearnerConfig,
     gpus_per_node: Sequence[int],
     folder: Path,
     *,
@@ -39,20 +41,16 @@ def say_plan(
     """
     on_cuda = device.type == "cuda"
     verdict = check_plan(
-        config,
+        cast(RunConfig, config),  # which of them, the planner asks the object itself
         gpus_per_node,
         model_folder=str(folder),
-        memory_bytes=_gpu_bytes(device) if on_cuda else _host_bytes() // num_sharing,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_cuda else _host_bytes() // num_sharing,
         on_cuda=on_cuda,
     )
     warning = verdict.warning or verdict.refusal
     console.say(verdict.line, style="yellow" if warning else None)
     if warning is not None:
         console.warn(warning)
-
-
-def _gpu_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _host_bytes() -> int:

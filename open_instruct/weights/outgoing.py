@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from open_instruct.weights.manifest import Bucket, WeightManifest
 from open_instruct.weights.progress import RollCall
-from open_instruct.weights.wire import NUM_SLOTS, broadcast, settle, slot_of
+from open_instruct.weights.wire import NUM_SLOTS, broadcast, slot_of, wait_for_device
 
 # After a broadcast broke: how long those receivers that did get it may take to say so.
 SECONDS_TO_ANSWER = 1.0
@@ -45,7 +45,7 @@ class SharedMemoryWriter:
     def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
         flat = slot_of(self._slots_SN, position, bucket)
         bucket.pack(flat, tensors, rank=self._rank, dtype=self._dtype)
-        settle(flat.device)
+        wait_for_device(flat.device)
         self._roll.report(f"filled/{position}")
 
     def check(self) -> None:

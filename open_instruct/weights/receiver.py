@@ -22,8 +22,8 @@ from open_instruct.weights.wire import (
     broadcast_group,
     import_device_slots,
     map_shared_file,
-    settle,
     slot_of,
+    wait_for_device,
 )
 
 # Added to a receiver's time-out: whom the learners wait for is the better reason.
@@ -144,7 +144,7 @@ class IncomingWeights:
             wholes = self._wholes(bucket)
             for rank in bucket.parts:
                 bucket.unpack(flat, wholes, rank=rank)
-            settle(flat.device)
+            wait_for_device(flat.device)
             self._roll.report(f"done/{position}")
             yield _handed_over(wholes)
 
@@ -161,7 +161,7 @@ class IncomingWeights:
                 bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
                 # On its way while the other parts are unpacked, and the whole is loaded.
                 self._begin(following, [rank])
-            settle(self._device)
+            wait_for_device(self._device)
             self._roll.report(f"done/{position}")
             yield _handed_over(wholes)
 

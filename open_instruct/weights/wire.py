@@ -112,7 +112,7 @@ def broadcast(group: Any, flat: torch.Tensor) -> dist.Work:
     return work
 
 
-def settle(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Return when the device has done what it was told, so that another process may be told so."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -23,7 +23,7 @@ def cases(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {
         family: replace(
             dpo_case,
-            model=write_tiny_model(folder / family, family=family, tie=family == "llama"),  # type: ignore[arg-type]
+            model=write_tiny_model(folder / family, family=family, tie=family == "llama"),
         )
         for family in FAMILIES
     }

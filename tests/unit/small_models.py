@@ -14,7 +14,6 @@ from open_instruct.models.build import build_model
 CPU = torch.device("cpu")
 VOCAB_SIZE = 89
 WINDOW = 7
-FAMILIES = ("olmo2", "olmo3", "qwen3", "llama")
 
 
 def hf_config(family: str) -> transformers.PretrainedConfig:

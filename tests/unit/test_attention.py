@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from olmo_core.nn.attention.backend import AttentionBackendName
 from olmo_core.nn.transformer import Transformer
 
+from open_instruct.families import FAMILIES
 from open_instruct.models import attention
 from open_instruct.models.attention import (
     SegmentAttention,
@@ -23,7 +24,6 @@ from open_instruct.models.build import build_model
 from open_instruct.models.family import transformer_config
 from tests.unit.small_models import (
     CPU,
-    FAMILIES,
     VOCAB_SIZE,
     WINDOW,
     hf_config,

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
 from open_instruct.models.checkpoint_files import INDEX_NAME, SINGLE_NAME, CheckpointFiles
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.load import check_cover
@@ -278,7 +279,7 @@ def test_fingerprint_follows_the_bytes_alone(tmp_path):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("family", ["olmo2", "olmo3", "qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_names_agree_with_olmo_core(family, tie):
     convert = pytest.importorskip("olmo_core.nn.hf.convert")
     from olmo_core.nn.conversion.state_mapping import TemplatePlaceholder

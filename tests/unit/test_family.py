@@ -13,6 +13,7 @@ from olmo_core.nn.hf.convert import convert_state_from_hf
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import InputError
+from open_instruct.families import FAMILIES
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf_config import load_hf_config
@@ -20,12 +21,6 @@ from open_instruct.models.hf_config import load_hf_config
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-CONFIG_CLASSES = {
-    "olmo2": transformers.Olmo2Config,
-    "olmo3": transformers.Olmo3Config,
-    "qwen3": transformers.Qwen3Config,
-    "llama": transformers.LlamaConfig,
-}
 VOCAB_SIZE = 97
 NUM_TOKENS = 80
 
@@ -63,7 +58,7 @@ def hf_config(family: str, **fields: Any) -> transformers.PretrainedConfig:
         defaults["head_dim"] = 24
     if family == "olmo3":
         defaults["sliding_window"] = 16
-    return CONFIG_CLASSES[family](**(defaults | fields))
+    return getattr(transformers, FAMILIES[family].config_class)(**(defaults | fields))
 
 
 def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:

@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console as RichConsole
 
-from open_instruct.rollout.view import FleetView, describe
+from open_instruct.rollout.view import FleetView, step_words
 from open_instruct.run.console import Console
 
 QUEUES = {"in_flight": 12, "verifying": 3.0, "waiting": 0}
@@ -43,12 +43,12 @@ def lines(view: FleetView) -> list[str]:
 
 class TestDescribe:
     def test_the_numbers_of_a_step(self) -> None:
-        assert describe(row(2)) == (
+        assert step_words(row(2)) == (
             "reward 0.250  loss -0.0123  length 41.3  stale 0.8  generate 3.0s  train 2.5s  sync 0.1s"
         )
 
     def test_held_out_prompts_where_they_were_asked(self) -> None:
-        assert describe(row(2) | {"eval/reward": 0.5}).endswith("sync 0.1s  held-out 0.500")
+        assert step_words(row(2) | {"eval/reward": 0.5}).endswith("sync 0.1s  held-out 0.500")
 
 
 class TestPlainLines:
@@ -68,7 +68,7 @@ class TestPlainLines:
         with view.shown():
             for step in range(1, 4):
                 view.finished(row(step))
-        assert lines(view) == [f"step {step}/3  {describe(row(step))}" for step in range(1, 4)]
+        assert lines(view) == [f"step {step}/3  {step_words(row(step))}" for step in range(1, 4)]
 
 
 class TestPanel:
@@ -105,7 +105,7 @@ class TestPanel:
             with view.phase("training"):
                 view._live.refresh()  # type: ignore[union-attr]
         text = view.console.rich.file.getvalue()  # type: ignore[attr-defined]
-        assert f"step 1/80  {describe(row(1))}" in text
+        assert f"step 1/80  {step_words(row(1))}" in text
         assert text.rindex("GRPO") > text.index("step 2/80")
         assert re.search(r"training, \d+ s", text)
 

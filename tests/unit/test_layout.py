@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from open_instruct.cli import main
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import (
     UnequalNodesError,
@@ -575,36 +576,37 @@ def test_command_says_whether_a_model_fits(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "the following arguments are required: --gpus_per_node"),
+        ("", "missing: --gpus_per_node"),
+        ("--gpus_per_node", "--gpus_per_node is empty"),
         (
             "--gpus_per_node 8 --fsdp_shard_degree 3",
             "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4",
         ),
         (
             "--gpus_per_node 8 --fsdp_shard_degre 4",
-            "unknown flag --fsdp_shard_degre; did you mean --fsdp_shard_degree?",
+            "--fsdp_shard_degre is not a flag; did you mean --fsdp_shard_degree?",
         ),
-        ("--gpus_per_node 8 --fsdp_shard_degree two", "--fsdp_shard_degree: 'two' is not a whole number of at least 1"),
-        ("--gpus_per_node 8 --fsdp_shard_degree 0", "--fsdp_shard_degree: '0' is not a whole number of at least 1"),
+        ("--gpus_per_node 8 --fsdp_shard_degree two", "--fsdp_shard_degree takes a whole number, or none, not 'two'"),
+        ("--gpus_per_node 8 --fsdp_shard_degree 0", "--fsdp_shard_degree 0: must be at least 1"),
         ("--gpus_per_node 8,8", "--gpus_per_node: '8,8' is not a whole number"),
         ("--gpus_per_node 0x8", "--gpus_per_node: '0' is not a whole number"),
         ("--gpus_per_node 99999999x8", "more than the 10000 GPUs"),
-        ("--gpus_per_node 8 --num_params many", "--num_params: 'many' is not a number of parameters"),
-        ("--gpus_per_node 8 --device_memory_gib nan", "--device_memory_gib: 'nan' is not a number of GiB above 0"),
+        ("--gpus_per_node 8 --num_params many", "--num_params 'many' is not a number of parameters"),
+        ("--gpus_per_node 8 --device_memory_gib nan", "--device_memory_gib takes a number, or none, not 'nan'"),
         ("--gpus_per_node 8 8 --single_gpu_mode", "--single_gpu_mode trains on one GPU, not on 16"),
     ],
 )
 def test_command_refuses_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert layout_command(shlex.split(words)) == 2
+    assert main(["layout", *shlex.split(words)]) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
     assert streams.err.count("\n") == 1
-    assert message in streams.err
+    assert streams.err.startswith("open-instruct layout: ") and message in streams.err
 
 
 def test_command_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert layout_command(["--help"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for flag in ("gpus_per_node", "fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "json"):
         assert f"--{flag}" in text
     assert "4x8 stands for four nodes of 8" in text
@@ -638,7 +640,7 @@ def test_the_page_shows_what_the_command_prints(
     arguments: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    layout_command(shlex.split(arguments))
+    main(["layout", *shlex.split(arguments)])
     streams = capsys.readouterr()
     assert streams.out + streams.err == output
 
@@ -652,5 +654,5 @@ def test_a_count_and_its_noun(count: int, noun: str, text: str) -> None:
 
 
 def test_a_memory_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert layout_command(["--gpus_per_node", "8", "--device_memory_gib", "40"]) == 2
+    assert main(["layout", "--gpus_per_node", "8", "--device_memory_gib", "40"]) == 2
     assert "--device_memory_gib is read only with --num_params" in capsys.readouterr().err

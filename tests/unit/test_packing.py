@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
 from open_instruct.packing.collate import collate
@@ -215,7 +216,7 @@ def test_chosen_padding_does_not_leak_into_the_first_rejected_document(packing: 
             reference_chosen_logps_P=reference_chosen,
             reference_rejected_logps_P=reference_rejected,
         )
-        losses = preference_loss(name, inputs, beta=5.0).losses_P
+        losses = preference_loss(PreferenceLossSection(loss_type=name, beta=5.0), inputs).losses_P
         torch.testing.assert_close(losses, torch.full_like(losses, math.log(2.0)), rtol=1e-9, atol=0.0)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from open_instruct.config.sections import OptimSection
+from open_instruct.families import FAMILIES
 from open_instruct.learner.cast_copy import CastCopy
 from open_instruct.learner.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 NUM_TOKENS = 16
 # Nothing in it is a multiple of 8, 24, 64 or 1,024 shards, and no dimension equals another.
 UNEVEN = Size(roughly="", hidden=132, mlp=214, layers=2, heads=6, kv_heads=2, vocab_size=502, window=8)
-FAMILIES = [("olmo2", False), ("olmo3", False), ("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
+TIED_OR_NOT = [("olmo2", False), ("olmo3", False), ("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 WORKLOAD = Workload(
     algorithm="sft",
     tokens_per_microbatch=NUM_TOKENS,
@@ -194,7 +195,7 @@ def fsdp_parameters(model: torch.nn.Module) -> Iterable[Any]:
                 yield from group.fsdp_params
 
 
-@pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
+@pytest.mark.parametrize(("family", "is_tied"), TIED_OR_NOT)
 def test_parameters_are_those_of_the_model(family: str, is_tied: bool) -> None:
     hf_config = config_of(family, is_tied)
     model, shape = build_model(hf_config), shape_of(hf_config)
@@ -204,7 +205,7 @@ def test_parameters_are_those_of_the_model(family: str, is_tied: bool) -> None:
     assert shape.num_params == shape.params_of_root + shape.num_layers * shape.params_of_block
 
 
-@pytest.mark.parametrize("family", ["olmo2", "olmo3", "qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_those_of_the_model(family: str) -> None:
     hf_config = config_of(family, False, SIZES["tiny"])
     backends = [block.attention.backend for block in build_model(hf_config).blocks.values()]  # type: ignore[union-attr]

@@ -6,21 +6,30 @@ Pair 0 has replies of 2 and 4 tokens, pair 1 of 5 and 1. Log-probs are whole-rep
 from __future__ import annotations
 
 import math
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
-from open_instruct.config.sections import DEFAULT_BETAS, PreferenceLossSection
+from open_instruct.config.losses import PREFERENCE_LOSSES
+from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.errors import InputError
-from open_instruct.losses.preference import LOSSES, PreferenceLossInputs, PreferenceLossOutputs, preference_loss
+from open_instruct.losses import preference
+from open_instruct.losses.preference import PREFERENCE_FUNCTIONS, PreferenceLossInputs, PreferenceLossOutputs
+from open_instruct.objectives.dpo import bind
 
 CHOSEN, REJECTED = [-3.0, -10.0], [-8.0, -2.0]
 REFERENCE_CHOSEN, REFERENCE_REJECTED = [-4.0, -9.0], [-6.0, -2.5]
 CHOSEN_LENGTHS, REJECTED_LENGTHS = [2, 5], [4, 1]
 
-REFERENCE_BASED = [name for name, loss in LOSSES.items() if loss.needs_reference]
+REFERENCE_BASED = [name for name, loss in PREFERENCE_LOSSES.items() if loss.needs_reference]
 SMOOTHABLE = ["dpo", "dpo_norm", "simpo", "wpo"]
+
+
+def preference_loss(
+    name: str, inputs: PreferenceLossInputs, *, beta: float, label_smoothing: float = 0.0, gamma_beta_ratio: float = 0.0
+) -> PreferenceLossOutputs:
+    flags = {"beta": beta, "label_smoothing": label_smoothing, "gamma_beta_ratio": gamma_beta_ratio}
+    return preference.preference_loss(PreferenceLossSection(loss_type=name, **flags), inputs)
 
 
 def make_inputs(
@@ -202,9 +211,9 @@ def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -
     assert outputs.chosen_rewards_P.tolist() == outputs.rejected_rewards_P.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "wpo"])
+@pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if name != "wpo"])
 def test_gradient_by_finite_differences(name: str) -> None:
-    smoothing = 0.1 if LOSSES[name].has_label_smoothing else 0.0
+    smoothing = 0.1 if PREFERENCE_LOSSES[name].has_smoothing else 0.0
 
     def losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         inputs = make_inputs()
@@ -237,7 +246,7 @@ def test_wpo_weight_is_clamped_at_one() -> None:
     close(preference_loss("wpo", inputs, beta=0.1).losses_P, [math.log(2.0), math.log(2.0)])
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
 def test_one_loss_per_pair_each_from_its_own_pair_alone(name: str) -> None:
     """With (P,) times (P, T), or a mean inside, a pair's loss would depend on its neighbours."""
     together = preference_loss(name, make_inputs(), beta=0.4, gamma_beta_ratio=0.3)
@@ -259,7 +268,7 @@ def test_one_loss_per_pair_each_from_its_own_pair_alone(name: str) -> None:
         assert alone.losses_P.tolist() == [together.losses_P[pair].item()]
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
 def test_only_the_losses_carry_gradient(name: str) -> None:
     outputs = preference_loss(name, make_inputs(), beta=0.4)
     assert outputs.losses_P.requires_grad
@@ -272,7 +281,7 @@ def test_only_the_losses_carry_gradient(name: str) -> None:
         assert not tensor.requires_grad
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_extreme_margins_stay_finite(name: str, sign: float) -> None:
     far, near = [-1e6, -1e6], [-1e-3, -1e-3]
@@ -285,7 +294,7 @@ def test_extreme_margins_stay_finite(name: str, sign: float) -> None:
     assert inputs.policy_rejected_logps_P.grad is not None and inputs.policy_rejected_logps_P.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
 def test_no_pairs(name: str) -> None:
     inputs = make_inputs([], [], [], [], [], [])
     outputs = preference_loss(name, inputs, beta=0.1)
@@ -293,11 +302,20 @@ def test_no_pairs(name: str) -> None:
     assert outputs.losses_P.sum().item() == 0.0
 
 
-def test_the_flag_offers_exactly_the_losses_there_are() -> None:
-    assert set(DEFAULT_BETAS) == set(LOSSES)
-    assert set(get_args(get_type_hints(PreferenceLossSection)["loss_type"])) == set(LOSSES)
-    assert all(name == loss.name for name, loss in LOSSES.items())
-    assert [name for name, loss in LOSSES.items() if loss.has_label_smoothing] == SMOOTHABLE
+def test_every_loss_of_the_table_has_a_function() -> None:
+    assert list(PREFERENCE_FUNCTIONS) == list(PREFERENCE_LOSSES)
+    assert [name for name, loss in PREFERENCE_LOSSES.items() if loss.has_smoothing] == SMOOTHABLE
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_the_table_knows_the_loss_at_the_reference(name: str) -> None:
+    loss = PreferenceLossSection(loss_type=name)
+    inputs = make_inputs(reference_chosen=CHOSEN, reference_rejected=REJECTED)
+    losses_P = preference.preference_loss(loss, inputs).losses_P
+    if PREFERENCE_LOSSES[name].first_loss is None:
+        assert losses_P[0] != losses_P[1]
+    else:
+        close(losses_P, [PREFERENCE_LOSSES[name].first_loss(loss.beta)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -315,13 +333,7 @@ def test_the_flag_offers_exactly_the_losses_there_are() -> None:
 )
 def test_flags_that_cannot_work_are_refused_by_name(name: str, flags: dict[str, float], named: str) -> None:
     with pytest.raises(InputError, match=named):
-        preference_loss(
-            name,
-            make_inputs(),
-            beta=flags.get("beta", 0.1),
-            label_smoothing=flags.get("label_smoothing", 0.0),
-            gamma_beta_ratio=flags.get("gamma_beta_ratio", 0.0),
-        )
+        bind(PreferenceLossSection(loss_type=name, **({"beta": 0.1} | flags)))
 
 
 @pytest.mark.parametrize("name", REFERENCE_BASED)
@@ -335,7 +347,7 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         make_inputs(chosen_lengths=[2])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_margins_that_are_far_off_have_finite_losses_and_gradients(name: str) -> None:
     far = [89.0, -89.0, 1e4, -1e4]
     inputs = make_inputs(far, far[::-1], [0.0] * 4, [0.0] * 4, [1] * 4, [1] * 4, dtype=torch.float32)

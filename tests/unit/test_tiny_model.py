@@ -13,10 +13,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from open_instruct.cli import main
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.families import FAMILIES
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf_config import load_hf_config
-from open_instruct.models.tiny import CONFIG_CLASSES, SIZES, tiny_config, train_tokenizer, write_tiny_model
+from open_instruct.models.tiny import SIZES, tiny_config, train_tokenizer, write_tiny_model
 from open_instruct.models.tiny_command import tiny_model_command
 from open_instruct.models.tiny_corpus import built_in_corpus
 
@@ -28,10 +30,10 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     return train_tokenizer(built_in_corpus(), vocab_size=512)
 
 
-@pytest.mark.parametrize("family", list(CONFIG_CLASSES))
+@pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 def test_transformers_loads_and_generates(tmp_path: Path, family: str, tie: bool) -> None:
-    folder = write_tiny_model(tmp_path / "new" / "model", family=family, tie=tie)  # type: ignore[arg-type]
+    folder = write_tiny_model(tmp_path / "new" / "model", family=family, tie=tie)
     assert {file.name for file in folder.iterdir()} == FILES
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -67,7 +69,7 @@ def test_dtype_and_vocab_size(tmp_path: Path) -> None:
 def test_sizes_are_what_they_say(size: str, millions: float) -> None:
     shape = SIZES[size]
     for family in ("olmo2", "olmo3", "llama"):
-        config = tiny_config(family, shape, vocab_size=shape.vocab_size, tie=False)  # type: ignore[arg-type]
+        config = tiny_config(family, shape, vocab_size=shape.vocab_size, tie=False)
         assert transformer_config(config).num_params / 1e6 == pytest.approx(millions, rel=0.05)
 
 
@@ -97,12 +99,14 @@ def test_chat_template(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
     assert ids[-1] == tokenizer.eos_token_id
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "words.txt"
     text.write_text("plugh plugh plugh\n" * 20, encoding="utf-8")
     folder = tmp_path / "model"
-    arguments = f"{folder} --family olmo3 --size tiny --vocab_size 290 --seed 5 --text {text}"
-    assert tiny_model_command([*arguments.split(), "--tie_word_embeddings", "true", "--dtype", "float16"]) == 0
+    arguments = f"--family olmo3 --size tiny --vocab_size 290 --seed 5 --text {text} --tie_word_embeddings true"
+    words = [*arguments.split(), "--dtype", "float16"]
+    assert tiny_model_command([str(folder), *words] if is_first else [*words, str(folder)]) == 0
     assert str(folder) in capsys.readouterr().out
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == ("olmo3", 290, "float16")
@@ -113,15 +117,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("", "required: DIR, --family"),
-        ("NEW --family gpt2", "invalid choice: 'gpt2'"),
-        ("NEW --family llama --size huge", "invalid choice: 'huge'"),
+        ("", "the first word is the folder to write"),
+        ("--family llama", "the first word is the folder to write"),
+        ("NEW", "missing: --family"),
+        ("NEW --family gpt2", "--family takes one of olmo2, olmo3, qwen3, llama, not 'gpt2'"),
+        ("NEW --family llama --size huge", "--size takes one of tiny, mini, small, base, olmo2-1b, not 'huge'"),
         ("NEW --family llama --vocab_size 12", "--vocab_size 12: too small"),
-        ("NEW --family llama --vocab_size many", "invalid int value: 'many'"),
-        ("NEW --family llama --tie_word_embeddings perhaps", "neither true nor false"),
-        ("NEW --family llama --dtype int8", "invalid choice: 'int8'"),
+        ("NEW --family llama --vocab_size many", "--vocab_size takes a whole number, or none, not 'many'"),
+        ("NEW --family llama --tie_word_embeddings perhaps", "takes true or false, not 'perhaps'"),
+        ("NEW --family llama --dtype int8", "--dtype takes one of float32, bfloat16, float16, not 'int8'"),
         ("NEW --family llama --text /nowhere/at/all", "--text /nowhere/at/all: cannot be read"),
-        ("NEW --family llama --colour red", "unrecognized arguments: --colour red"),
+        ("NEW --family llama --colour red", "--colour is not a flag"),
         ("FULL --family llama", "is not an empty folder"),
         ("FULL/file --family llama", "is not an empty folder"),
         ("FULL/file/below --family llama", "cannot be made a folder"),
@@ -133,7 +139,7 @@ def test_bad_arguments_end_with_one_line_and_code_2(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     words = arguments.replace("NEW", str(tmp_path / "new")).replace("FULL", str(tmp_path / "full")).split()
-    assert tiny_model_command(words) == EXIT_INPUT
+    assert main(["tiny-model", *words]) == EXIT_INPUT
     error = capsys.readouterr().err
     assert problem in error
     assert error.count("\n") == 1
@@ -149,9 +155,9 @@ def test_bad_arguments_of_the_function(tmp_path: Path) -> None:
 def test_help_and_refusals_do_not_load_torch() -> None:
     program = (
         "import sys\n"
-        "from open_instruct.models.tiny_command import tiny_model_command\n"
-        "assert tiny_model_command(['x', '--family', 'none']) == 2\n"
-        "try:\n    tiny_model_command(['--help'])\nexcept SystemExit as done:\n    assert done.code == 0\n"
+        "from open_instruct.cli import main\n"
+        "assert main(['tiny-model', 'x', '--family', 'none']) == 2\n"
+        "assert main(['tiny-model', '--help']) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

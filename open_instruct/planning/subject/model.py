@@ -7,21 +7,16 @@ from functools import lru_cache
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from open_instruct.data.foreign_json import read_object
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import MAX_SIZE, SIZES, check_model_type, check_size
+from open_instruct.families import FAMILIES, Family, QKNorm, family_of
+from open_instruct.models.hf_config import MAX_SIZE, SIZES, check_size
 
-QKNorm = Literal["none", "head", "full"]
-
-QK_NORM_OF_FAMILY: dict[str, QKNorm] = {"olmo2": "full", "olmo3": "full", "qwen3": "head", "llama": "none"}
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 SLIDING = "sliding_attention"
-# What transformers takes where a config.json does not say; of OLMo 3, three layers with a window and one without.
-HEAD_DIM_OF_QWEN3 = 128
-LAYERS_OF_A_PATTERN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +105,7 @@ class ModelShape:
     @property
     def is_olmo(self) -> bool:
         """Whether blocks normalise what a sublayer puts out, not what it is given, and do so in float32 throughout."""
-        return self.family in ("olmo2", "olmo3")
+        return FAMILIES[self.family].norm_after
 
     @property
     def q_width(self) -> int:
@@ -135,7 +130,7 @@ def read_config(file: Path) -> ModelShape:
 
 def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
     """`read_config` for the fields of a config.json; `where` stands in errors."""
-    family = check_model_type(fields.get("model_type"), where)
+    family = family_of(fields.get("model_type"), where)
 
     def count(field: str, default: int | None = None) -> int:
         value = default if fields.get(field) is None else fields[field]
@@ -150,30 +145,30 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     return ModelShape(
         name=name,
-        family=family,
+        family=fields["model_type"],
         d_model=d_model,
         d_ff=count("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=count("head_dim", HEAD_DIM_OF_QWEN3 if family == "qwen3" else d_model // num_heads),
+        head_dim=count("head_dim", family.default_head_dim or d_model // num_heads),
         vocab_size=count("vocab_size"),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=QK_NORM_OF_FAMILY[family],
+        qk_norm=family.qk_norm,
         windows=_windows(fields, family, num_layers, where),
         checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
     )
 
 
-def _windows(fields: dict[str, Any], family: str, num_layers: int, where: str) -> tuple[int | None, ...]:
-    window = fields.get("sliding_window") if family == "olmo3" else None
-    if window is None:
+def _windows(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
+    window = fields.get("sliding_window")
+    if window is None or not family.has_windows:
         return (None,) * num_layers
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise InputError(f"{where}: sliding_window = {window!r}; a window is a whole number of at least 1")
     layer_types = fields.get("layer_types")
     if layer_types is None:
-        return tuple(None if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else window for layer in range(num_layers))
+        return family.default_windows(num_layers, window)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)

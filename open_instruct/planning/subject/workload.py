@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.module_patterns import names_module
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
+from open_instruct.models.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, ModelShape
