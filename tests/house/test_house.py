@@ -56,7 +56,6 @@ FLOORS = [
         "dpo",
         "sft",
         "grpo_olmo_core_actor",
-        "grpo_learner",
         "olmo_core_train_modules",
         "replay",
         "train",
@@ -79,14 +78,14 @@ BUDGETS = {
     "checkpoints": 540,
     "cluster": 830,
     "config": 1695,
-    "data": 1620,
-    "engines": 690,
-    "entries": 930,
-    "learner": 1130,
+    "data": 1610,
+    "engines": 680,
+    "entries": 850,
+    "learner": 1100,
     "losses": 260,
     "models": 2290,
     "objectives": 280,
-    "packing": 540,
+    "packing": 530,
     "parallel": 1155,
     "planning": 2960,
     "rollout": 1320,
@@ -96,7 +95,7 @@ BUDGETS = {
 }
 MAX_FILES_OF_A_ROOM = 16
 # Rooms from before that rule, which may not grow.
-LARGER_ROOMS = {"data": 20, "models": 20, "planning": 28}
+LARGER_ROOMS = {"data": 18, "models": 20, "planning": 28}
 NOT_CODE = {
     *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),

@@ -16,10 +16,10 @@ from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpoin
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.families import FAMILIES
 from open_instruct.learner.forward import sequence_logprobs, token_logprobs
-from open_instruct.packing.collate import collate, num_packed_tokens
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
 from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, rollout_batch, rollout_minibatches
+from open_instruct.packing.steps import collate, num_packed_tokens
 from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, RolloutSample, Span
 from tests.unit.small_models import CPU, VOCAB_SIZE, WINDOW, new_model, random_model
 
