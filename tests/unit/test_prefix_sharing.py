@@ -274,7 +274,7 @@ def test_computed_again_in_the_backward_pass(mode: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize(("backend", "num_blocks"), [("eager", 4), ("inductor", 1)])
+@pytest.mark.parametrize(("backend", "num_blocks"), [("eager", 4), pytest.param("inductor", 1, marks=pytest.mark.slow)])
 def test_compiled_blocks_take_segments(backend: str, num_blocks: int) -> None:
     """All of them traced, and one compiled where there is a C++ compiler; it takes its time."""
     if backend == "inductor" and shutil.which("g++") is None:
