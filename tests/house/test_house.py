@@ -303,16 +303,16 @@ def attributes_read(node: ast.AST) -> frozenset[str]:
     )
 
 
-def properties_that_read(name: str) -> set[str]:
-    """Properties of the config classes that are made of this flag: `num_steps` of `total_episodes`."""
-    return {
-        node.name
+@cache
+def properties_of_configs() -> tuple[tuple[str, frozenset[str]], ...]:
+    """Properties of the config classes, each with what it reads: `num_steps` reads `total_episodes`."""
+    return tuple(
+        (node.name, attributes_read(node))
         for path in (PACKAGE / "config").glob("*.py")
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef)
         and any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
-        and name in attributes_read(node)
-    }
+    )
 
 
 class TestFlags:
@@ -321,7 +321,7 @@ class TestFlags:
         [(command.script, name) for command in commands_with_flags() for name in flags_of(command.config_class)],
     )
     def test_every_flag_is_read(self, script: str, name: str) -> None:
-        names = {name, *properties_that_read(name)}
+        names = {name, *(made for made, read in properties_of_configs() if name in read)}
         files = [path for path in files_behind(script) if room_of(path) != "config"]
         readers = [path for path in files if attributes_read(tree_of(path)) & names]
         assert readers, f"--{name} is accepted and read by nothing that {script} imports, outside config/"
@@ -331,7 +331,8 @@ class TestFlags:
         assert page == markdown(commands_with_flags()), "run: python scripts/flags_page.py > docs/flags.md"
 
 
-def known_flags() -> set[str]:
+@cache
+def known_flags() -> frozenset[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
     configs = (DPOConfig, SFTConfig, GRPOConfig, ReplayFlags, DPOPlanConfig, LayoutFlags, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
@@ -343,7 +344,7 @@ def known_flags() -> set[str]:
                 match = re.fullmatch(r"--([a-z][\w-]*)", node.value)
                 if match:
                     known.add(match[1].replace("-", "_"))
-    return known | SYNONYMS.keys()
+    return frozenset(known | SYNONYMS.keys())
 
 
 @pytest.mark.parametrize("path", [path for path in DOCS if path.exists()], ids=ids)
