@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo test lint format clean
+.PHONY: help install lock demo demo-dpo demo-grpo check test lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ lint: $(STAMP)  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy open_instruct
+
+# What is quick to answer after a change; `make test` runs everything.
+check: lint  ## lint, types and the quick tests, in two minutes
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests/house/test_house.py tests/house/test_architecture.py tests/unit
 
 test: lint  ## lint, then all tests
 	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests

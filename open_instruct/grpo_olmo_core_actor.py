@@ -64,7 +64,7 @@ class PolicyTrainerOLMoCoreProcess:
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
             engine_dtype: that weights travel in.
         """
-        from open_instruct.grpo_learner import GRPOLearner
+        from open_instruct.learner.stepwise import GRPOLearner
         from open_instruct.run.opened import join_run
         from open_instruct.run.pretrained import open_pretrained
 

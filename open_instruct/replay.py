@@ -100,7 +100,7 @@ def take_again(
     process: Process,
 ) -> dict[str, float]:
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
-    from open_instruct.grpo_learner import GRPOLearner
+    from open_instruct.learner.stepwise import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
     from open_instruct.rollout.replay import OF_THE_RUN, check_token_ids, work_of

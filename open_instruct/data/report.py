@@ -6,16 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from open_instruct.data.rows import BadRow
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 
 NUM_BAD_ROWS_SHOWN = 5
-
-Unit = Literal["pair", "conversation", "prompt"]
-"""What a row is when it is kept."""
 
 FILTERED_WORDS = {
     "prompt_too_long": "the prompt alone fills --max_seq_length",
@@ -76,7 +72,7 @@ class DataReport:
     num_pairs: int
     num_tokens: int
     warnings: tuple[str, ...] = ()
-    unit: Unit = "pair"
+    unit: str = "pair"
     cache_file: str = ""
     from_cache: bool = False
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.mixer import MixerEntry, select_rows
-from open_instruct.data.report import BadRowLog, DataReport, Unit
+from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
@@ -51,7 +51,7 @@ class RowBuilder(ABC):
     each further piece one reply to it.
     """
 
-    unit: ClassVar[Unit]
+    unit: ClassVar[str]  # what a row is when it is kept
     documents_per_row: ClassVar[int] = 1
     too_long: ClassVar[str] = "prompt_too_long"
 

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from open_instruct.engines.answers import EngineAnswers, EngineHealth
-from open_instruct.engines.futures import set_outcome
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.engines.vllm_core import VLLMCore
 from open_instruct.errors import RunError
@@ -312,3 +311,13 @@ def _failure_of(error: BaseException) -> RunError:
     failure = RunError(f"the engine failed: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
+
+
+def set_outcome(future: Future[Any], outcome: Any) -> None:
+    """Set a result, or an exception where `outcome` is one; nothing where the future was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

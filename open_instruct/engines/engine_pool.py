@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from open_instruct.engines.answers import EngineAnswers
-from open_instruct.engines.futures import set_outcome
+from open_instruct.engines.engine import set_outcome
 from open_instruct.engines.requests import GenerationRequest
 from open_instruct.errors import RunError
 from open_instruct.records import Completion

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from olmo_core.nn.attention import Attention
-from olmo_core.nn.buffer_cache import BufferCache
-from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import get_default_device
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from open_instruct.models.attention import install_segment_attention
+from open_instruct.models.attention import install_segment_attention, install_segments
 from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.logprob_head import install_logprob_head
 from open_instruct.models.names import clean_name
-from open_instruct.models.rope import SegmentRotaryEmbedding
-from open_instruct.models.segments import Segments
 
 
 def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Transformer:
@@ -41,31 +37,12 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Tr
     config = transformer_config(hf_config)
     model = config.build(init_device=init_device)
     install_segment_attention(model)
-    _install_segments(model)
+    install_segments(model)
     install_logprob_head(model, config, init_device=init_device)
     # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
     model.apply_cp = types.MethodType(apply_context_parallel, model)  # type: ignore[method-assign]
     return model
-
-
-def _install_segments(model: Transformer) -> None:
-    """Let `model(..., segments=...)` hand `Segments` to every block, where OLMo-core hands on document lengths."""
-    tables = BufferCache()
-    for block in model.blocks.values():
-        attention = cast(Attention, block.attention)
-        if attention.rope is not None:
-            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
-    # Blocks get them as an argument, so that one that is computed again in the backward pass gets them again.
-    model._prepare_inputs = types.MethodType(_prepare_inputs, model)  # type: ignore[method-assign]
-
-
-def _prepare_inputs(model: Transformer, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
-    prepared = type(model)._prepare_inputs(model, *args, **kwargs)
-    if segments is not None:
-        block_kwargs = prepared[2]
-        block_kwargs["cu_doc_lens"] = segments
-    return prepared
 
 
 @torch.no_grad()

@@ -13,28 +13,42 @@ sync waits for running completions or reaches into them (`inflight_updates`): a 
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
+from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
+from open_instruct.losses.advantages import has_signal
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
-from open_instruct.rollout.samples import RolloutStepBatch
-from open_instruct.rollout.without_overlap import Generates, Judges, is_rejected, requests_of, solved_rows
+from open_instruct.rollout.samples import RolloutStepBatch, is_right
 
 if TYPE_CHECKING:
-    from open_instruct.data.prompt_stream import PromptStream
+    from open_instruct.data.prompts import PromptStream
 
 NUM_JUDGING_THREADS = 16
 STALL_TIMEOUT_S = 3600.0
 # Groups that a step may reject for each that it needs, before the run is told that it learns nothing.
 MAX_REJECTED_PER_PROMPT = 50
+
+
+class Generates(Protocol):
+    """The engines, as far as rollouts know them. A future that fails carries a RunError."""
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]: ...
+
+
+class Judges(Protocol):
+    """The reward, as far as rollouts know it; called from several threads at once."""
+
+    def judge(self, prompt: Prompt, completion: Completion) -> Verdict: ...
 
 
 class _Asked:
@@ -276,3 +290,47 @@ def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[Roll
         "from. The prompts are too easy or too hard for this policy: use others, raise "
         "--num_samples_per_prompt_rollout, or leave --active_sampling out"
     )
+
+
+def requests_of(
+    ticket: int, prompt: Prompt, *, config: RolloutSection, data: PromptDataSection, seed: int
+) -> list[GenerationRequest]:
+    """One request a sample of the group, each with a seed that depends on nothing but its place in the run."""
+    sampling = SamplingSettings(
+        temperature=config.temperature,
+        top_p=config.vllm_top_p,
+        max_tokens=data.response_length,
+        stop_strings=tuple(config.stop_strings),
+    )
+    return [
+        GenerationRequest(
+            request_id=f"{ticket}/{index}",
+            prompt_token_ids=prompt.token_ids,
+            seed=sampling_seed(seed, ticket, index),
+            sampling=sampling,
+        )
+        for index in range(config.num_samples_per_prompt_rollout)
+    ]
+
+
+def sampling_seed(*parts: int | str) -> int:
+    """63 bits that are the same on every machine and in every version of Python.
+
+    Example: `sampling_seed(run_seed, ticket, sample_index)`.
+    """
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def is_rejected(group: RolloutGroup, config: RolloutSection) -> bool:
+    """Whether active sampling asks another prompt in place of this group."""
+    return config.active_sampling and not has_signal(group.rewards)
+
+
+def solved_rows(batch: RolloutStepBatch, config: RolloutSection) -> Sequence[int]:
+    """Rows never to be asked again, in ticket order."""
+    rate = config.no_resampling_pass_rate
+    if rate is None:
+        return []
+    groups = sorted((*batch.groups, *batch.rejected), key=lambda group: group.ticket)
+    return [group.prompt.row_id for group in groups if sum(map(is_right, group.verdicts)) >= rate * len(group.verdicts)]

@@ -14,8 +14,8 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.rollout.conductor import Generates, Judges, sampling_seed
 from open_instruct.rollout.samples import is_right, length_metrics, mean, verdict_metrics
-from open_instruct.rollout.without_overlap import Generates, Judges, sampling_seed
 
 NUM_JUDGING_THREADS = 16
 NUM_SHOWN = 3

@@ -15,7 +15,7 @@ from open_instruct.cluster.pids import remove_pids, write_pids
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.data.prompt_stream import PromptStream
+from open_instruct.data.prompts import PromptStream
 from open_instruct.data.turn_end import turn_end_token_ids
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool

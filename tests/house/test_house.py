@@ -33,7 +33,7 @@ PACKAGE = REPOSITORY / "open_instruct"
 FILES = sorted(PACKAGE.rglob("*.py"))
 DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
-# From the ground up; a room imports from its own floor and those below it.
+# From the ground up; a room imports from itself and from floors below it. docs/architecture.md draws them.
 FLOORS = [
     {"__init__", "errors", "families", "records", "whole_file"},
     {"config"},
@@ -57,7 +57,6 @@ FLOORS = [
         "dpo",
         "sft",
         "grpo_olmo_core_actor",
-        "grpo_learner",
         "olmo_core_train_modules",
         "replay",
         "train",
@@ -80,14 +79,14 @@ BUDGETS = {
     "checkpoints": 540,
     "cluster": 830,
     "config": 1695,
-    "data": 1620,
-    "engines": 690,
-    "entries": 930,
-    "learner": 1130,
+    "data": 1610,
+    "engines": 680,
+    "entries": 880,
+    "learner": 1120,
     "losses": 260,
     "models": 2290,
     "objectives": 280,
-    "packing": 540,
+    "packing": 530,
     "parallel": 1155,
     "planning": 2400,
     "rollout": 1320,
@@ -97,7 +96,7 @@ BUDGETS = {
 }
 MAX_FILES_OF_A_ROOM = 16
 # Rooms from before that rule, which may not grow.
-LARGER_ROOMS = {"data": 20, "models": 20}
+LARGER_ROOMS = {"data": 18, "models": 20}
 NOT_CODE = {
     *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -306,16 +305,16 @@ def attributes_read(node: ast.AST) -> frozenset[str]:
     )
 
 
-def properties_that_read(name: str) -> set[str]:
-    """Properties of the config classes that are made of this flag: `num_steps` of `total_episodes`."""
-    return {
-        node.name
+@cache
+def properties_of_configs() -> tuple[tuple[str, frozenset[str]], ...]:
+    """Properties of the config classes, each with what it reads: `num_steps` reads `total_episodes`."""
+    return tuple(
+        (node.name, attributes_read(node))
         for path in (PACKAGE / "config").glob("*.py")
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef)
         and any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
-        and name in attributes_read(node)
-    }
+    )
 
 
 class TestFlags:
@@ -324,7 +323,7 @@ class TestFlags:
         [(command.script, name) for command in commands_with_flags() for name in flags_of(command.config_class)],
     )
     def test_every_flag_is_read(self, script: str, name: str) -> None:
-        names = {name, *properties_that_read(name)}
+        names = {name, *(made for made, read in properties_of_configs() if name in read)}
         files = [path for path in files_behind(script) if room_of(path) != "config"]
         readers = [path for path in files if attributes_read(tree_of(path)) & names]
         assert readers, f"--{name} is accepted and read by nothing that {script} imports, outside config/"
@@ -334,7 +333,8 @@ class TestFlags:
         assert page == markdown(commands_with_flags()), "run: python scripts/flags_page.py > docs/flags.md"
 
 
-def known_flags() -> set[str]:
+@cache
+def known_flags() -> frozenset[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
     configs = (DPOConfig, SFTConfig, GRPOConfig, ReplayFlags, PlanFlags, LayoutFlags, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
@@ -346,7 +346,7 @@ def known_flags() -> set[str]:
                 match = re.fullmatch(r"--([a-z][\w-]*)", node.value)
                 if match:
                     known.add(match[1].replace("-", "_"))
-    return known | SYNONYMS.keys()
+    return frozenset(known | SYNONYMS.keys())
 
 
 @pytest.mark.parametrize("path", [path for path in DOCS if path.exists()], ids=ids)

@@ -73,8 +73,9 @@ def test_sizes_and_forms(rows: tuple[Rows, Rows, Rows]) -> None:
     sft, prompts, held_out = rows
     assert list(map(len, rows)) == [3000, 4500, 200]
     assert {tuple(message["role"] for message in row["messages"]) for row in sft} == {("user", "assistant")}
+    verifiers = known_verifiers()
     for row in prompts + held_out:
-        parsed = parse_prompt_row(row, known_verifiers())
+        parsed = parse_prompt_row(row, verifiers)
         assert [(check.verifier, check.ground_truth) for check in parsed.checks] == [("gsm8k", str(sum(operands(row))))]
 
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.data.prompt_stream import PromptStream
+from open_instruct.data.prompts import PromptStream
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor
+from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor, sampling_seed
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.rollout.without_overlap import plain_batches, sampling_seed
+from open_instruct.rollout.without_overlap import plain_batches
 from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin, without_versions
 
 NUM_PROMPTS = 3  # of a step

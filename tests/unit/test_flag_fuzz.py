@@ -109,7 +109,7 @@ def show_layout(draw: random.Random) -> None:
     assert layout_command(line) == 0
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.slow) for block in range(2, 8))])
 def test_every_refusal_is_an_input_error(
     block: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

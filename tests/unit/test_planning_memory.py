@@ -190,6 +190,7 @@ def test_the_passes_of_a_whole_model(dtype: Any, max_logits_bytes: int, monkeypa
         assert made == pytest.approx(num_bytes, rel=0.05), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

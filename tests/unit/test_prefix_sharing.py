@@ -16,10 +16,10 @@ from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpoin
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.families import FAMILIES
 from open_instruct.learner.forward import sequence_logprobs, token_logprobs
-from open_instruct.packing.collate import collate, num_packed_tokens
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
 from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, rollout_batch, rollout_minibatches
+from open_instruct.packing.steps import collate, num_packed_tokens
 from open_instruct.records import IGNORE_INDEX, Document, PackedBatch, RolloutSample, Span
 from tests.unit.small_models import CPU, VOCAB_SIZE, WINDOW, new_model, random_model
 
@@ -274,7 +274,7 @@ def test_computed_again_in_the_backward_pass(mode: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize(("backend", "num_blocks"), [("eager", 4), ("inductor", 1)])
+@pytest.mark.parametrize(("backend", "num_blocks"), [("eager", 4), pytest.param("inductor", 1, marks=pytest.mark.slow)])
 def test_compiled_blocks_take_segments(backend: str, num_blocks: int) -> None:
     """All of them traced, and one compiled where there is a C++ compiler; it takes its time."""
     if backend == "inductor" and shutil.which("g++") is None:

@@ -17,8 +17,7 @@ from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.messages import Message
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.data.prompt_stream import PromptStream
-from open_instruct.data.prompts import Prompts, load_prompt_dataset
+from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset
 from open_instruct.data.report import DataReport
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError, RunError

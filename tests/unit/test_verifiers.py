@@ -349,6 +349,7 @@ class TestOwnFiles:
         pool.close()
         assert "mine" not in sys.modules
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("word", "entry"),
         [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.grpo_learner import GRPOLearner
+from open_instruct.learner.stepwise import GRPOLearner
 from open_instruct.models.logprob_head import LogprobHead
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process

@@ -22,7 +22,7 @@ from open_instruct.models.logprob_head import LogprobHead
 from open_instruct.models.names import TensorNames
 from open_instruct.objectives.objective import REFERENCE
 from open_instruct.olmo_core_train_modules import DPOTrainModule
-from open_instruct.packing.collate import collate
+from open_instruct.packing.steps import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
 from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
