@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from open_instruct.config.sections import (
     DataSection, LoggingSection, MemorySection, ModelSection, OptimSection, ParallelSection, RunSection, flag,
 )
-from open_instruct.config.validation import above_zero, refuse, training_problems, training_warnings
+from open_instruct.config.validation import refuse, training_problems, training_warnings
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.data.rows import MalformedRow
 from open_instruct.data.sft_rows import SFTBuilder
@@ -39,8 +39,8 @@ from open_instruct.records import Metric
 class MadeUpLossSection:
     """Loss"""
 
-    strength: float = flag("how steep the curve is", 0.5)
-    height: float = flag("its highest value", 3.0)
+    strength: float = flag("how steep the curve is", 0.5, above=0)
+    height: float = flag("its highest value", 3.0, above=0)
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class MadeUpConfig:
 
 
 def validate(config: MadeUpConfig) -> list[str]:
-    refuse([*training_problems(config), *above_zero(config.loss, "strength", "height")])
+    refuse(training_problems(config))
     return list(training_warnings(config))
 
 
