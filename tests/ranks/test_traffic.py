@@ -17,7 +17,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.layout import layout_of
-from open_instruct.planning.memory.phases import activations
+from open_instruct.planning.memory import activations
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import workload_of
 from open_instruct.planning.traffic.collectives import Exchange, groups_of

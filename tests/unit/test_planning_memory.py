@@ -20,12 +20,12 @@ from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
 from open_instruct.models.tiny import Size, tiny_config
 from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, block_profile
 from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
 from open_instruct.planning.memory.phases import (
     NUM_SYNC_SLOTS,
     READ_CHUNK_BYTES,
-    activations,
     memory_by_phase,
     peak_phase,
 )
