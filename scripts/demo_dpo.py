@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step
+from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step, torchrun
 from rich.columns import Columns
 from rich.panel import Panel
 from rich.table import Table
@@ -45,13 +45,7 @@ def main() -> int:
     console.print(f"{TRAIN_ROWS}: {NUM_TRAIN_ROWS} pairs; {HELD_OUT_ROWS}: {NUM_HELD_OUT_ROWS} pairs")
 
     step(3, "DPO on four processes: two copies, each in two shards (HSDP)")
-    run(
-        "torchrun",
-        "--rdzv_backend",
-        "loopback",
-        "--rdzv_endpoint",
-        "localhost",
-        "--nproc_per_node",
+    torchrun(
         NUM_RANKS,
         "open_instruct/dpo.py",
         *dpo_flags(),

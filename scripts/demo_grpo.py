@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step
+from demo_shell import CURVE_HEIGHT, OUTPUT, REPOSITORY, console, ended, rows_of, run, step, torchrun
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -42,13 +42,7 @@ def main() -> int:
     console.print(f"{DATA}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out sums")
 
     step(3, "a warm start on the examples")
-    run(
-        "torchrun",
-        "--rdzv_backend",
-        "loopback",
-        "--rdzv_endpoint",
-        "localhost",
-        "--nproc_per_node",
+    torchrun(
         2,
         "open_instruct/sft.py",
         *sft_flags(),

@@ -25,6 +25,20 @@ def step(number: int, what: str) -> None:
     console.rule(f"[bold]{number}. {what}", align="left")
 
 
+def torchrun(num_ranks: int, *arguments: object) -> None:
+    """`run` on several ranks of this machine, which listen to nobody else."""
+    run(
+        "torchrun",
+        "--rdzv_backend",
+        "loopback",
+        "--rdzv_endpoint",
+        "localhost",
+        "--nproc_per_node",
+        num_ranks,
+        *arguments,
+    )
+
+
 def run(program: str, *arguments: object) -> None:
     """Run a program of the environment; end the demo if it fails."""
     words = [str(argument) for argument in arguments]

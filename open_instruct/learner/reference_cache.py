@@ -8,8 +8,6 @@ which average divide by the length themselves and share the same file.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from open_instruct.config.sections import ModelSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.scoring import Scorer
-from open_instruct.models.fingerprint import NOT_COMPUTED_WITH, weights_fingerprint
+from open_instruct.models.fingerprint import with_config
 from open_instruct.packing.steps import BatchShape
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted
@@ -108,7 +106,7 @@ def open_reference_cache(
     """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
     cache = ReferenceCache(
         cache_folder / "reference_logprobs",
-        model_fingerprint=_fingerprint(pretrained),
+        model_fingerprint=with_config(pretrained.weights_fingerprint, pretrained.hf_config.to_dict()),
         precision=model.param_dtype,
         laid_out=f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded",
         documents_per_row=shape.documents_per_sample,
@@ -117,11 +115,3 @@ def open_reference_cache(
     # All ranks must see the same rows before any of them writes.
     dist.barrier()
     return cache
-
-
-def _fingerprint(pretrained: Pretrained) -> str:
-    """The weights and what config.json makes of them: the same tensors under another window are another model."""
-    config = pretrained.hf_config.to_dict()
-    computed_with = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
-    text = json.dumps(computed_with, sort_keys=True, default=str)
-    return hashlib.sha256((weights_fingerprint(pretrained.files) + text).encode()).hexdigest()

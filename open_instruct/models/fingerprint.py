@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def weights_fingerprint(files: CheckpointFiles, process_group: dist.ProcessGroup
     """
     alone = not dist.is_initialized()
     rank, num_ranks = (0, 1) if alone else (dist.get_rank(process_group), dist.get_world_size(process_group))
-    chunks = list(_chunks(files))
+    chunks = _chunks(files)
     own = {number: _digest(*chunks[number]) for number in range(rank, len(chunks), num_ranks)}
     of_ranks: list[dict[int, bytes]] = [own]
     if not alone:
@@ -39,10 +40,15 @@ def weights_fingerprint(files: CheckpointFiles, process_group: dist.ProcessGroup
     return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
 
 
-def _chunks(files: CheckpointFiles) -> Iterator[tuple[Path, int]]:
+def with_config(weights: str, config: dict[str, object]) -> str:
+    """A name for weights and what a config makes of them: the same tensors under another window are another model."""
+    computed_with = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
+    return hashlib.sha256((weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()).hexdigest()
+
+
+def _chunks(files: CheckpointFiles) -> list[tuple[Path, int]]:
     """(file, offset) of every chunk; files in the order of their names, no chunk across two files."""
-    for path in files.paths:
-        yield from ((path, offset) for offset in range(0, path.stat().st_size, CHUNK_BYTES))
+    return [(path, offset) for path in files.paths for offset in range(0, path.stat().st_size, CHUNK_BYTES)]
 
 
 def _digest(path: Path, offset: int) -> bytes:

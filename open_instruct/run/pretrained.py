@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_destination, check_exportable
+from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.names import TensorNames
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: one property is kept
 class Pretrained:
     """A checkpoint whose names and shapes are known to fit the model, before any weight is read."""
 
@@ -43,6 +45,11 @@ class Pretrained:
     def build(self, *, init_device: str) -> Transformer:
         """The model, without weights."""
         return build_model(self.hf_config, init_device=init_device)
+
+    @cached_property
+    def weights_fingerprint(self) -> str:
+        """See there. Collective when it is first asked for: every byte of the checkpoint is read, and only once."""
+        return weights_fingerprint(self.files)
 
     @property
     def pad_token_id(self) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, read_manifest, refuse_another_start_model
-from open_instruct.models.fingerprint import NOT_COMPUTED_WITH, weights_fingerprint
+from open_instruct.models.fingerprint import with_config
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -21,9 +20,7 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
     :raises InputError: the run began with another.
     """
     config = json.loads((pretrained.folder / "config.json").read_text(encoding="utf-8"))
-    computed_with = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
-    text = weights_fingerprint(pretrained.files) + json.dumps(computed_with, sort_keys=True)
-    own = hashlib.sha256(text.encode()).hexdigest()
+    own = with_config(pretrained.weights_fingerprint, config)
 
     def compare() -> None:
         for folder in map(Path, find_checkpoints(run.directory.path)):
