@@ -138,8 +138,8 @@ def build_module(case: Case) -> Any:
     import torch
 
     from open_instruct.config.sections import MemorySection, OptimSection, PreferenceLossSection
-    from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
-    from open_instruct.learner.optimizers import build_optimizer_config
+    from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+    from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
     from open_instruct.models.build import build_model
     from open_instruct.olmo_core_train_modules import DPOTrainModule
     from open_instruct.parallel.data_parallel import build_data_parallel_config
@@ -291,8 +291,8 @@ def track(case: Case) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from open_instruct.config.sections import MemorySection, OptimSection
-    from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
-    from open_instruct.learner.optimizers import build_optimizer_config
+    from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+    from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
     from open_instruct.models.attention import SegmentAttention, attend_by_document
     from open_instruct.models.build import build_model
     from open_instruct.parallel.data_parallel import build_data_parallel_config

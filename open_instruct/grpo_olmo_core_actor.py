@@ -64,7 +64,7 @@ class PolicyTrainerOLMoCoreProcess:
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
             engine_dtype: that weights travel in.
         """
-        from open_instruct.learner.stepwise import GRPOLearner
+        from open_instruct.learner.grpo import GRPOLearner
         from open_instruct.run.opened import join_run
         from open_instruct.run.pretrained import open_pretrained
 
@@ -86,16 +86,17 @@ class PolicyTrainerOLMoCoreProcess:
         Returns what `save_state` was given for it, None at the start; and what people should be warned of.
         """
         warnings: list[str] = []
-        return self.learner.trainer.resume(warn=warnings.append), warnings
+        return self.learner.resume(warn=warnings.append), warnings
 
     def save_state(self, drivers_state: dict[str, Any]) -> None:
         """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own."""
-        self.learner.trainer.save(drivers_state, keep_last_n=self.config.run.keep_last_n_checkpoints)
+        self.learner.save(drivers_state)
 
     def save_model(self) -> None:
         """Write OUT/hf_model."""
         from open_instruct.learner.export import export_policy
 
+        self.learner.loop.close()
         export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config)
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.learner.train_module import ObjectiveTrainModule
+from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.objectives import dpo, policy_gradient
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.objectives.sft import cross_entropy

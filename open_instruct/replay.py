@@ -100,7 +100,7 @@ def take_again(
     process: Process,
 ) -> dict[str, float]:
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
-    from open_instruct.learner.stepwise import GRPOLearner
+    from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
     from open_instruct.rollout.replay import OF_THE_RUN, check_token_ids, work_of
@@ -130,7 +130,7 @@ def take_again(
         check_token_ids(groups, pretrained.hf_config.vocab_size)
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
-        learner.trainer.stand_before(step, checkpoint=weights.checkpoint)
+        learner.loop.stand_before(step, checkpoint=weights.checkpoint)
         row = learner.step(work)
     forget_mesh()
     # Model and trainer hold each other: their memory is wanted before the next ones are built.

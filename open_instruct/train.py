@@ -28,21 +28,22 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
     """The whole run, as every rank walks it. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
-    from open_instruct.learner.export import export_policy, preempted
+    from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
-    from open_instruct.learner.policy import build_policy
+    from open_instruct.learner.loop import Loop
+    from open_instruct.learner.olmo_core.policy import build_policy
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.learner.train_module import ObjectiveTrainModule
-    from open_instruct.learner.trainer import build_trainer
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
     from open_instruct.run.opened import open_run
     from open_instruct.run.plan_check import check_plan_of_run
     from open_instruct.run.pretrained import open_pretrained
+    from open_instruct.run.signals import stopped_by
     from open_instruct.run.start_model import start_model_of
+    from open_instruct.run.trackers import logging_steps
 
     with open_run(config) as run:
         pretrained = open_pretrained(
@@ -66,9 +67,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         )
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
 
-        policy = build_policy(
-            ObjectiveTrainModule, pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config)
-        )
+        policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config))
         scorer = Scorer(policy, shape=shape, console=run.console)
 
         scores = {}
@@ -94,15 +93,27 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
             scores=scores,
             shape=shape,
             seed=config.optim.seed,
-            work_dir=run.directory.path,
             dp_group=policy.dp_process_group,
         )
-        trainer = build_trainer(policy, loader, config=config, run=run, start_model=start_model, num_steps=num_steps)
-        trainer.fit()
-        if trainer.is_canceled:
-            return preempted(trainer, run)
+        loop = Loop(
+            policy,
+            loader,
+            folder=run.directory.path,
+            start_model=start_model,
+            num_steps=num_steps,
+            max_tokens_per_step=loader.max_tokens_per_step,
+            keep_last_n=config.run.keep_last_n_checkpoints,
+        )
+        if loop.resume(warn=run.console.warn):
+            run.console.say(f"resuming after step {loop.step} of {num_steps}")
+        with logging_steps(run, config, first_step=loop.step, num_steps=num_steps) as on_step:
+            signal = loop.fit(loader, on_step=on_step, save_interval=config.run.checkpointing_steps)
+        if signal is not None:
+            told, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
+            run.console.say(told)
+            return code
 
         if heldout is not None:
-            heldout.evaluate(scorer, step=trainer.global_step)
+            heldout.evaluate(scorer, step=loop.step)
         export_policy(policy, pretrained, run=run, config=config)
         return 0

@@ -5,16 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from olmo_core.distributed.utils import barrier, broadcast_object, get_rank, get_world_size
-from olmo_core.optim import SkipStepOptimizer
+from olmo_core.distributed.utils import barrier, get_rank, get_world_size
 from olmo_core.train import Trainer
-from olmo_core.train.callbacks import Callback, CheckpointerCallback
 from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.checkpoints.finite import check_weights
@@ -34,31 +29,6 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.process import on_main_process
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class RunCheckpointer(CheckpointerCallback):
-    """OLMo-core's checkpointer, which also counts the checkpoints of earlier runs in the same folder."""
-
-    def pre_train(self) -> None:
-        super().pre_train()
-        if self.step > 0:
-            # What was just loaded is on disk already: a run that has nothing left to do must not
-            # clear it to write it again.
-            self._latest_checkpoint_step = self.step
-        self._checkpoints = broadcast_object(find_checkpoints(Path(self.save_folder)))
-
-    def post_train(self) -> None:
-        super().post_train()
-        self._remove_old_checkpoints()
-
-    def _save_checkpoint(self, save_async: bool | None = None, ephemeral: bool = False) -> str:
-        with explained(self.trainer):
-            return super()._save_checkpoint(save_async=save_async, ephemeral=ephemeral)
-
-    def _remove_checkpoint(self, path: str) -> None:
-        if get_rank() == 0:
-            _remove(Path(path))
 
 
 @contextmanager
@@ -111,31 +81,6 @@ def last_checkpoint(folder: Path) -> str:
     if step is None:
         return "This run has no checkpoint"
     return f"The newest checkpoint, {folder / f'step{step}'}, is from before that, and all of its weights are finite"
-
-
-@dataclass
-class SkipStepHistory(Callback):
-    """Carries a skip-step optimizer's rolling window over a restart; OLMo-core leaves it out of its state."""
-
-    def _optimizer(self) -> SkipStepOptimizer | None:
-        optimizer = getattr(self.trainer.train_module, "optim", None)
-        return optimizer if isinstance(optimizer, SkipStepOptimizer) else None
-
-    def state_dict(self) -> dict[str, Any]:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return {}
-        return {
-            "losses": [float(loss) for loss in optimizer._losses],
-            "grad_norms": [float(norm) for norm in optimizer._grad_norms],
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None or not state_dict:
-            return
-        optimizer._losses = [torch.tensor(loss, device=optimizer.device) for loss in state_dict["losses"]]
-        optimizer._grad_norms = [torch.tensor(norm, device=optimizer.device) for norm in state_dict["grad_norms"]]
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:

@@ -1,37 +1,21 @@
-"""How a run ends: with an exported model, or with a checkpoint and a word on how to go on."""
+"""How a run ends: with an exported model."""
 
 from __future__ import annotations
 
-import signal
-
 import torch
-from olmo_core.train import Trainer
 
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.resume import last_checkpoint
-from open_instruct.checkpoints.step_folder import latest_step
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import choose_chat_template
-from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
-from open_instruct.learner.train_module import ObjectiveTrainModule
+from open_instruct.learner.backend import Learner
 from open_instruct.models.export import export_hf
 from open_instruct.parallel.peers import doing
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 
-def preempted(trainer: Trainer, run: Run) -> int:
-    """Say where the run stopped, and return the exit code: 143 after SIGTERM, 1 after Ctrl-C."""
-    reason = trainer._cancel_reason or "a signal"
-    step = latest_step(run.directory.path)
-    run.console.say(
-        f"{reason}: stopped after step {trainer.global_step}; the checkpoint is {run.directory.path / f'step{step}'}. "
-        "Give the same command again to go on from there"
-    )
-    return EXIT_PREEMPTED if signal.Signals.SIGTERM.name in reason else EXIT_FAILURE
-
-
-def export_policy(policy: ObjectiveTrainModule, pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> None:
+def export_policy(policy: Learner, pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`. Every rank enters together."""
     doing("exporting the trained model")
     name, template_name = config.run.export_dtype, config.data.chat_template_name

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.replica import build_replica
+from open_instruct.learner.olmo_core.replica import build_replica
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import reshard

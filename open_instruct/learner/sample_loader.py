@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from olmo_core.data.data_loader import DataLoaderBase
 
 from open_instruct.data.saved_place import check_saved_place
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.steps import BatchShape, step_batch
+from open_instruct.records import StepBatch
 
 
-class SampleLoader(DataLoaderBase):
+class SampleLoader:
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
     The last batch of an epoch is the shorter rest: every sample is seen once an epoch. `scores` are frozen values of
@@ -29,59 +28,45 @@ class SampleLoader(DataLoaderBase):
         scores: Mapping[str, np.ndarray] | None = None,
         shape: BatchShape,
         seed: int,
-        work_dir: Path,
         dp_group: dist.ProcessGroup | None,
     ) -> None:
-        dp_world_size, dp_rank = dist.get_world_size(dp_group), dist.get_rank(dp_group)
-        # OLMo-core counts batches in tokens; ours are counted in samples, and this is their upper bound.
-        super().__init__(
-            work_dir=work_dir,
-            global_batch_size=shape.max_tokens_per_microbatch * shape.max_microbatches * dp_world_size,
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-        )
+        self.dp_world_size, self.dp_rank = dist.get_world_size(dp_group), dist.get_rank(dp_group)
         self.dataset = dataset
         self.scores = scores
         self.shape = shape
         self.seed = seed
-        self.num_samples_per_step = shape.max_samples_per_rank * dp_world_size
-        self._order: np.ndarray | None = None
+        self.num_samples_per_step = shape.max_samples_per_rank * self.dp_world_size
+        self.epoch = 1
+        self.batches_processed = 0
 
     @property
-    def total_batches(self) -> int:
-        return -(-len(self.dataset) // self.num_samples_per_step)
+    def max_tokens_per_step(self) -> int:
+        """Over all ranks."""
+        return self.shape.max_tokens_per_microbatch * self.shape.max_microbatches * self.dp_world_size
 
-    def reshuffle(self, epoch: int | None = None, **kwargs: Any) -> None:
-        del kwargs
-        self._epoch = epoch if epoch is not None else (self._epoch or 0) + 1
-        self._order = np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
-
-    def _iter_batches(self) -> Iterator[dict[str, Any]]:
-        assert self._order is not None, "reshuffle() comes before iteration"
-        for batch in range(self.batches_processed, self.total_batches):
+    def rest_of_epoch(self) -> Iterator[StepBatch]:
+        """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
+        num_batches = -(-len(self.dataset) // self.num_samples_per_step)
+        for batch in range(self.batches_processed, num_batches):
             start = batch * self.num_samples_per_step
-            indices = self._order[start : start + self.num_samples_per_step].tolist()
-            yield {
-                "step": step_batch(
-                    self.dataset,
-                    indices,
-                    shape=self.shape,
-                    rank=self.dp_rank,
-                    num_ranks=self.dp_world_size,
-                    scores=self.scores,
-                )
-            }
+            self.batches_processed = batch + 1
+            yield step_batch(
+                self.dataset,
+                order[start : start + self.num_samples_per_step].tolist(),
+                shape=self.shape,
+                rank=self.dp_rank,
+                num_ranks=self.dp_world_size,
+                scores=self.scores,
+            )
 
-    def get_mock_batch(self) -> dict[str, Any]:
-        # The trainer's dry run is skipped: it would enter the gradient and random state of a bitwise run.
-        raise NotImplementedError
-
-    def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int:
-        return batch["step"].counts["tokens"]
+    def begin_next_epoch(self) -> None:
+        self.epoch += 1
+        self.batches_processed = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "batches_processed": self.batches_processed,
             "num_samples_per_step": self.num_samples_per_step,
             "data_fingerprint": self.dataset.fingerprint,
@@ -100,5 +85,5 @@ class SampleLoader(DataLoaderBase):
                 f"times {self.dp_world_size} data-parallel ranks is {state_dict['num_samples_per_step']}",
             ),
         )
-        self._epoch = state_dict["epoch"]
+        self.epoch = state_dict["epoch"]
         self.batches_processed = state_dict["batches_processed"]

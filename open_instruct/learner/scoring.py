@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.learner.backend import Learner
 from open_instruct.learner.forward import sequence_logprobs
-from open_instruct.learner.train_module import ObjectiveTrainModule
 from open_instruct.models.shards import reshard
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
@@ -26,7 +26,7 @@ class Scorer:
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(self, policy: ObjectiveTrainModule, *, shape: BatchShape, console: Console) -> None:
+    def __init__(self, policy: Learner, *, shape: BatchShape, console: Console) -> None:
         self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
         self.device = policy.device

@@ -5,16 +5,13 @@ Where learners die the walk goes back to the last checkpoint; engines that die a
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.cluster.learner_group import LearnerLost
 from open_instruct.cluster.learner_watch import watching
-from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED, RunError
+from open_instruct.errors import RunError
 from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.peers import activity
 from open_instruct.rollout.checked_run import RolloutRun
@@ -25,7 +22,8 @@ from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.rollout.view import FleetView
-from open_instruct.run.metrics_log import MetricsFile
+from open_instruct.run.metrics_log import MetricsFile, MetricsLog
+from open_instruct.run.signals import Noted, noting_signals, stopped_by
 
 # What a step has where nothing was learned from it.
 NOTHING_LEARNED = {
@@ -50,13 +48,13 @@ class Driver:
         self.console = run.console
         self.conductor = fleet.new_conductor()
         self.signal_watch = SignalWatch(config)
-        self.metrics = MetricsFile(run.directory.metrics)
+        self.metrics = MetricsLog(MetricsFile(run.directory.metrics), run.trackers)
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
         self.num_restarts = 0
         self.num_tokens = 0
         self._agrees = False
-        self._signal: int | None = None
+        self._signal = Noted()
 
     def fit(self) -> int:
         """Every step that is left, and the export. Returns the exit code.
@@ -65,7 +63,7 @@ class Driver:
             RunError: something died more often than `--max_restarts`, every verdict of a step failed, or engines and
                 learners disagree.
         """
-        with self._signals_noted(), self.view.shown():
+        with noting_signals(self._say_signal, second_ends_at_once=True) as self._signal, self.view.shown():
             lost: LearnerLost | None = None
             while True:
                 try:
@@ -83,13 +81,12 @@ class Driver:
         if self.step == 0 and self.config.evaluation.eval_on_step_0:
             self._evaluate()
         while self.step < self.config.num_steps:
-            if self._signal is not None:
-                return self._stop_early(self._signal)
+            if self._signal.number is not None:
+                return self._stop_early(self._signal.number)
             self._take_step()
         with self.view.phase("exporting"):
             self._learners("save_model")
-        for tracker in self.run.trackers:
-            tracker.close()
+        self.metrics.close()
         self.console.say(f"the trained model is in {self.run.directory.hf_model}", style="green")
         return 0
 
@@ -163,9 +160,7 @@ class Driver:
         return result.metrics
 
     def _write(self, row: Mapping[str, float]) -> None:
-        self.metrics.append(row)
-        for tracker in self.run.trackers:
-            tracker.log(self.step, row)
+        self.metrics.write(row)
         self.view.finished(row)
 
     # Checkpoints, and what goes wrong
@@ -188,8 +183,8 @@ class Driver:
             self.console.say(f"resuming after step {self.step} of {self.config.num_steps}")
         else:
             self.step = self.num_tokens = 0
-        self.metrics.keep_until(self.step)
-        self.view.rewards = [row["reward"] for row in self.metrics.rows()]
+        self.metrics.file.keep_until(self.step)
+        self.view.rewards = [row["reward"] for row in self.metrics.file.rows()]
         if self.step != self.fleet.publisher.version:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)
@@ -210,35 +205,16 @@ class Driver:
             self.fleet.restart_learners()
 
     def _stop_early(self, number: int) -> int:
-        name = signal.Signals(number).name
         if self.step > 0:
             self._save()
-        where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
-        if self.step > 0:
-            checkpoint = self.run.directory.path / f"step{self.step}"
-            where = f"the checkpoint is {checkpoint}. Give the same command again to go on from there"
-        self.console.say(f"{name}: stopped after step {self.step}; {where}")
-        return EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_FAILURE
+        told, code = stopped_by(number, step=self.step, folder=self.run.directory.path)
+        self.console.say(told)
+        return code
 
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        """A first SIGTERM or Ctrl-C ends the run after the step that it falls in; a second one at once."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            del frame
-            if self._signal is not None:
-                raise KeyboardInterrupt
-            self._signal = number
-            is_last = self.step >= self.config.num_steps
-            after = "this step" if not is_last else f"{activity()}; a second one ends it at once"
-            self.console.say(f"{signal.Signals(number).name}: stopping after {after}")
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _say_signal(self, name: str) -> None:
+        is_last = self.step >= self.config.num_steps
+        after = "this step" if not is_last else f"{activity()}; a second one ends it at once"
+        self.console.say(f"{name}: stopping after {after}")
 
     def _check_learners(self) -> None:
         with self.fleet.publisher.learners_at_work():

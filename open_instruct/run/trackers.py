@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import LoggingSection
-from open_instruct.run.metrics_log import Tracker
+from open_instruct.config.training import LearnerConfig
+from open_instruct.run.metrics_log import MetricsFile, MetricsLog, Tracker, numbers_of_step
+from open_instruct.run.opened import Run
 from open_instruct.whole_file import replace_text
 
 
@@ -61,3 +65,29 @@ def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str
     if "wandb" in logging.report_to:
         trackers.append(WandbTracker(folder, logging, config))
     return trackers
+
+
+@contextmanager
+def logging_steps(
+    run: Run, config: LearnerConfig, *, first_step: int, num_steps: int
+) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """A function that is told the number and the metrics of every step: rank 0 writes and shows them.
+
+    Rows after `first_step` that an earlier run left are dropped: they are written again.
+    """
+    if run.process.rank != 0:
+        yield lambda step, row: None
+        return
+    file = MetricsFile(run.directory.metrics)
+    file.keep_until(first_step)
+    trackers = build_trackers(config.logging, folder=run.directory.path, config=as_flat_dict(config))
+    with (
+        closing(MetricsLog(file, trackers)) as log,
+        run.console.training(first_step=first_step, num_steps=num_steps) as show,
+    ):
+
+        def on_step(step: int, row: Mapping[str, float]) -> None:
+            log.write({"step": step} | dict(row))
+            show(step, numbers_of_step(row))
+
+        yield on_step

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.plan_memory import Case, predicted, tracked
 from open_instruct.config.sections import MemorySection
-from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.cast_copy import CastCopy
+from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.models.build import build_model
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES

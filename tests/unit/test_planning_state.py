@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.config.sections import OptimSection
 from open_instruct.families import FAMILIES
-from open_instruct.learner.cast_copy import CastCopy
-from open_instruct.learner.optimizers import build_optimizer_config
+from open_instruct.learner.olmo_core.cast_copy import CastCopy
+from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.tiny import SIZES, Size, tiny_config

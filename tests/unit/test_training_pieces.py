@@ -18,11 +18,11 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
-from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.muon import MuonWithAdamW
-from open_instruct.learner.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.olmo_core.muon import MuonWithAdamW
+from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.olmo_core.train_module import WeightedSums, padding_fraction
 from open_instruct.learner.reference_cache import ReferenceCache
-from open_instruct.learner.train_module import WeightedSums, padding_fraction
 from open_instruct.models.build import build_model
 from open_instruct.models.tiny import SIZES, tiny_config
 from open_instruct.packing.steps import BatchShape, collate, step_batch

@@ -32,7 +32,7 @@ def save_each(cases: list[list[str]], ports: list[int], num_saved: int) -> list[
         learner = Learner(flags, num_steps=NUM_STEPS)
         for _ in range(num_saved):
             learner.take_step(7)
-            learner.trainer.save({"mark": learner.trainer.step}, keep_last_n=0)
+            learner.save({"mark": learner.loop.step})
         results.append(state_of(learner))
         stop_process()
     return results
@@ -46,7 +46,7 @@ def load_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
         warnings: list[str] = []
         try:
             learner = Learner(flags, num_steps=NUM_STEPS)
-            found = learner.trainer.resume(warn=warnings.append)
+            found = learner.resume(warn=warnings.append)
             results.append(state_of(learner) | {"found": found, "warnings": warnings})
         except (InputError, RunError) as error:
             results.append({"error": f"{type(error).__name__}: {error}"})
@@ -57,7 +57,7 @@ def load_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
 def state_of(learner: Learner) -> dict[str, Any]:
     """Of every tensor of policy, optimizer and reference the bits of the whole, of the rest the value."""
     tensors, values = split(learner.policy.state_dict_to_save())
-    trainer = learner.trainer.trainer.state_dict()
+    trainer = learner.loop.trainer.state_dict()
     own_random_state = hashlib.sha256(json.dumps(to_json(trainer.pop("rng"))).encode()).hexdigest()
     del trainer["world_size"]
     return {
@@ -79,7 +79,7 @@ def faults_of_one_rank(flags: list[str]) -> list[str]:
     """Rank 1 cannot write, then cannot read: what each rank is told, and what is there in the end."""
     learner = Learner(flags, num_steps=NUM_STEPS)
     learner.take_step(7)
-    learner.trainer.save({}, keep_last_n=0)
+    learner.save({})
     learner.take_step(7)
     told = []
 
@@ -87,7 +87,7 @@ def faults_of_one_rank(flags: list[str]) -> list[str]:
     if dist.get_rank() == 1:  # as a full disk or a quota would
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
     try:
-        learner.trainer.save({}, keep_last_n=0)
+        learner.save({})
     except RunError as error:
         told.append(str(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -100,13 +100,13 @@ def faults_of_one_rank(flags: list[str]) -> list[str]:
     if dist.get_rank() == 1:
         safe_checkpointer.read_parts = unreadable
     try:
-        learner.trainer.resume(warn=told.append)
+        learner.resume(warn=told.append)
     except RunError as error:
         told.append(str(error))
     safe_checkpointer.read_parts = read_parts
 
-    learner.trainer.resume(warn=told.append)
-    told.append(f"at step {learner.trainer.step}")
+    learner.resume(warn=told.append)
+    told.append(f"at step {learner.loop.step}")
     folder = Path(learner.config.run.output_dir)
     told.append(", ".join(sorted(path.name for path in folder.glob("step*"))))
     stop_process()

@@ -27,16 +27,16 @@ def _run(flags: list[str], *, completions: list[int], stop_after: int | None = N
     """Go on from the newest checkpoint, if there is one; `stop_after` so many steps save one and stop."""
     learner = Learner(flags, num_steps=len(completions))
     start = [parameter.detach().clone() for parameter in learner.policy.model.parameters()]
-    learner.trainer.resume(warn=refuse)
+    learner.resume(warn=refuse)
     rows = []
-    for num_completions in completions[learner.trainer.step : stop_after]:
+    for num_completions in completions[learner.loop.step : stop_after]:
         row = learner.take_step(num_completions)
         policy = learner.policy.model
         reference = None if learner.policy.reference is None else learner.policy.reference.model
         rows.append(
             {name: row[name] for name in ("loss", "policy_loss", "kl", "grad_norm") if name in row}
             | {
-                "step": learner.trainer.step,
+                "step": learner.loop.step,
                 "policy": digest(policy),
                 "reference": None if reference is None else digest(reference),
                 "reference_is_start": reference is not None
@@ -44,7 +44,7 @@ def _run(flags: list[str], *, completions: list[int], stop_after: int | None = N
             }
         )
     if stop_after is not None:
-        learner.trainer.save({}, keep_last_n=0)
+        learner.save({})
     stop_process()
     return rows
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.learner.stepwise import GRPOLearner
+from open_instruct.learner.grpo import GRPOLearner
 from open_instruct.models.logprob_head import LogprobHead
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
@@ -75,7 +75,7 @@ class Learner(GRPOLearner):
 
     def take_step(self, num_completions: int, *, one_at_a_time: bool = False) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
-        samples = make_samples(num_completions, seed=self.trainer.step, vocab_size=self.vocab_size)
+        samples = make_samples(num_completions, seed=self.loop.step, vocab_size=self.vocab_size)
         return self.learn_from(samples, one_at_a_time=one_at_a_time)
 
     def learn_from(self, samples: list[RolloutSample], *, one_at_a_time: bool = False) -> dict[str, float]:

@@ -44,7 +44,7 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
             prefix_sharing=config.loss.prefix_sharing,
         )[dist.get_rank(learner.policy.dp_process_group)]
         rows.append({"step": step, **learner.step(work), **learned.metrics})
-        learner.trainer.save({}, keep_last_n=0)
+        learner.save({})
         if run.process.rank == 0:
             write_traces(run.directory.path, step, batch, learned)
     if export:

@@ -16,12 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
 from open_instruct.learner.forward import sequence_logprobs
-from open_instruct.learner.policy import build_policy
-from open_instruct.learner.stepwise import StepwiseTrainer
+from open_instruct.learner.grpo import DriversState
+from open_instruct.learner.loop import Loop
+from open_instruct.learner.olmo_core.policy import build_policy
 from open_instruct.models.logprob_head import LogprobHead
 from open_instruct.models.names import TensorNames
+from open_instruct.objectives.dpo import DPO
 from open_instruct.objectives.objective import REFERENCE
-from open_instruct.olmo_core_train_modules import DPOTrainModule
 from open_instruct.packing.steps import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
@@ -61,12 +62,14 @@ def _dpo_steps(
     pretrained = open_pretrained(
         config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
     )
-    policy = build_policy(DPOTrainModule, pretrained, run=run, config=config, num_steps=2, loss=config.loss)
+    policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=DPO.bind(config))
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
     policy._check = lambda loss: None  # the reference log-probs are made up
-    trainer = StepwiseTrainer(policy, folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6)
+    loop = Loop(
+        policy, DriversState(), folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6
+    )
     microbatch = _pair(num_tokens)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
     step = StepBatch(
@@ -78,8 +81,8 @@ def _dpo_steps(
             lambda: sequence_logprobs(policy.model, microbatch.packed, device=policy.device)
         )
     # The second step, as all that follow: the first one makes what lasts.
-    trainer.take_step([step], num_tokens=step.counts["tokens"])
-    counted["step"] = _counted(lambda: trainer.take_step([step], num_tokens=step.counts["tokens"]))
+    loop.take_step([step], num_tokens=step.counts["tokens"])
+    counted["step"] = _counted(lambda: loop.take_step([step], num_tokens=step.counts["tokens"]))
     return counted
 
 

@@ -7,7 +7,8 @@ import os
 from open_instruct.config.parser import parse
 
 # What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner import export, heldout, policy, trainer  # noqa: F401
+from open_instruct.learner import export, heldout, loop  # noqa: F401
+from open_instruct.learner.olmo_core import policy  # noqa: F401
 from open_instruct.objectives.registry import objective_named
 from open_instruct.run import datasets  # noqa: F401
 from open_instruct.train import train

@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.errors import RunError
-from open_instruct.learner.cast_copy import CastCopy
+from open_instruct.learner.backend import Metrics
 from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.reference_policy import Reference
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
-from open_instruct.objectives.objective import BoundLoss, LossOutputs
+from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
@@ -66,13 +67,10 @@ class WeightedSums:
 
 
 class ObjectiveTrainModule(TransformerTrainModule):
-    """OLMo-core's train module with the loss of an objective instead of next-token prediction.
+    """OLMo-core's train module with the loss of an objective instead of next-token prediction; a `Learner`.
 
     Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
     loss of the global batch however that was cut.
-
-    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads`,
-    `train_batch`, `optim_step`; at last `end_step`.
 
     :param loss: of the run; every other argument is `TransformerTrainModule`'s.
     """
@@ -86,6 +84,10 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self._grad_norm = torch.zeros(())
         self._num_left_out = 0
         self._copy: CastCopy | None = None
+
+    @property
+    def train_module(self) -> ObjectiveTrainModule:
+        return self
 
     def compute_with(self, model: Transformer) -> None:
         """Let `model`, the same in another dtype, run the passes; `self.model` is what is trained. Fill it next."""
@@ -183,9 +185,20 @@ class ObjectiveTrainModule(TransformerTrainModule):
         return None
 
     def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
-        """Forward and backward over this rank's microbatches, then one all-reduce for all metrics."""
+        """`forward_backward` of `batch["step"]`, for OLMo-core's own trainer."""
         assert not dry_run, "the loader has no mock batch"
-        step: StepBatch = batch["step"]
+        self._record(self.forward_backward(batch["step"]))
+
+    def optim_step(self) -> None:
+        """`update`, for OLMo-core's own trainer."""
+        self._record(self.update())
+
+    def _record(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self.trainer.record_metric(name, value)
+
+    def forward_backward(self, step: StepBatch) -> dict[str, float]:
+        """Forward and backward over this rank's microbatches, then one all-reduce for all metrics."""
         self._has_nothing_to_learn = step.counts["rows"] == 0
         self._set_model_mode("train")
         # FSDP averages gradients over the data-parallel ranks; the denominators are global already. Ranks that split a
@@ -202,9 +215,9 @@ class ObjectiveTrainModule(TransformerTrainModule):
             sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
         self.model.post_batch()
 
-        # Clipped here and not in `optim_step`: so the norm is read together with the loss, in one wait for the device.
+        # Clipped here and not in `update`: so the norm is read together with the loss, in one wait for the device.
         assert self.max_grad_norm is not None
-        self._grad_norm = super()._clip_grad_norm(self.max_grad_norm)
+        self._grad_norm = self._clip_grad_norm(self.max_grad_norm)
         reduced = reduce_metrics(
             sums.means()
             | {
@@ -218,32 +231,33 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self._check_gradient(reduced.pop(GRAD_NORM))
         if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
             self.optim.latest_loss = torch.tensor(reduced["loss"], device=self.device)
-        for name, value in reduced.items():
-            self.trainer.record_metric(name, value)
-        self.trainer.record_metric("num_tokens", self.trainer.global_train_tokens_seen)
+        return reduced
 
-    def optim_step(self) -> None:
+    def update(self) -> Metrics:
         """Update the weights; not from a gradient that is not finite, after which a skip-step optimizer goes on.
 
         Nor where there was nothing to learn from, or momentum alone would move them.
         """
-        if self._has_nothing_to_learn:
-            self.trainer.record_metric("total grad norm", 0.0, namespace="optim")
-            return
-        if not self._num_left_out:
-            super().optim_step()
-            self.refresh_copy()
-            return
         assert self.optim is not None
-        self.trainer.record_metric("total grad norm", self._grad_norm, reduce_type=None, namespace="optim")
-        for index, group in enumerate(self.optim.param_groups):
-            rate = group["lr"] if self.scheduler is None else self.scheduler.set_lr(group, self.trainer)
-            self.trainer.record_metric(f"LR (group {index})", rate, namespace="optim")
-        self.record_metric("step skipped", 1.0, namespace="optim")
+        if self._has_nothing_to_learn:
+            return {GRAD_NORM: 0.0}
+        metrics: dict[str, float | torch.Tensor] = {GRAD_NORM: self._grad_norm}
+        for group in reversed(self.optim.param_groups):
+            metrics["lr"] = group["lr"] if self.scheduler is None else self.scheduler.set_lr(group, self.trainer)
+        if self._num_left_out:
+            return metrics | {"step_skipped": 1.0}
+        if isinstance(self.optim, SkipStepOptimizer):
+            self.optim.latest_grad_norm = self._grad_norm
+        self.optim.step()
+        if isinstance(self.optim, SkipStepOptimizer):
+            metrics["step_skipped"] = self.optim.step_skipped
+        self.model.post_optim_step()
+        self.refresh_copy()
+        return metrics
 
-    def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Of gradients that `train_batch` has clipped already: OLMo-core's `optim_step` asks for it again."""
-        return self._grad_norm
+    @torch.no_grad()
+    def scores(self, packed: PackedBatch) -> TokenLogprobs:
+        return token_logprobs(self.computing_model, packed, device=self.device, temperature=self.loss.temperature)
 
     def end_step(self) -> None:
         """Call it once after the last update of a step."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.learner.replica import build_replica
-from open_instruct.learner.train_module import ObjectiveTrainModule
+from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.olmo_core.replica import build_replica
+from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.models.load import stream_load
+from open_instruct.objectives.objective import BoundLoss
 from open_instruct.parallel.data_parallel import (
     build_context_parallel_config,
     build_data_parallel_config,
@@ -21,23 +21,11 @@ from open_instruct.parallel.wording import counted
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
-TrainModuleT = TypeVar("TrainModuleT", bound=ObjectiveTrainModule)
-
 
 def build_policy(
-    train_module: type[TrainModuleT],
-    pretrained: Pretrained,
-    *,
-    run: Run,
-    config: LearnerConfig,
-    num_steps: int,
-    **own: Any,
-) -> TrainModuleT:
-    """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards.
-
-    `config` has the sections model, data, optim and memory; `own` are the arguments that `train_module`
-    adds to OLMo-core's.
-    """
+    pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int, loss: BoundLoss
+) -> ObjectiveTrainModule:
+    """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards."""
     doing("loading the start model")
     model, optim, memory = config.model, config.optim, config.memory
     max_seq_length = config.data.max_seq_length
@@ -47,7 +35,8 @@ def build_policy(
         run.console.warn(warning)
     # FSDP gathers in the dtype that is computed in; on a single device a copy computes.
     has_copy = run.layout.single_device and model.param_dtype != "float32"
-    module = train_module(
+    module = ObjectiveTrainModule(
+        loss=loss,
         model=transformer,
         optim=build_optimizer_config(optim, device=run.process.device),
         scheduler=build_scheduler(optim, num_steps=num_steps),
@@ -61,7 +50,6 @@ def build_policy(
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=run.process.device,
-        **own,
     )
     if has_copy:
         module.compute_with(build_replica(pretrained, run=run, config=config, checkpointing=checkpointing))

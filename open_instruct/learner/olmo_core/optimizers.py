@@ -18,7 +18,7 @@ from olmo_core.optim import (
 from olmo_core.optim.scheduler import Scheduler
 
 from open_instruct.config.sections import OptimizerSection
-from open_instruct.learner.muon import MuonWithAdamW
+from open_instruct.learner.olmo_core.muon import MuonWithAdamW
 
 # Patterns of parameter names that are never decayed.
 NOT_DECAYED = ["embeddings.*", "*norm.weight"]

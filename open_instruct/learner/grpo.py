@@ -1,0 +1,97 @@
+"""One rank's learner of GRPO: its steps are brought by a driver."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.learner.loop import Loop
+from open_instruct.learner.olmo_core.policy import build_policy
+from open_instruct.learner.reference_policy import Reference, build_reference
+from open_instruct.objectives.policy_gradient import bind
+from open_instruct.packing.rollouts import RankStep, rollout_minibatches
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
+from open_instruct.run.start_model import start_model_of
+
+
+@dataclass(slots=True)
+class DriversState:
+    """Where the driver stands among its prompts: the learners keep it for the driver, in their checkpoints."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"json": json.dumps(self.state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = json.loads(state_dict["json"])
+
+
+class GRPOLearner:
+    """Policy, reference and loop of one rank. Usable once constructed; every method is collective.
+
+    Args:
+        pretrained: what the policy starts from.
+        reference: what the reference policy starts from; not built with `--beta 0`. Default: `pretrained`.
+        run: that the process has joined.
+        config: of the run.
+    """
+
+    def __init__(
+        self, pretrained: Pretrained, *, reference: Pretrained | None = None, run: Run, config: GRPOConfig
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.pretrained = pretrained
+        self.drivers = DriversState()
+        self.policy = build_policy(
+            pretrained,
+            run=run,
+            config=config,
+            num_steps=config.num_steps,
+            loss=bind(config.loss, temperature=config.rollout.temperature, response_length=config.data.response_length),
+        )
+        if config.loss.beta > 0:
+            self.policy.reference = Reference(
+                model=build_reference(reference or pretrained, run=run, config=config),
+                update_freq=config.loss.ref_policy_update_freq,
+                alpha=config.loss.alpha,
+            )
+        self.loop = Loop(
+            self.policy,
+            self.drivers,
+            folder=run.directory.path,
+            start_model=start_model_of(pretrained, run),
+            num_steps=config.num_steps,
+            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
+            keep_last_n=config.run.keep_last_n_checkpoints,
+        )
+
+    def step(self, work: RankStep) -> dict[str, float]:
+        """Learn from the completions of one step; returns its metrics, the same on every rank."""
+        num_epochs = self.config.loss.num_epochs
+        updates = self.policy.with_frozen_logprobs(
+            rollout_minibatches(
+                work,
+                pad_token_id=self.pretrained.pad_token_id,
+                pad_to_multiple_of=self.run.layout.model_parallel_degree,
+            ),
+            num_epochs=num_epochs,
+        )
+        return self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
+
+    def save(self, drivers_state: dict[str, Any]) -> None:
+        """Write a checkpoint of this step; `drivers_state`, which JSON can say, goes with it.
+
+        :raises RunError: if it cannot be written; those written before are unharmed.
+        """
+        self.drivers.state = drivers_state
+        self.loop.save()
+
+    def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is whole, if there is one, and return the driver's state with it."""
+        return self.drivers.state if self.loop.resume(warn=warn) else None

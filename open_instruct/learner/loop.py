@@ -1,0 +1,206 @@
+"""The one loop: takes the steps of a run, whoever brings them and whatever holds the shards.
+
+OLMo-core's callbacks are called at the points at which its own trainer calls them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from olmo_core.train.callbacks import Callback, CheckpointerCallback
+
+from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpoints, resume, save_checkpoint
+from open_instruct.learner.backend import Learner
+from open_instruct.learner.olmo_core.inner import pass_on_metrics
+from open_instruct.learner.olmo_core.trainer import Place, trainer_of
+from open_instruct.parallel.peers import doing
+from open_instruct.records import StepBatch
+from open_instruct.run.signals import noting_signals
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+
+
+class EpochLoader(Place, Protocol):
+    """Steps of one update each, epoch after epoch."""
+
+    epoch: int
+
+    def rest_of_epoch(self) -> Iterator[StepBatch]:
+        """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
+
+    def begin_next_epoch(self) -> None: ...
+
+
+class Loop:
+    """Takes optimisation steps and keeps the checkpoints of a run in `folder`. Every method is collective.
+
+    Args:
+        learner: that learns.
+        place: where the run stands in its data, saved and loaded with every checkpoint.
+        start_model: fingerprint of what the policy began as, see `start_model_of`.
+        num_steps: of the whole run; the schedule stretches over them.
+        max_tokens_per_step: over all ranks, an upper bound.
+        keep_last_n: checkpoints that are kept; 0 keeps all.
+        callbacks: OLMo-core's, by name.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        place: Place,
+        *,
+        folder: Path,
+        start_model: str,
+        num_steps: int,
+        max_tokens_per_step: int,
+        keep_last_n: int = 0,
+        callbacks: Mapping[str, Callback] | None = None,
+    ) -> None:
+        self.learner = learner
+        self.folder = folder
+        self.num_steps = num_steps
+        self.keep_last_n = keep_last_n
+        self.trainer = trainer_of(
+            learner,
+            place,
+            folder=folder,
+            start_model=start_model,
+            num_steps=num_steps,
+            max_tokens_per_step=max_tokens_per_step,
+            callbacks=callbacks or {},
+        )
+        self._has_begun = False
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return self.trainer.global_step
+
+    def take_step(self, updates: Sequence[StepBatch], *, num_tokens: int) -> dict[str, float]:
+        """One optimizer update for each of `updates`, and at last the learner's `end_step`.
+
+        Returns the metrics of the step, the same on every rank: means over the updates, maxima of what is called
+        `…/max`. `num_tokens` is what the whole step counts, on all ranks.
+        """
+        self._begin()
+        self.trainer.global_step += 1
+        self.trainer.global_train_tokens_seen += num_tokens
+        doing(f"training step {self.step}")
+        self._call("pre_step", {"updates": updates})
+        of_updates: list[dict[str, float]] = []
+        for update in updates:
+            self.learner.zero_grads()
+            metrics = dict(self.learner.forward_backward(update))
+            self._call("pre_optim_step")
+            metrics |= self.learner.update()
+            of_updates.append({name: float(value) for name, value in metrics.items()})
+        self.learner.zero_grads()
+        self.learner.end_step()
+        doing(f"finishing step {self.step}")
+        self._call("post_train_batch")
+        row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
+        for name, value in row.items():
+            self.trainer.record_metric(name, value)
+        self._call("post_step")
+        pass_on_metrics(self.trainer)
+        self._call("pre_load_batch")
+        return row
+
+    def fit(self, loader: EpochLoader, *, on_step: OnStep, save_interval: int) -> int | None:
+        """Take all steps that are left, one update each, and save every `save_interval` steps and the last one.
+
+        `on_step` is told the number and the metrics of every step, on every rank.
+
+        Returns the number of the signal that ended it early, after the step and its checkpoint, or None.
+        """
+        began_s = time.perf_counter()
+        with noting_signals() as noted:
+            updates = self._updates(loader)
+            while self.step < self.num_steps:
+                update = next(updates)
+                num_tokens = update.counts["tokens"]
+                row = self.take_step([update], num_tokens=num_tokens)
+                now_s = time.perf_counter()
+                on_step(self.step, row | {"tokens_per_second": num_tokens / (now_s - began_s)})
+                signal = self._first_signal(noted.number)
+                if signal or self.step == self.num_steps or self.step % save_interval == 0:
+                    self.save()
+                if signal:
+                    break
+                # Writing a checkpoint does not count as slow training.
+                began_s = time.perf_counter()
+            else:
+                signal = None
+        self.close()
+        return signal
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, and remove those before the last `keep_last_n`.
+
+        :raises RunError: if it cannot be written; those written before are unharmed.
+        """
+        save_checkpoint(self.trainer)
+        if self.keep_last_n:
+            remove_old_checkpoints(self.folder, keep_last_n=self.keep_last_n)
+
+    def resume(self, *, warn: Callable[[str], None]) -> bool:
+        """Load the newest checkpoint that is whole; whether there was one."""
+        doing("loading the checkpoint")
+        return resume(self.trainer, warn=warn) is not None
+
+    def stand_before(self, step: int, *, checkpoint: Path | None) -> None:
+        """Be about to take `step`, with weights and optimizer of `checkpoint`, or as they are.
+
+        :raises RunError: if the checkpoint cannot be read.
+        """
+        if checkpoint is not None:
+            load_checkpoint(self.trainer, checkpoint)
+        self.trainer.global_step = step - 1
+
+    def close(self) -> None:
+        """Tell the callbacks that the training is over."""
+        if self._has_begun:
+            self._call("post_train")
+        self._call("close")
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._call("pre_train")
+            self._call("pre_load_batch")
+
+    def _updates(self, loader: EpochLoader) -> Iterator[StepBatch]:
+        self._begin()
+        while True:
+            self.trainer.epoch = loader.epoch
+            self._call("pre_epoch")
+            yield from loader.rest_of_epoch()
+            self._call("post_epoch")
+            loader.begin_next_epoch()
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        for callback in self.trainer.callbacks.values():
+            if not isinstance(callback, CheckpointerCallback):
+                getattr(callback, hook)(*arguments)
+
+    def _first_signal(self, number: int | None) -> int | None:
+        """The signal that any rank has had: they must stop after the same step."""
+        agreed = torch.tensor(number or 0, device=self.learner.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return int(agreed) or None
+
+
+def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several updates as those of one: means, but the maximum of what is called `…/max` or peak."""
+    assert rows, "a step has at least one update"
+    return {
+        name: max(row[name] for row in rows)
+        if name.endswith("/max") or name.startswith("peak_")
+        else sum(row[name] for row in rows) / len(rows)
+        for name in rows[0]
+    }

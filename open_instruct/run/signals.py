@@ -1,0 +1,62 @@
+"""A first SIGTERM or Ctrl-C ends a run after the step that it falls in, with a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Noted:
+    """The number of the first signal that came; None while none has."""
+
+    number: int | None = None
+
+
+@contextmanager
+def noting_signals(
+    on_first: Callable[[str], None] | None = None, *, second_ends_at_once: bool = False
+) -> Iterator[Noted]:
+    """Note SIGTERM and Ctrl-C while the block runs. A launcher may pass one on twice: by default the rest is ignored.
+
+    :param on_first: is told the name of the first.
+    """
+    noted = Noted()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        if noted.number is not None:
+            if second_ends_at_once:
+                raise KeyboardInterrupt
+            return
+        noted.number = number
+        name = signal.Signals(number).name
+        log.warning("%s received", name)
+        if on_first is not None:
+            on_first(name)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped_by(number: int, *, step: int, folder: Path) -> tuple[str, int]:
+    """What is said of a run that a signal stopped after `step`, and its exit code: SIGTERM has one of its own."""
+    name = signal.Signals(number).name
+    where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
+    if step > 0:
+        where = f"the checkpoint is {folder / f'step{step}'}. Give the same command again to go on from there"
+    code = EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_FAILURE
+    return f"{name}: stopped after step {step}; {where}", code
