@@ -163,6 +163,9 @@ class Span:
 class Document:
     """One tokenised conversation and the parts of it that are learned from: its replies, in order, at least one.
 
+    With `reads_ends` what is read is not the prediction of each of a reply's tokens but the model's answer once it has
+    seen the last of them: one place a reply.
+
     Example::
 
         Document(token_ids=(5, 9, 2, 7, 3), responses=(Span(start=3, stop=5),))
@@ -172,14 +175,15 @@ class Document:
 
     token_ids: tuple[int, ...]
     responses: tuple[Span, ...]
+    reads_ends: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def num_label_tokens(self) -> int:
-        """Tokens that are learned from."""
-        return sum(len(response) for response in self.responses)
+        """Places that are learned from: tokens of replies, or their ends."""
+        return len(self.responses) if self.reads_ends else sum(len(response) for response in self.responses)
 
 
 class KeptPositions(NamedTuple):

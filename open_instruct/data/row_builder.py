@@ -31,7 +31,7 @@ class RenderedRow:
     """A row as the pieces of text that are tokenised apart.
 
     `replies[i]` is what the model should learn to say with piece i, as it was given; None where the piece is prompt.
-    `details` is what is kept beside the tokens.
+    `details` is what is kept beside the tokens; `values` are numbers that the loss of the row is given.
 
     Example::
 
@@ -41,6 +41,7 @@ class RenderedRow:
     texts: tuple[str, ...]
     replies: tuple[str | None, ...]
     details: bytes = b""
+    values: tuple[float, ...] = ()
 
 
 class RowBuilder(ABC):
@@ -53,6 +54,7 @@ class RowBuilder(ABC):
 
     unit: ClassVar[str]  # what a row is when it is kept
     documents_per_row: ClassVar[int] = 1
+    reads_ends: ClassVar[bool] = False  # see `Document`
     too_long: ClassVar[str] = "prompt_too_long"
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
@@ -184,7 +186,7 @@ class RowBuilder(ABC):
                 self.filtered[self.too_long] += 1
             elif (kept := self.cut(pieces)) is not None:
                 self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
-                self._keep(kept, item.details)
+                self._keep(kept, item.details or array("f", item.values).tobytes())
                 yield index, len(self.edges) - 1
 
     def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
@@ -196,9 +198,9 @@ class RowBuilder(ABC):
             edges[-1] - edges[0] + (self.documents_per_row - 1) * (edges[first] - edges[0]) for edges in self.edges
         ]
         step = 1 if self.documents_per_row > 1 else 2
+        replies = [list(zip(edges[1::step], edges[2::step], strict=False)) for edges in self.edges]
         num_labels = [
-            sum(stop - start for start, stop in zip(edges[1::step], edges[2::step], strict=False))
-            for edges in self.edges
+            len(spans) if self.reads_ends else sum(stop - start for start, stop in spans) for spans in replies
         ]
         return {
             "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 
 
 class TokenDataset:
@@ -54,6 +54,7 @@ class TokenDataset:
         self,
         *,
         documents_per_row: int,
+        reads_ends: bool = False,
         token_ids_T: np.ndarray,
         edges_E: np.ndarray,
         details_C: np.ndarray,
@@ -64,6 +65,7 @@ class TokenDataset:
     ) -> None:
         assert keys_N32.shape == (len(bounds_N4), 32)
         self.documents_per_row = documents_per_row
+        self.reads_ends = reads_ends
         self.token_ids_T = token_ids_T
         self.edges_E = edges_E
         self.details_C = details_C
@@ -88,23 +90,35 @@ class TokenDataset:
         edges = [edge - start for edge in edges]
         if self.documents_per_row == 1:
             spans = zip(edges[::2], edges[1::2], strict=False)
-            return (Document(token_ids=token_ids, responses=tuple(Span(start=a, stop=b) for a, b in spans)),)
+            responses = tuple(Span(start=a, stop=b) for a, b in spans)
+            return (Document(token_ids=token_ids, responses=responses, reads_ends=self.reads_ends),)
         prompt = token_ids[: edges[0]]
         return tuple(
             Document(
                 token_ids=prompt + token_ids[reply_start:reply_stop],
                 responses=(Span(start=len(prompt), stop=len(prompt) + reply_stop - reply_start),),
+                reads_ends=self.reads_ends,
             )
             for reply_start, reply_stop in pairwise(edges)
         )
 
     def label_lengths(self) -> np.ndarray:
-        """Tokens that are learned of each document: int64 (N, D)."""
+        """Tokens that are learned of each document: int64 (N, D). Not where only their ends are read."""
+        assert not self.reads_ends
         if self.documents_per_row == 1:
             return self.num_label_tokens[:, None]
         first_N = self.bounds_N4[:, 0]
         edges = [self.edges_E[first_N + 1 + document] for document in range(self.documents_per_row + 1)]
         return np.diff(np.stack(edges, axis=1), axis=1)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the form of the rows brings numbers."""
+        return len(self.details_C) > 0
+
+    def values(self, index: int) -> np.ndarray:
+        """The numbers that the loss of row `index` is given: float32, none for many a form of row."""
+        return np.frombuffer(self.details(index), dtype=np.float32)
 
     def details(self, index: int) -> bytes:
         """What is kept beside the tokens of row `index`."""
@@ -154,6 +168,7 @@ def load_token_dataset(
     sources = [open_rows(entry.name, entry.split, flag=flag) for entry in entries]
     identity = {
         "version": CACHE_VERSION,
+        "form": type(builder).__name__,
         "mixture": [
             (source.fingerprint, source.name, entry.split, repr(entry.amount))
             for source, entry in zip(sources, entries, strict=True)
@@ -166,22 +181,25 @@ def load_token_dataset(
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
     path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"
     try:
-        return _read(path, builder.documents_per_row)
+        return _read(path, builder)
     except FileNotFoundError:
         pass
     except DamagedFile as error:
         log.warning("%s; building it again", error)
     arrays, report = builder.build(entries, sources, seed=seed, on_progress=on_progress)
     write_arrays(path, arrays, {"report": report.to_json()})
-    dataset = TokenDataset(documents_per_row=builder.documents_per_row, **arrays)
+    dataset = _dataset(builder, arrays)
     return dataset, replace(report, cache_file=str(path))
 
 
-def _read(path: Path, documents_per_row: int) -> tuple[TokenDataset, DataReport]:
+def _dataset(builder: RowBuilder, arrays: Mapping[str, np.ndarray]) -> TokenDataset:
+    return TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
+
+
+def _read(path: Path, builder: RowBuilder) -> tuple[TokenDataset, DataReport]:
     arrays, metadata = read_arrays(path)
     try:
         report = DataReport.from_json(metadata["report"])
-        dataset = TokenDataset(documents_per_row=documents_per_row, **arrays)
-        return dataset, replace(report, cache_file=str(path), from_cache=True)
+        return _dataset(builder, arrays), replace(report, cache_file=str(path), from_cache=True)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFile(f"{path} is of another version: {error}") from error

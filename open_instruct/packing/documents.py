@@ -1,7 +1,8 @@
 """Documents into tensors: the one place where labels are shifted.
 
 Position t of a document predicts the document's token t + 1, so a document's last position never
-has a label, and nothing predicts the first token of the document that follows it in a packed row.
+has a label, and nothing predicts the first token of the document that follows it in a packed row. Where only the ends
+of replies are read, their last positions have the labels, as marks.
 
 Legend: B rows, T tokens of a row, K label positions kept of a row.
 """
@@ -135,8 +136,7 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
     """The positions that have a label, so that the language-model head runs only there.
 
     K is the largest number of labels in a row, at least 1. A row with fewer is filled up with its last
-    position: there the label is IGNORE_INDEX and the sequence id -1. (Only of a part of a row, which is the only
-    row then and not filled up, the last position may have a label.) Order is kept. Call it on the CPU, before the
+    position: there the label is IGNORE_INDEX and the sequence id -1. Order is kept. Call it on the CPU, before the
     batch moves: K is read from the tensor.
 
     Example: labels `[[-100, 7, 8, -100], [9, -100, -100, -100]]` give positions `[[1, 2], [0, 3]]`.
@@ -146,14 +146,13 @@ def kept_positions(batch: PackedBatch) -> KeptPositions:
     rows, columns = has_label_BT.nonzero(as_tuple=True)
     slots_BT = has_label_BT.cumsum(dim=1) - 1
     num_kept = max(1, int(slots_BT[:, -1].max()) + 1)
-    is_filled_B = slots_BT[:, -1] + 1 < num_kept
-    assert not has_label_BT[is_filled_B, -1].any(), "the last position of a row that is filled up has a label"
     positions_BK = torch.full((num_rows, num_kept), width - 1, device=has_label_BT.device)
     positions_BK[rows, slots_BT[rows, columns]] = columns
+    is_filled_BK = torch.arange(num_kept) > slots_BT[:, -1:]
     return KeptPositions(
         positions_BK=positions_BK,
-        labels_BK=batch.labels_BT.gather(1, positions_BK),
-        sequence_ids_BK=batch.sequence_ids_BT.gather(1, positions_BK),
+        labels_BK=batch.labels_BT.gather(1, positions_BK).masked_fill(is_filled_BK, IGNORE_INDEX),
+        sequence_ids_BK=batch.sequence_ids_BT.gather(1, positions_BK).masked_fill(is_filled_BK, NO_SEQUENCE),
     )
 
 
@@ -176,8 +175,12 @@ class _Row:
         for response in document.responses:
             start, stop = response.start, response.stop
             assert end <= start < stop <= len(document), f"responses {document.responses} in {len(document)} tokens"
-            self.labels[offset + start - 1 : offset + stop - 1] = document.token_ids[start:stop]
-            self.sequence_ids[offset + start - 1 : offset + stop - 1] = [index] * len(response)
+            if document.reads_ends:  # nothing is predicted here: any token may stand for the label
+                first, labels = stop - 1, document.token_ids[stop - 1 : stop]
+            else:
+                first, labels = start - 1, document.token_ids[start:stop]
+            self.labels[offset + first : offset + first + len(labels)] = labels
+            self.sequence_ids[offset + first : offset + first + len(labels)] = [index] * len(labels)
             end = stop
 
     def add_prefix(self, token_ids: Sequence[int]) -> None:

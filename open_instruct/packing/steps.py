@@ -18,6 +18,10 @@ from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import groups_that_share, pays
 from open_instruct.records import Batch, Document, ShardLayout, StepBatch
 
+# What `Batch.values` calls the numbers that came with the rows; float32.
+ROW_VALUES = "row_values"
+NO_VALUES = np.zeros(0, dtype=np.float32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -172,6 +176,7 @@ def step_batch(
                 pad_to_multiple_of=shape.pad_to_multiple_of,
                 prefix_sharing=shape.prefix_sharing,
                 scores=scores,
+                row_values=[dataset.values(row) for row in of_microbatch] if dataset.has_values else None,
             )
         )
     return StepBatch(
@@ -189,6 +194,7 @@ def collate(
     pad_to_multiple_of: int = 1,
     prefix_sharing: PrefixSharing = "off",
     scores: Mapping[str, np.ndarray] | None = None,
+    row_values: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """The tensors of one microbatch of R rows: sequence d * R + r is document d of the row at r.
 
@@ -196,7 +202,8 @@ def collate(
     behind its prompt. No rows give a batch of one unlabelled document.
 
     `scores` are frozen values of all documents of the data set by name, float32 (N, D); the batch has those of its
-    documents as `NAME_S`.
+    documents as `NAME_S`. `row_values` are the numbers that came with each row; the batch has them, row by row, as
+    `ROW_VALUES`.
     """
     documents = [document for of_rows in zip(*rows, strict=True) for document in of_rows]
     groups = None
@@ -215,7 +222,8 @@ def collate(
         values={
             f"{name}_S": torch.from_numpy(values_ND[list(row_ids)].T.flatten())
             for name, values_ND in (scores or {}).items()
-        },
+        }
+        | ({} if row_values is None else {ROW_VALUES: torch.from_numpy(np.concatenate([NO_VALUES, *row_values]))}),
     )
 
 

@@ -231,7 +231,7 @@ def num_code_lines(path: Path) -> int:
 
 
 def files_by_room() -> dict[str, list[Path]]:
-    """The files of every room; those that stand in none are `entries`. A backend of the learner has a room of its own."""
+    """The files of every room; those that stand in none are `entries`. A backend of a learner is one."""
     rooms: dict[str, list[Path]] = {}
     for path in FILES:
         room = room_of(path)

@@ -15,7 +15,7 @@ from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
 from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
-from open_instruct.packing.steps import StepPlan, collate, plan_step
+from open_instruct.packing.steps import ROW_VALUES, StepPlan, collate, plan_step
 from open_instruct.records import IGNORE_INDEX, Batch, Document, PackedBatch, Span
 
 PAD = 99
@@ -383,3 +383,43 @@ def test_every_plan_keeps_its_promises(step: dict[str, Any]) -> None:
                 assert len(microbatch) <= step["max_samples_per_microbatch"]
     assert max(pairs_of_rank) - min(pairs_of_rank) <= 1
     assert max(tokens_of_rank) - min(tokens_of_rank) <= max(lengths, default=0)
+
+
+class TestEndsOfReplies:
+    """Documents of which only the ends of the replies are read."""
+
+    BOTH = (
+        Document(token_ids=(5, 9, 2, 7, 3), responses=(Span(start=1, stop=3), Span(start=4, stop=5)), reads_ends=True),
+        Document(token_ids=(4, 8, 6), responses=(Span(start=2, stop=3),), reads_ends=True),
+    )
+
+    def test_one_place_a_reply(self) -> None:
+        assert [document.num_label_tokens for document in self.BOTH] == [2, 1]
+        packed = pack_documents(self.BOTH)
+        assert packed.sequence_ids_BT.tolist() == [[-1, -1, 0, -1, 0, -1, -1, 1]]
+        assert packed.kept is not None and packed.kept.positions_BK.tolist() == [[2, 4, 7]]
+
+    def test_a_padded_row_may_be_filled_up_with_a_position_that_is_read(self) -> None:
+        longer = Document(token_ids=(1, 2, 3, 4, 5, 6), responses=(Span(start=5, stop=6),), reads_ends=True)
+        padded = pad_documents([self.BOTH[0], longer], pad_token_id=PAD)
+        assert padded.kept is not None
+        assert padded.kept.positions_BK.tolist() == [[2, 4], [5, 5]]
+        assert padded.kept.sequence_ids_BK.tolist() == [[0, 0], [1, -1]]
+        assert (padded.kept.labels_BK != IGNORE_INDEX).tolist() == [[True, True], [True, False]]
+
+    def test_a_shared_prompt_is_before_what_is_read(self) -> None:
+        pair = [
+            Document(token_ids=(5, 9, 2, reply), responses=(Span(start=3, stop=4),), reads_ends=True)
+            for reply in (7, 8)
+        ]
+        packed = pack_documents(pair, groups=[(0, 1)])
+        assert packed.input_ids_BT.tolist() == [[5, 9, 2, 7, 2, 8]]
+        assert packed.sequence_ids_BT.tolist() == [[-1, -1, -1, 0, -1, 1]]
+
+
+def test_numbers_that_came_with_the_rows_follow_them() -> None:
+    values = [np.array([0.5, 1.0], dtype=np.float32), np.array([2.0], dtype=np.float32)]
+    rows = [(FIRST,), (SECOND,)]
+    batch = collate(rows, (4, 2), packing=True, pad_token_id=PAD, row_values=values)
+    assert batch.values[ROW_VALUES].tolist() == [0.5, 1.0, 2.0]
+    assert collate([], (), packing=True, pad_token_id=PAD, row_values=[]).values[ROW_VALUES].tolist() == []
