@@ -33,7 +33,7 @@ from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.families import FAMILIES
-from open_instruct.learner.forward import sequence_logprobs
+from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.build import build_model
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.tiny import SIZES, write_tiny_model
@@ -220,7 +220,7 @@ def random_model(checkpoint: Path, device: torch.device) -> Transformer:
 
 def forward_backward(model: Transformer, batch: PackedBatch, device: torch.device) -> None:
     model.zero_grad(set_to_none=True)
-    sequence_logprobs(model, batch, device=device).sums_S.sum().backward()
+    token_logprobs(model, batch, device=device).logprobs_N.sum().backward()
 
 
 def print_profile(model: Transformer, batches: dict[str, PackedBatch], device: torch.device) -> None:
@@ -259,7 +259,7 @@ def activation_bytes(model: Transformer, batch: PackedBatch, device: torch.devic
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        total = sequence_logprobs(model, batch, device=device).sums_S.sum()
+        total = token_logprobs(model, batch, device=device).logprobs_N.sum()
     num_bytes = sum(storage.nbytes() for storage in kept.values())
     del total
     return num_bytes

@@ -5,27 +5,18 @@ B rows, T tokens of a row, K label positions kept for the language-model head, N
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
-from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.context_parallel import ContextGroup, context_of
 from open_instruct.models.logprob_head import head_settings
 from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions
 from open_instruct.records import IGNORE_INDEX, KeptPositions, PackedBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceLogprobs:
-    """Sum of the label log-probs of every document, and how many labels it has."""
-
-    sums_S: torch.Tensor
-    lengths_S: torch.Tensor
 
 
 def token_logprobs(
@@ -81,13 +72,6 @@ def token_logprobs(
         sequence_ids_N=sequence_ids.flatten()[labelled_N].to(device),
         entropy_N=None if entropies is None else _selected(entropies, labelled_N),
     )
-
-
-def sequence_logprobs(model: Transformer, batch: PackedBatch, *, device: torch.device) -> SequenceLogprobs:
-    """Log-prob of every document's reply under `model`: float32, shape (S,), with gradient if enabled."""
-    tokens = token_logprobs(model, batch, device=device)
-    sums_S, lengths_S = sum_by_sequence(tokens.logprobs_N, tokens.sequence_ids_N, batch.num_sequences)
-    return SequenceLogprobs(sums_S=sums_S, lengths_S=lengths_S)
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:

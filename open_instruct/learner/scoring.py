@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.backend import Learner
-from open_instruct.learner.forward import sequence_logprobs
+from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.shards import reshard
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
@@ -27,6 +27,7 @@ class Scorer:
     """
 
     def __init__(self, policy: Learner, *, shape: BatchShape, console: Console) -> None:
+        self.policy = policy
         self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
         self.device = policy.device
@@ -51,9 +52,10 @@ class Scorer:
                 indices = [rows[j] for j in order[start : start + num_rows_per_step]]
                 step = step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
                 for batch in step.microbatches:
-                    logprobs = sequence_logprobs(self.model, batch.packed, device=self.device)
+                    scores = self.policy.scores(batch.packed)
+                    sums_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
                     positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
-                    values_ND[positions.to(self.device)] = logprobs.sums_S.view(num_documents, -1).T.float()
+                    values_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
                 on_progress(min(start + num_rows_per_step, len(order)), len(order))
         if num_ranks > 1:
             # Each row was computed on one rank and is zero on the others.

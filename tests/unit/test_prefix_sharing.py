@@ -15,7 +15,8 @@ from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpoin
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.families import FAMILIES
-from open_instruct.learner.forward import sequence_logprobs, token_logprobs
+from open_instruct.learner.forward import token_logprobs
+from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length
 from open_instruct.packing.rollouts import plan_rollouts, plan_steps_of_ranks, rollout_batch, rollout_minibatches
@@ -231,7 +232,8 @@ def results(
     model: Transformer, batch: PackedBatch, *, device: torch.device = CPU
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs of each document, and the gradient of a weighted sum of them."""
-    sums_S = sequence_logprobs(model, batch, device=device).sums_S
+    scores = token_logprobs(model, batch, device=device)
+    sums_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.num_sequences)
     weights_S = torch.linspace(-1, 1, len(sums_S), device=device)
     gradients = torch.autograd.grad((sums_S * weights_S).sum() / 50, list(model.parameters()))
     return sums_S.detach(), dict(zip([name for name, _ in model.named_parameters()], gradients, strict=True))

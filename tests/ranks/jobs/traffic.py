@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
-from open_instruct.learner.forward import sequence_logprobs
 from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.policy import build_policy
@@ -76,10 +75,7 @@ def _dpo_steps(
         microbatches=(microbatch,) * num_microbatches, counts={"rows": num_rows, "tokens": num_tokens * num_rows}
     )
     counted = {}
-    with torch.no_grad():
-        counted["reference"] = _counted(
-            lambda: sequence_logprobs(policy.model, microbatch.packed, device=policy.device)
-        )
+    counted["reference"] = _counted(lambda: policy.scores(microbatch.packed))
     # The second step, as all that follow: the first one makes what lasts.
     loop.take_step([step], num_tokens=step.counts["tokens"])
     counted["step"] = _counted(lambda: loop.take_step([step], num_tokens=step.counts["tokens"]))
