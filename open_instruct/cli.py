@@ -45,6 +45,10 @@ COMMANDS = {
         )
         for name, (_, rows) in OBJECTIVES.items()
     },
+    "train": Command(
+        summary="train on an objective of your own: --objective FILE.py:NAME (several ranks: open_instruct/train.py)",
+        call=partial(_imported, "open_instruct.train:main"),
+    ),
     "grpo": Command(
         summary="train on verifiable rewards: starts Ray, learners and engines by itself",
         call=partial(_imported, "open_instruct.grpo_olmo_core_actor:main"),

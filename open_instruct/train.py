@@ -1,16 +1,56 @@
 """The walk of every offline objective: parse, build, score what is frozen, fit, export.
 
-`dpo.py`, `sft.py` and the other entries are this file with an objective.
+`dpo.py`, `sft.py` and the other entries are this file with an objective; with one of your own it is
+
+    torchrun --nproc_per_node 2 open_instruct/train.py --objective mine.py:MINE --output_dir OUT ...
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Our own folder must not come first: a file of ours would shadow a library of the same name.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.training import TrainingConfig
-from open_instruct.entry import run_entry
+from open_instruct.entry import HELP_WORDS, leave, run_entry, run_to_exit_code
+from open_instruct.errors import InputError
 from open_instruct.objectives.objective import REFERENCE, Objective
+from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.users_code import load_named
+
+OBJECTIVE_FLAG = "--objective"
+USAGE = f"""\
+usage: open-instruct train {OBJECTIVE_FLAG} FILE.py:NAME [FILE.yaml] [--flag value ...]
+
+Trains an objective of your own (docs/your_own_loss.md); behind it, --help lists its flags.
+Those that are built in are commands of their own: {", ".join(OBJECTIVES)}."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train the objective that `--objective` names with the other flags in `argv`; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    return run_to_exit_code(lambda: _run_own(words), program="train.py")
+
+
+def _run_own(words: list[str]) -> int:
+    if OBJECTIVE_FLAG not in words[:-1]:
+        if any(word in HELP_WORDS for word in words):
+            print(USAGE)
+            return 0
+        raise InputError(f"give {OBJECTIVE_FLAG} FILE.py:NAME\n{USAGE}")
+    at = words.index(OBJECTIVE_FLAG)
+    word = words[at + 1]
+    objective = load_named(word, origin=f"{OBJECTIVE_FLAG} {word}", what="NAME")
+    if not isinstance(objective, Objective):
+        raise InputError(
+            f"{OBJECTIVE_FLAG} {word} is no objective; make it an open_instruct.objectives.objective.Objective"
+        )
+    return run_objective(objective, words[:at] + words[at + 2 :])
 
 
 def run_objective(objective: Objective, argv: Sequence[str] | None = None) -> int:
@@ -117,3 +157,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
             heldout.evaluate(scorer, step=loop.step)
         export_policy(policy, pretrained, run=run, config=config)
         return 0
+
+
+if __name__ == "__main__":
+    leave(main())

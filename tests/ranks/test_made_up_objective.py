@@ -1,4 +1,4 @@
-"""An objective that the package does not know: one file and one line, from the command line to a model."""
+"""An objective that the package does not know, as docs/your_own_loss.md has it: from the command line to a model."""
 
 from __future__ import annotations
 
@@ -16,107 +16,17 @@ from transformers import AutoModelForCausalLM
 from tests.ranks.launch import REPOSITORY
 from tests.ranks.train_case import TrainCase, free_ports
 
-# What a user would write: flags, the form of a row, a loss and its facts.
-OBJECTIVE = '''
-"""Replies to a question, each pulled up against the reference: 1 - sigmoid(strength * (log p - log p_ref))."""
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from open_instruct.config.sections import (
-    DataSection, LoggingSection, MemorySection, ModelSection, OptimSection, ParallelSection, RunSection, flag,
-)
-from open_instruct.config.validation import refuse, training_problems, training_warnings
-from open_instruct.data.row_builder import RenderedRow
-from open_instruct.data.rows import MalformedRow
-from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.objectives.objective import REFERENCE, BoundLoss, Evaluation, LossOutputs, Objective
-from open_instruct.records import Metric
-
-
-@dataclass(kw_only=True)
-class MadeUpLossSection:
-    """Loss"""
-
-    strength: float = flag("how steep the curve is", 0.5, above=0)
-    height: float = flag("its highest value", 3.0, above=0)
-
-
-@dataclass(kw_only=True)
-class MadeUpConfig:
-    """Pull replies up, each by its own distance from the reference."""
-
-    examples: ClassVar[tuple[str, ...]] = ("open-instruct made_up --model_name_or_path DIR --output_dir OUT",)
-
-    model: ModelSection
-    data: DataSection
-    loss: MadeUpLossSection
-    optim: OptimSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
-
-
-def validate(config: MadeUpConfig) -> list[str]:
-    refuse(training_problems(config))
-    return list(training_warnings(config))
-
-
-class QuestionBuilder(SFTBuilder):
-    """`{"question": ..., "answer": ...}`."""
-
-    unit = "question"
-
-    def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        if not row.get("answer"):
-            raise MalformedRow("no_answer", "'answer' is missing")
-        turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        return super().render({"messages": turns})
-
-
-def bind(config: MadeUpConfig) -> BoundLoss:
-    def function(scores, batch, counts) -> LossOutputs:
-        from open_instruct.losses.logprobs import sum_by_sequence
-
-        logps_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
-        distance_S = logps_S - batch.values[f"{REFERENCE}_S"]
-        losses_S = config.loss.height * (1 - (config.loss.strength * distance_S).sigmoid())
-        num = float(losses_S.numel())
-        metrics = {"loss": losses_S.detach(), "distance": distance_S.detach()}
-        return LossOutputs(
-            loss=losses_S.sum() / counts["rows"],
-            metrics={name: Metric(value=each.sum() / max(num, 1.0), weight=num) for name, each in metrics.items()},
-        )
-
-    return BoundLoss(function=function, first_loss=config.loss.height / 2, remedy="look at the reference")
-
-
-def evaluate(dataset, logps_ND, reference_ND, config) -> Evaluation:
-    mean = float((logps_ND - reference_ND).mean())
-    return Evaluation(row={"eval/distance": mean}, sentence=f"held-out distance {{when}}: {mean:.3f}")
-
-
-MADE_UP = Objective(
-    name="made_up",
-    config_class=MadeUpConfig,
-    validate=validate,
-    rows=QuestionBuilder,
-    bind=bind,
-    needs_reference=lambda config: True,
-    evaluate=evaluate,
-)
-'''
+# What a user would write: the page shows it.
+PAGE = REPOSITORY / "docs" / "your_own_loss.md"
 
 # The one line of the registry, and the console script.
 PROGRAM = """
 import sys
 from open_instruct.objectives.registry import OBJECTIVES
-OBJECTIVES["made_up"] = ("made_up_objective:MADE_UP", "questions with an answer")
+OBJECTIVES["pull"] = ("mine:PULL", "questions with an answer")
 from open_instruct.cli import main
 from open_instruct.entry import leave
-leave(main(["made_up", *sys.argv[1:]]))
+leave(main(["pull", *sys.argv[1:]]))
 """
 
 
@@ -124,7 +34,8 @@ leave(main(["made_up", *sys.argv[1:]]))
 def case(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     """Rows that only the made-up objective can read."""
     folder = tmp_path_factory.mktemp("made_up")
-    (folder / "made_up_objective.py").write_text(OBJECTIVE)
+    code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    (folder / "mine.py").write_text(code)
     (folder / "program.py").write_text(PROGRAM)
     with (folder / "rows.jsonl").open("w") as file:
         for line in dpo_case.rows.read_text().splitlines():
@@ -194,4 +105,35 @@ def test_its_flags_are_refused_and_told_of_as_those_of_any_command(case: TrainCa
     told = run(case, ["--help"])
     assert told.returncode == 0
     assert "--strength FLOAT" in told.stdout and "how steep the curve is" in told.stdout
-    assert "open-instruct made_up --model_name_or_path DIR" in told.stdout
+    assert "open-instruct train --objective mine.py:PULL" in told.stdout
+
+
+def train(case: TrainCase, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """`open-instruct train`, as it is installed."""
+    command = [sys.executable, "-m", "open_instruct.cli", "train", *map(str, words)]
+    return subprocess.run(command, cwd=case.folder, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_a_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
+    named = ["--objective", case.folder / "mine.py:PULL"]
+    done = train(case, *named, *case.command("named", batch=2, max_train_steps=1))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["loss"] for row in case.metrics("named")] == [pytest.approx(1.5, abs=1e-5)]
+    told = train(case, *named, "--help")
+    assert told.returncode == 0 and "--strength FLOAT" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "give --objective FILE.py:NAME"),
+        (["--objective"], "give --objective FILE.py:NAME"),
+        (["--objective", "mine.py:PULLED"], "--objective mine.py:PULLED cannot be loaded (AttributeError"),
+        (["--objective", "nowhere.py:PULL"], "--objective nowhere.py:PULL cannot be loaded (FileNotFoundError"),
+        (["--objective", "mine.py:bind"], "--objective mine.py:bind is no objective"),
+    ],
+)
+def test_what_is_no_objective_is_refused(case: TrainCase, words: list[str], told: str) -> None:
+    refused = train(case, *words)
+    assert refused.returncode == 2 and told in refused.stderr
+    assert "Traceback" not in refused.stderr
