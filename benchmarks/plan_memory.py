@@ -93,7 +93,7 @@ CASES = [
 
 def fields_of(case: Case) -> Any:
     """The config.json of a case, as transformers' object."""
-    from open_instruct.models.tiny import Size, tiny_config
+    from open_instruct.toys.tiny import Size, tiny_config
 
     size = Size(
         roughly="",

@@ -12,7 +12,6 @@ GPU the same one call does, with the prompt's keys gathered once for every respo
 from __future__ import annotations
 
 import inspect
-import types
 from functools import lru_cache
 from typing import Any, cast
 
@@ -20,13 +19,10 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.attention import Attention
 from olmo_core.nn.attention.backend import AttentionBackend
-from olmo_core.nn.buffer_cache import BufferCache
-from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
 from open_instruct.models.context_parallel import ContextGroup
-from open_instruct.models.rope import SegmentRotaryEmbedding
 from open_instruct.models.segments import Segments
 from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly
 
@@ -159,25 +155,6 @@ def install_segment_attention(model: Transformer) -> None:
             window_size=stock.window_size,
             cache=stock.cache,
         )
-
-
-def install_segments(model: Transformer) -> None:
-    """Let `model(..., segments=...)` hand `Segments` to every block, where OLMo-core hands on document lengths."""
-    tables = BufferCache()
-    for block in model.blocks.values():
-        attention = cast(Attention, block.attention)
-        if attention.rope is not None:
-            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
-    # Blocks get them as an argument, so that one that is computed again in the backward pass gets them again.
-    model._prepare_inputs = types.MethodType(_prepare_inputs, model)  # type: ignore[method-assign]
-
-
-def _prepare_inputs(model: Transformer, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
-    prepared = type(model)._prepare_inputs(model, *args, **kwargs)
-    if segments is not None:
-        block_kwargs = prepared[2]
-        block_kwargs["cu_doc_lens"] = segments
-    return prepared
 
 
 def attend_causally(

@@ -14,11 +14,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from open_instruct.models.attention import install_segment_attention, install_segments
+from open_instruct.models.attention import install_segment_attention
 from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.logprob_head import install_logprob_head
 from open_instruct.models.names import clean_name
+from open_instruct.models.segments import install_segments
 
 
 def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Transformer:

@@ -21,8 +21,8 @@ from open_instruct.config.replay import ReplayFlags
 from open_instruct.config.sft import SFTConfig
 from open_instruct.config.upstream_flags import SYNONYMS, UPSTREAM_FLAGS
 from open_instruct.families import FAMILIES
-from open_instruct.models.tiny_command import TinyModelFlags
 from open_instruct.parallel.layout_command import LayoutFlags
+from open_instruct.toys.tiny_command import TinyModelFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -37,6 +37,7 @@ DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FLOORS = [
     {"__init__", "errors", "families", "records", "whole_file"},
     {"config"},
+    {"toys"},
     {"losses"},
     {"parallel"},
     {"verifiers"},
@@ -79,24 +80,23 @@ BUDGETS = {
     "checkpoints": 540,
     "cluster": 830,
     "config": 1695,
-    "data": 1610,
+    "data": 1435,
     "engines": 680,
     "entries": 880,
     "learner": 1120,
     "losses": 260,
-    "models": 2290,
+    "models": 2000,
     "objectives": 280,
     "packing": 530,
     "parallel": 1155,
     "planning": 2400,
     "rollout": 1320,
     "run": 765,
+    "toys": 415,
     "verifiers": 830,
     "weights": 920,
 }
 MAX_FILES_OF_A_ROOM = 16
-# Rooms from before that rule, which may not grow.
-LARGER_ROOMS = {"data": 18, "models": 20}
 NOT_CODE = {
     *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -246,7 +246,7 @@ class TestRooms:
     def test_it_has_few_files(self, room: str) -> None:
         """In each of its folders."""
         folders = Counter(path.parent for path in files_by_room()[room] if path.stem != "__init__")
-        assert max(folders.values()) <= LARGER_ROOMS.get(room, MAX_FILES_OF_A_ROOM)
+        assert max(folders.values()) <= MAX_FILES_OF_A_ROOM
 
 
 def file_of(module: str) -> Path | None:

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.data.cache import DamagedFile, cache_root, read_arrays, write_arrays
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.report import DataReport
-from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
+from open_instruct.toys.synthetic import write_synthetic_preferences
 
 EOS = "<|endoftext|>"
 Load = Callable[..., tuple[TokenDataset, DataReport]]

@@ -21,8 +21,8 @@ from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_datase
 from open_instruct.data.report import DataReport
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.tiny import train_tokenizer
 from open_instruct.records import Check, Prompt
+from open_instruct.toys.tiny import train_tokenizer
 from open_instruct.verifiers.answers import Passthrough
 from open_instruct.verifiers.registry import known_verifiers
 
