@@ -122,7 +122,7 @@ class SegmentAttention(AttentionBackend):
             raise RuntimeError("rows that are split over ranks need their segments")
         num_rows, row_len = query_BTHD.shape[:2]
         if cu_doc_lens is None and not 0 <= left < row_len - 1:
-            return attend_causally(query_BTHD, key_BTGD, value_BTGD, scale=self.scale).contiguous()
+            return attend(query_BTHD, key_BTGD, value_BTGD, scale=self.scale).contiguous()
         varlen = _varlen_can_run(query_BTHD)
         if cu_doc_lens is None and not varlen:
             return attend_in_window(query_BTHD, key_BTGD, value_BTGD, left=left, scale=self.scale).contiguous()
@@ -157,34 +157,42 @@ def install_segment_attention(model: Transformer) -> None:
         )
 
 
-def attend_causally(
-    query_NLHD: torch.Tensor,
-    key_NLGD: torch.Tensor,
-    value_NLGD: torch.Tensor,
+def attend(
+    query_NQHD: torch.Tensor,
+    key_NKGD: torch.Tensor,
+    value_NKGD: torch.Tensor,
     *,
+    mask_QK: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Every token attends to itself and all tokens before it; shape (N, L, H, D)."""
-    return _sdpa(query_NLHD, key_NLGD, value_NLGD, mask_QK=None, scale=scale)
+    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask.
+
+    Shape (N, Q, H, D).
+    """
+    output_NHQD = F.scaled_dot_product_attention(
+        query_NQHD.transpose(1, 2),
+        key_NKGD.transpose(1, 2),
+        value_NKGD.transpose(1, 2),
+        attn_mask=mask_QK,
+        is_causal=mask_QK is None,
+        scale=scale,
+        enable_gqa=query_NQHD.shape[2] != key_NKGD.shape[2],
+    )
+    return output_NHQD.transpose(1, 2)
 
 
 def attend_in_window(
-    query_NLHD: torch.Tensor,
-    key_NLGD: torch.Tensor,
-    value_NLGD: torch.Tensor,
-    *,
-    left: int,
-    scale: float | None = None,
+    query_NLHD: torch.Tensor, key_NLGD: torch.Tensor, value_NLGD: torch.Tensor, *, left: int, scale: float | None = None
 ) -> torch.Tensor:
-    """Every token attends to itself and at most `left` tokens before it; shape (N, L, H, D).
+    """Every token attends to itself and at most `left` tokens before it (all, where `left` < 0); shape (N, L, H, D).
 
     A document longer than the window W = left + 1 is cut into blocks of W. A block can see itself and the
     block before it, in a pattern that is the same for all blocks: so one mask of W x 2W serves every
     document, and work grows with L x W instead of L x L.
     """
     window, length = left + 1, query_NLHD.shape[1]
-    if length <= window:
-        return attend_causally(query_NLHD, key_NLGD, value_NLGD, scale=scale)
+    if not 0 < window < length:
+        return attend(query_NLHD, key_NLGD, value_NLGD, scale=scale)
 
     num_whole = length // window
     queries, keys, values = (
@@ -192,11 +200,11 @@ def attend_in_window(
         for tensor in (query_NLHD, key_NLGD, value_NLGD)
     )
     mask_QK = _band_mask(window, query_NLHD.device)
-    parts = [attend_causally(queries[:, 0], keys[:, 0], values[:, 0], scale=scale)]
+    parts = [attend(queries[:, 0], keys[:, 0], values[:, 0], scale=scale)]
     if num_whole > 1:
         keys_with_previous = torch.cat((keys[:, :-1], keys[:, 1:]), dim=2).flatten(0, 1)
         values_with_previous = torch.cat((values[:, :-1], values[:, 1:]), dim=2).flatten(0, 1)
-        blocks = _sdpa(
+        blocks = attend(
             queries[:, 1:].flatten(0, 1), keys_with_previous, values_with_previous, mask_QK=mask_QK, scale=scale
         )
         parts.append(blocks.unflatten(0, (-1, num_whole - 1)).flatten(1, 2))
@@ -204,7 +212,7 @@ def attend_in_window(
     if num_left_over:
         first_key = (num_whole - 1) * window
         parts.append(
-            _sdpa(
+            attend(
                 query_NLHD[:, num_whole * window :],
                 key_NLGD[:, first_key:],
                 value_NLGD[:, first_key:],
@@ -240,10 +248,7 @@ def attend_by_document(
         if length == 0:
             continue
         query_NLHD, key_NLGD, value_NLGD = (_stack([t[d] for d in documents]) for t in (queries, keys, values))
-        if left >= 0:
-            together = attend_in_window(query_NLHD, key_NLGD, value_NLGD, left=left, scale=scale)
-        else:
-            together = attend_causally(query_NLHD, key_NLGD, value_NLGD, scale=scale)
+        together = attend_in_window(query_NLHD, key_NLGD, value_NLGD, left=left, scale=scale)
         for document, output_LHD in zip(documents, together.unbind(0), strict=True):
             attended[document] = output_LHD
     return torch.cat(attended)
@@ -309,27 +314,6 @@ def _varlen(
         **(_VARLEN_GQA_FLAG if query_THD.shape[1] != key_KGD.shape[1] else {}),
     )
     return cast(torch.Tensor, attended)
-
-
-def _sdpa(
-    query_NQHD: torch.Tensor,
-    key_NKGD: torch.Tensor,
-    value_NKGD: torch.Tensor,
-    *,
-    mask_QK: torch.Tensor | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask."""
-    output_NHQD = F.scaled_dot_product_attention(
-        query_NQHD.transpose(1, 2),
-        key_NKGD.transpose(1, 2),
-        value_NKGD.transpose(1, 2),
-        attn_mask=mask_QK,
-        is_causal=mask_QK is None,
-        scale=scale,
-        enable_gqa=query_NQHD.shape[2] != key_NKGD.shape[2],
-    )
-    return output_NHQD.transpose(1, 2)
 
 
 def _stack(documents: list[torch.Tensor]) -> torch.Tensor:

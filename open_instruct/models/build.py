@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -82,19 +81,15 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
     NaN is also what stands where nothing was read into.
     """
     found = {}
-    for name, local in _local_parameters(model):
+    for name, parameter in model.named_parameters():
+        local = local_part(parameter)
         if local.numel() == 0:
             continue
         # The ends of the range pass NaN on, and need no mask of the tensor's size.
         ends = torch.stack(local.aminmax())
         if not bool(ends.isfinite().all()):
-            found[name] = "NaN" if bool(ends.isnan().any()) else "inf"
+            found[clean_name(name)] = "NaN" if bool(ends.isnan().any()) else "inf"
     return found
-
-
-def _local_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield clean_name(name), local_part(parameter)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
