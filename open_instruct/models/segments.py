@@ -18,7 +18,7 @@ An ordinary document is a root of which nobody is a branch.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +27,21 @@ from olmo_core.nn.attention import Attention
 from olmo_core.nn.buffer_cache import BufferCache
 from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
+
+
+class QKV(NamedTuple):
+    """Queries (..., H, D), keys and values (..., G, D); groups of query heads share a key-value head."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QKV:
+        return QKV(change(self.query), change(self.key), change(self.value))
+
+    @property
+    def shares_heads(self) -> bool:
+        return self.query.shape[-2] != self.key.shape[-2]
 
 
 class Segment(NamedTuple):
