@@ -24,10 +24,10 @@ from olmo_core.train.callbacks.speed_monitor import get_device_peak_flops_per_se
 
 from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.preference_rows import PreferenceBuilder
-from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.models.hf_config import load_hf_config
-from open_instruct.models.tiny import SIZES, write_tiny_model
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import SIZES, write_tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GOAL_MFU = 0.45

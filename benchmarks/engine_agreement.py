@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.families import FAMILIES
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.records import Completion, Document, Span
+from open_instruct.toys.tiny import write_tiny_model
 
 if TYPE_CHECKING:  # the engine's process imports this file, and needs none of it
     import torch

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from trl_environment import DEFAULT_VENV, run, torchrun, trl_python
 
-from open_instruct.data.arithmetic import PROMPTS_FILE, worked_out, write_arithmetic
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.arithmetic import PROMPTS_FILE, worked_out, write_arithmetic
+from open_instruct.toys.tiny import write_tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GOAL = 1.5

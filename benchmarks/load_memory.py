@@ -203,7 +203,7 @@ def main() -> None:
         return worker(task, way, Path(checkpoint), Path(scratch))
 
     from open_instruct.models.checkpoint_files import CheckpointFiles
-    from open_instruct.models.tiny import write_tiny_model
+    from open_instruct.toys.tiny import write_tiny_model
 
     with tempfile.TemporaryDirectory(dir=arguments.scratch_dir) as folder:
         checkpoint = write_tiny_model(Path(folder, "model"), family="olmo2", size=arguments.size, dtype="bfloat16")

@@ -93,7 +93,7 @@ CASES = [
 
 def fields_of(case: Case) -> Any:
     """The config.json of a case, as transformers' object."""
-    from open_instruct.models.tiny import Size, tiny_config
+    from open_instruct.toys.tiny import Size, tiny_config
 
     size = Size(
         roughly="",
@@ -295,13 +295,14 @@ def track(case: Case) -> int:
     from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
     from open_instruct.models.attention import SegmentAttention, attend_by_document
     from open_instruct.models.build import build_model
+    from open_instruct.models.segments import QKV
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
 
     class KnownLengths(SegmentAttention):
         def forward(self, qkv: Any, cu_doc_lens: Any = None, **more: Any) -> torch.Tensor:
-            rows = (tensor.flatten(0, 1) for tensor in qkv)
-            return attend_by_document(*rows, list(case.lengths), scale=self.scale).unflatten(0, (1, -1)).contiguous()
+            rows = QKV(*qkv).each(lambda tensor: tensor.flatten(0, 1))
+            return attend_by_document(rows, list(case.lengths), scale=self.scale).unflatten(0, (1, -1)).contiguous()
 
     device = torch.device("cpu")
     dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())

@@ -36,10 +36,10 @@ from open_instruct.families import FAMILIES
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.build import build_model
 from open_instruct.models.hf_config import load_hf_config
-from open_instruct.models.tiny import SIZES, write_tiny_model
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.packing.prefixes import groups_that_share
 from open_instruct.records import Document, PackedBatch, Span
+from open_instruct.toys.tiny import SIZES, write_tiny_model
 
 PAIRS_GOAL, GROUPS_GOAL, NOTHING_GOAL = 1.3, 0.7, 0.97
 GROUP = 8

@@ -54,7 +54,7 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> N
 
     from open_instruct.models.build import build_model
     from open_instruct.models.names import TensorNames
-    from open_instruct.models.tiny import SIZES, tiny_config
+    from open_instruct.toys.tiny import SIZES, tiny_config
     from open_instruct.weights.sender import WeightSender
 
     dist.init_process_group("gloo")

@@ -67,7 +67,7 @@ COMMANDS = {
     ),
     "tiny-model": Command(
         summary="write a small random checkpoint with a tokenizer, to try things on",
-        call=partial(_imported, "open_instruct.models.tiny_command:tiny_model_command"),
+        call=partial(_imported, "open_instruct.toys.tiny_command:tiny_model_command"),
     ),
 }
 

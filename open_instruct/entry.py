@@ -28,7 +28,8 @@ from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
 from open_instruct.parallel import peers
-from open_instruct.parallel.layout import UnequalNodesError, layout_of, node_sizes_from_environment
+from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 
 HELP_WORDS = ("--help", "-h")
 

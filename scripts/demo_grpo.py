@@ -19,8 +19,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from open_instruct.data.arithmetic import write_arithmetic
 from open_instruct.run.curves import draw_curve
+from open_instruct.toys.arithmetic import write_arithmetic
 
 # Where configs/sft/cpu_tiny.yaml and configs/grpo/cpu_tiny.yaml look for them.
 MODEL, DATA = OUTPUT / "tiny", OUTPUT / "arithmetic"

@@ -15,7 +15,7 @@ from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import title_of
 from open_instruct.config.plan import PlanFlags
-from open_instruct.config.upstream_flags import UPSTREAM_FLAGS
+from open_instruct.config.upstream_flags import upstream_flags
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
 MARKDOWN_HEAD = """\
@@ -72,7 +72,7 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
         parts += _section_tables(command.config_class)
     parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
     parts += _section_tables(PlanFlags)
-    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(UPSTREAM_FLAGS.items()))
+    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(upstream_flags().items()))
     parts.append(MARKDOWN_UPSTREAM + rows + "\n")
     return "\n".join(parts)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from olmo_core.distributed.utils import barrier, get_rank, get_world_size
 from olmo_core.train import Trainer
 from olmo_core.train.train_module import TransformerTrainModule
@@ -26,7 +25,7 @@ from open_instruct.checkpoints.step_folder import (
     tidy,
 )
 from open_instruct.errors import InputError, RunError
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import gathered, on_main_process
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +154,5 @@ def _damage_on_any_rank(folder: Path) -> list[str]:
     manifest = on_main_process(manifest_or_reason)
     if isinstance(manifest, str):
         return [manifest]
-    of_ranks: list[list[str]] = [[] for _ in range(get_world_size())]
-    dist.all_gather_object(of_ranks, damage(folder, manifest, share=get_rank(), num_shares=get_world_size()))
-    return [told for of_rank in of_ranks for told in of_rank]
+    own = damage(folder, manifest, share=get_rank(), num_shares=get_world_size())
+    return [told for of_rank in gathered(own) for told in of_rank]

@@ -47,6 +47,7 @@ from open_instruct.models.box_files import (
     write_tensors,
 )
 from open_instruct.models.load import raise_together
+from open_instruct.parallel.process import gathered
 
 VISIBLE_WITHIN_S = 120.0  # a folder that another node made on a file system that is shared
 
@@ -85,7 +86,7 @@ class SafeCheckpointer(Checkpointer):
         _together(lambda: begin(final) if rank == 0 else None, kind=OSError)
         try:
             files = _together(lambda: write_own_files(part, rank, plan, parts, values, train_state), kind=OSError)
-            of_ranks = _gathered(files)
+            of_ranks = gathered(files)
             _together(lambda: self._finish(part, final, of_ranks) if rank == 0 else None, kind=OSError)
         except OSError:
             if rank == 0:  # a full disk has better use for it
@@ -120,9 +121,9 @@ class SafeCheckpointer(Checkpointer):
         folder = Path(dir)
         manifest = _together(lambda: read_manifest(folder), kind=RunError)
         refuse_another_start_model(folder, manifest.start_model, self.start_model)
-        index, names = _together(lambda: _read_index(folder), kind=RunError)
+        index = _together(lambda: json.loads((folder / INDEX).read_bytes()), kind=RunError)
         state = train_module.state_dict_to_load(
-            Metadata(state_dict_metadata=dict.fromkeys(names)),  # type: ignore[arg-type]
+            Metadata(state_dict_metadata=dict.fromkeys([*index["tensors"], *index["values"]])),  # type: ignore[arg-type]
             optim=load_optim_state,
         )
 
@@ -144,7 +145,7 @@ class SafeCheckpointer(Checkpointer):
     def _planned(self, parts: Mapping[str, Part]) -> SavePlan:
         claims = {name: part.claim for name, part in parts.items()}
         if self._plan is None or self._plan.claims != claims:
-            index = share_out(_gathered(claims))
+            index = share_out(gathered(claims))
             own = tuple(name for name, entry in index.items() if any(rank == get_rank() for rank, *_ in entry["boxes"]))
             self._plan = SavePlan(claims=claims, index=index, own=own)
         return self._plan
@@ -201,12 +202,6 @@ def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _read_index(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The index, and the names of all that it holds."""
-    index = json.loads((folder / INDEX).read_bytes())
-    return index, [*index["tensors"], *index["values"]]
-
-
 def _write_json(path: Path, value: Any) -> WrittenFile:
     return write_hashed(path, [json.dumps(value).encode()])
 
@@ -221,10 +216,3 @@ def _together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
         told = [f"{where}{' '.join(f'{type(error).__name__}: {error}'.split())}"]
     raise_together(told, kind=kind)
     return cast(T, result)
-
-
-def _gathered(own: T) -> list[T]:
-    of_ranks = [own] * get_world_size()
-    if dist.is_initialized():
-        dist.all_gather_object(of_ranks, own)
-    return of_ranks

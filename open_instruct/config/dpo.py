@@ -18,12 +18,7 @@ from open_instruct.config.sections import (
     PreferenceLossSection,
     RunSection,
 )
-from open_instruct.config.validation import (
-    changed,
-    refuse,
-    training_problems,
-    training_warnings,
-)
+from open_instruct.config.validation import changed, refuse, training_problems, training_warnings
 
 
 @dataclass(kw_only=True)

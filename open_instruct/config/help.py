@@ -34,12 +34,7 @@ def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
     for section, section_class in sections_of(config_class).items():
         of_section = [flag for flag in flags.values() if flag.section == section]
         yield from flag_lines(title_of(section_class), of_section, width)
-    examples: Sequence[str] = getattr(config_class, "examples", ())
-    if examples:
-        yield BLANK
-        yield (("Examples", "bold"),)
-        for example in examples:
-            yield ((f"  {example}", "green"),)
+    yield from example_lines(getattr(config_class, "examples", ()))
 
 
 def flag_lines(title: str, flags: Iterable[Flag], width: int, *, with_defaults: bool = True) -> Iterator[Line]:
@@ -50,6 +45,14 @@ def flag_lines(title: str, flags: Iterable[Flag], width: int, *, with_defaults: 
         default = _default(flag) if with_defaults else ""
         yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (default, "dim"))
         yield from wrapped(flag.help, width, indent=6, later_indent=6)
+
+
+def example_lines(examples: Sequence[str]) -> Iterator[Line]:
+    """Commands under a title, after an empty line; nothing where there are none."""
+    if examples:
+        yield BLANK
+        yield (("Examples", "bold"),)
+        yield from (((f"  {example}", "green"),) for example in examples)
 
 
 def print_help(config_class: type, program: str) -> None:

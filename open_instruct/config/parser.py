@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of
-from open_instruct.config.upstream_flags import SYNONYMS, UPSTREAM_FLAGS
+from open_instruct.config.upstream_flags import SYNONYMS, upstream_flags
 from open_instruct.errors import InputError
 
 ConfigT = TypeVar("ConfigT")
@@ -86,7 +86,7 @@ def _read_command_line(words: Sequence[str], flags: Mapping[str, Flag], problems
     """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
     values: dict[str, Any] = {}
     for spelling, given in _groups(words, problems):
-        name = _known_as(_normalised(spelling.removeprefix("--")))
+        name = _name_of(spelling.removeprefix("--"))
         negated = flags.get(name.removeprefix("no_"))
         if name not in flags and name.startswith("no_") and negated is not None and negated.kind is bool:
             name = negated.name
@@ -149,7 +149,7 @@ def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str]) -> dic
         if not isinstance(key_node, yaml.ScalarNode):
             problems.append(f"{where} a flag's name is one word, not {_node_kind(key_node)}")
             continue
-        name, origin = _known_as(_normalised(key_node.value)), f"{where} {key_node.value}"
+        name, origin = _name_of(key_node.value), f"{where} {key_node.value}"
         if name not in flags:
             problems.append(f"{origin} {_unknown(name, flags)}")
             continue
@@ -210,18 +210,16 @@ def _node_kind(node: Any) -> str:
 # Names
 
 
-def _known_as(name: str) -> str:
+def _name_of(spelling: str) -> str:
+    """Our name of a flag, from how it was spelled."""
+    name = spelling.replace("-", "_")
     return SYNONYMS.get(name, name)
-
-
-def _normalised(name: str) -> str:
-    return name.replace("-", "_")
 
 
 def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
     known = set(known)
-    sentence = UPSTREAM_FLAGS.get(name)
-    if sentence is not None and known.union(UPSTREAM_FLAGS).issuperset(re.findall(r"--(\w+)", sentence)):
+    sentence = upstream_flags().get(name)
+    if sentence is not None and known.union(upstream_flags()).issuperset(re.findall(r"--(\w+)", sentence)):
         return sentence
     return f"is not a flag{nearest(name, sorted(known), prefix=prefix)}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from open_instruct.config.flags import flags_of
-from open_instruct.config.help import BLANK, Line, flag_lines, wrapped
+from open_instruct.config.help import BLANK, Line, example_lines, flag_lines, wrapped
 from open_instruct.config.sections import flag
 from open_instruct.families import FAMILIES
 
@@ -76,7 +76,4 @@ def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
         indent=2,
         later_indent=2,
     )
-    yield BLANK
-    yield (("Examples", "bold"),)
-    for example in EXAMPLES:
-        yield ((f"  {example}", "green"),)
+    yield from example_lines(EXAMPLES)

@@ -9,7 +9,7 @@ from typing import Any
 
 from open_instruct.config.flags import Flag, flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.help import BLANK, Line, flag_lines, wrapped
+from open_instruct.config.help import BLANK, Line, example_lines, flag_lines, wrapped
 from open_instruct.config.parser import parse, parse_words
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import LearnerParallelSection
@@ -18,12 +18,7 @@ from open_instruct.errors import InputError
 
 CONFIG_FILE = "config.yaml"
 # Beside those of the loss: what decides which completions are learned from, and with which advantage.
-ROLLOUT_FLAGS = (
-    "temperature",
-    "filter_zero_std_samples",
-    "mask_truncated_completions",
-    "advantage_normalization_type",
-)
+ROLLOUT_FLAGS = ("temperature", "filter_zero_std_samples", "mask_truncated_completions", "advantage_normalization_type")
 
 DESCRIPTION = """
 Take one step of a GRPO run again, on one process: the same completions (the run had --save_traces) and the same
@@ -131,10 +126,7 @@ def help_lines(width: int) -> Iterator[Line]:
     yield from wrapped(DESCRIPTION, width)
     yield from flag_lines("What is replayed", flags_of(ReplayFlags).values(), width)
     yield from flag_lines("What may differ (default: the run's)", replayed_flags().values(), width, with_defaults=False)
-    yield BLANK
-    yield (("Examples", "bold"),)
-    for example in EXAMPLES:
-        yield ((f"  {example}", "green"),)
+    yield from example_lines(EXAMPLES)
 
 
 def described(changes: dict[str, tuple[Any, Any]]) -> str:

@@ -110,21 +110,9 @@ def resume_conflicts(
     return conflicts
 
 
-def refuse_conflicts(
-    saved: Mapping[str, Any],
-    config: object,
-    *,
-    saved_data_parallel_world_size: int = 1,
-    data_parallel_world_size: int = 1,
-) -> None:
+def refuse_conflicts(saved: Mapping[str, Any], config: object, **world_sizes: int) -> None:
     """Raise an InputError that lists `resume_conflicts` and the ways out, if there are any."""
-    conflicts = resume_conflicts(
-        saved,
-        config,
-        saved_data_parallel_world_size=saved_data_parallel_world_size,
-        data_parallel_world_size=data_parallel_world_size,
-    )
-    if conflicts:
+    if conflicts := resume_conflicts(saved, config, **world_sizes):
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)
         folder = as_flat_dict(config)["output_dir"]
         raise InputError(

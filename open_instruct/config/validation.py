@@ -7,18 +7,12 @@ Nothing here reads a file or knows the number of GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
-from open_instruct.config.sections import (
-    DataSection,
-    LoggingSection,
-    MemorySection,
-    ParallelSection,
-    RunSection,
-)
+from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
@@ -42,7 +36,7 @@ def limit_problems(*sections: Any) -> Iterator[str]:
             yield f"--{field.name} {spelled(value)}: {problem}"
 
 
-def mixer_problems(flag: str, words: list[str], splits: list[str]) -> Iterator[str]:
+def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> Iterator[str]:
     """Names and amounts must alternate; there is one split for all data sets, or one for each."""
     names, amounts = words[::2], words[1::2]
     for name, amount in zip(names, amounts, strict=False):
@@ -116,17 +110,6 @@ def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
         yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
 
 
-def memory_warnings(memory: MemorySection) -> Iterator[str]:
-    if memory.compiles and not memory.compile_model:
-        budget = spelled(memory.activation_memory_budget)
-        yield f"--activation_memory_budget {budget} is carried out by the compiler, so it turns --compile_model on"
-
-
-def run_problems(run: RunSection) -> Iterator[str]:
-    if not run.output_dir.strip():
-        yield "--output_dir is empty: name a folder"
-
-
 def logging_problems(logging: LoggingSection) -> Iterator[str]:
     for tracker in dict.fromkeys(logging.report_to):
         if tracker not in TRACKERS:
@@ -145,12 +128,15 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     if mode != "selected_modules":
         for given in changed(config, "activation_checkpointing_modules"):
             yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
-    yield from run_problems(config.run)
+    if not config.run.output_dir.strip():
+        yield "--output_dir is empty: name a folder"
     yield from logging_problems(config.logging)
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
-    yield from memory_warnings(config.memory)
+    if config.memory.compiles and not config.memory.compile_model:
+        budget = spelled(config.memory.activation_memory_budget)
+        yield f"--activation_memory_budget {budget} is carried out by the compiler, so it turns --compile_model on"
     if "wandb" not in config.logging.report_to:
         for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
             yield f"{given} is read only with --report_to wandb"

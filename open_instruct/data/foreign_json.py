@@ -52,6 +52,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+def kind_of(value: Any) -> str:
+    """What JSON calls it, with its article."""
+    if value is None:
+        return "null"
+    kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}
+    return kinds.get(type(value), type(value).__name__)
+
+
 def one_line(error: BaseException) -> str:
     """The first lines of what a library says of a file, printable."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

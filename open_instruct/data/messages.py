@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
+from open_instruct.data.foreign_json import kind_of
 from open_instruct.data.rows import MalformedRow
 
 ROLES = ("system", "user", "assistant")
@@ -77,11 +78,3 @@ def _check_order(messages: tuple[Message, ...], key: str, last_role: str) -> Non
             )
     if roles[-1] != last_role:
         raise MalformedRow("roles_out_of_order", f"{key!r}: the last turn is {roles[-1]!r}, it must be {last_role!r}")
-
-
-def kind_of(value: Any) -> str:
-    """What JSON calls it, with its article."""
-    if value is None:
-        return "null"
-    kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}
-    return kinds.get(type(value), type(value).__name__)

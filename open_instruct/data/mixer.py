@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 import numpy as np
 
+from open_instruct.config.validation import mixer_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 
@@ -74,34 +75,13 @@ def parse_mixer_list(
     """
     if not words:
         raise InputError(f"{flag} is empty: give a data set and an amount, such as `{flag} rows.jsonl 1.0`.")
-    if len(words) % 2:
-        raise InputError(
-            f"{flag} has {len(words)} words, an odd number; give a name and an amount in turn, "
-            f"such as `rows.jsonl 1.0`. It was: {' '.join(words)}"
-        )
-    names = words[0::2]
-    if len(splits) not in (1, len(names)):
-        raise InputError(
-            f"{flag}_splits has {len(splits)} splits for {len(names)} data sets; give one, or one for each."
-        )
+    refuse(mixer_problems(flag.removeprefix("--"), words, splits))
+    names, amounts = words[::2], words[1::2]
     each = list(splits) * len(names) if len(splits) == 1 else list(splits)
     return tuple(
-        MixerEntry(name=name, amount=_parse_amount(name, amount, flag), split=split, flag=flag)
-        for name, amount, split in zip(names, words[1::2], each, strict=True)
+        MixerEntry(name=name, amount=float(amount) if "." in amount else int(amount), split=split, flag=flag)
+        for name, amount, split in zip(names, amounts, each, strict=True)
     )
-
-
-def _parse_amount(name: str, word: str, flag: str) -> float | int:
-    try:
-        amount = float(word) if "." in word else int(word)
-    except ValueError as error:
-        raise InputError(
-            f"{flag}: the amount of {name} is {word!r}, which is not a number; "
-            "give a fraction such as 1.0 or a count such as 500."
-        ) from error
-    if not 0 < amount < math.inf:
-        raise InputError(f"{flag}: the amount of {name} is {word}; it must be a finite number above zero.")
-    return amount
 
 
 def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:

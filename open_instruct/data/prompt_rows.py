@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.data.messages import Message, kind_of, parse_conversation
+from open_instruct.data.foreign_json import kind_of
+from open_instruct.data.messages import Message, parse_conversation
 from open_instruct.data.rows import MalformedRow
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier

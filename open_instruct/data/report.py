@@ -53,7 +53,7 @@ class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
     `unit` says what became of a row that was kept; `num_pairs` counts whatever that is.
-    `num_rows == num_bad + num_filtered + num_kept` always holds. `sources` has, for each data set of the
+    `num_rows` is always `num_bad + num_kept` and the sum of `filtered`. `sources` has, for each data set of the
     mixture, its name, the rows it has, and the rows taken (with repeats).
 
     Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
@@ -79,10 +79,6 @@ class DataReport:
     @property
     def num_bad(self) -> int:
         return sum(self.bad.values())
-
-    @property
-    def num_filtered(self) -> int:
-        return sum(self.filtered.values())
 
     def lines(self) -> list[str]:
         """The report for a person, one thing a line."""

@@ -1,23 +1,22 @@
 """Raw rows and where they came from: local files, or data sets by name.
 
 A source knows how many rows it has and what they hash to before any row is parsed, so that the mixer
-and the cache decide first. Local .jsonl needs nothing but Python; .parquet and .arrow need pyarrow, names
-and folders need datasets.
+and the cache decide first. Local .jsonl is read by Python alone, .parquet and .arrow by pyarrow, names
+and folders by datasets.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
-from open_instruct.data.foreign_json import one_line, unique_keys
+from open_instruct.data.foreign_json import kind_of, one_line, unique_keys
 from open_instruct.errors import InputError
 
 FILE_SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -100,7 +99,7 @@ def _open_file(path: Path, name: str, split: str, flag: str) -> RowSource:
     try:
         if path.suffix == ".jsonl":
             return _JsonLines(path, name)
-        return _ParquetRows(path, name, flag) if path.suffix == ".parquet" else _ArrowRows(path, name, flag)
+        return _ColumnFile(path, name, flag)
     except OSError as error:
         raise InputError(f"{flag}: {name} cannot be read: {error}") from error
 
@@ -115,14 +114,6 @@ def near_files(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, names, n=3)
     return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
-
-
-def _load_package(package: str, name: str, flag: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        root = package.partition(".")[0]
-        raise InputError(f"{flag}: reading {name} needs the package {root!r}: run `pip install {root}`.") from error
 
 
 class _JsonLines:
@@ -178,18 +169,8 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a key twice; an integer of thousands of digits; brackets too deep
         raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error
     if not isinstance(value, dict):
-        raise MalformedRow("not_object", f"the row is a JSON {_json_kind(value)}, not an object")
+        raise MalformedRow("not_object", f"the row is a JSON {kind_of(value).split()[-1]}, not an object")
     return value
-
-
-def _json_kind(value: Any) -> str:
-    kinds = {list: "list", str: "string", int: "number", float: "number", bool: "boolean"}
-    return kinds.get(type(value), "null")
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _rows_of_batches(batches: Iterable[Any], indices: Sequence[int], file: str) -> Iterator[RawRow | BadRow]:
@@ -229,56 +210,57 @@ def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
         raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
 
 
-class _ParquetRows:
-    """A .parquet file, read batch by batch."""
+class _ColumnFile:
+    """A .parquet file, read batch by batch, or a .arrow file, mapped into memory."""
 
     def __init__(self, path: Path, name: str, flag: str) -> None:
         self.name = name
-        _load_package("pyarrow", name, flag)
-        parquet = _load_package("pyarrow.parquet", name, flag)
+        kind, opened = ("a Parquet", _parquet) if path.suffix == ".parquet" else ("an Arrow", _arrow)
         try:
-            self._file = parquet.ParquetFile(path, memory_map=True)
+            self._num_rows, self._batches = opened(path)
         except Exception as error:
-            raise InputError(f"{flag}: {name} is not a Parquet file, or is damaged: {one_line(error)}") from error
-        self.fingerprint = _file_digest(path)
+            raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
+        with path.open("rb") as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
 
     def __len__(self) -> int:
-        return int(self._file.metadata.num_rows)
+        return self._num_rows
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        return _rows_of_batches(self._file.iter_batches(batch_size=_ROWS_AT_ONCE), indices, self.name)
+        return _rows_of_batches(self._batches(), indices, self.name)
 
 
-class _ArrowRows:
-    """A .arrow file, mapped into memory: the stream form that datasets writes, or the random-access form."""
+Batches = Callable[[], Iterable[Any]]
 
-    def __init__(self, path: Path, name: str, flag: str) -> None:
-        self.name = name
-        pyarrow = _load_package("pyarrow", name, flag)
-        try:
-            mapped = pyarrow.memory_map(str(path))
-            try:
-                self._table = pyarrow.ipc.open_file(mapped).read_all()
-            except pyarrow.ArrowInvalid:
-                mapped.seek(0)
-                self._table = pyarrow.ipc.open_stream(mapped).read_all()
-            self._table.validate(full=True)  # reading past what is mapped would end the process
-        except Exception as error:
-            raise InputError(f"{flag}: {name} is not an Arrow file, or is damaged: {one_line(error)}") from error
-        self.fingerprint = _file_digest(path)
 
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
+def _parquet(path: Path) -> tuple[int, Batches]:
+    """How many rows the file has, and what gives its record batches."""
+    from pyarrow.parquet import ParquetFile
 
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        return _rows_of_batches(self._table.to_batches(max_chunksize=_ROWS_AT_ONCE), indices, self.name)
+    file = ParquetFile(path, memory_map=True)
+    return file.metadata.num_rows, partial(file.iter_batches, batch_size=_ROWS_AT_ONCE)
+
+
+def _arrow(path: Path) -> tuple[int, Batches]:
+    """As `_parquet`, of the stream form that datasets writes, or of the random-access form."""
+    import pyarrow
+
+    mapped = pyarrow.memory_map(str(path))
+    try:
+        table = pyarrow.ipc.open_file(mapped).read_all()
+    except pyarrow.ArrowInvalid:
+        mapped.seek(0)
+        table = pyarrow.ipc.open_stream(mapped).read_all()
+    table.validate(full=True)  # reading past what is mapped would end the process
+    return table.num_rows, partial(table.to_batches, max_chunksize=_ROWS_AT_ONCE)
 
 
 class _NamedRows:
     """One split of what the datasets library finds under a name, or under a folder (`save_to_disk` or plain files)."""
 
     def __init__(self, name: str, split: str, *, flag: str) -> None:
-        datasets = _load_package("datasets", name, flag)
+        import datasets
+
         self.name = f"{name}[{split}]"
         path = Path(name).expanduser()
         try:

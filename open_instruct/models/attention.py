@@ -1,7 +1,8 @@
 """Attention over documents that are packed end to end, without flash-attn.
 
 Legend of the shape suffixes: B rows, T tokens of a row, N documents taken together, L tokens of one document,
-Q query tokens, K key tokens, H query heads, G key-value heads, D features of a head.
+Q query tokens, K key tokens, H query heads, G key-value heads, D features of a head. The suffix of a `QKV` is what its
+three tensors begin with.
 
 On a CPU documents of one length are one call of PyTorch's scaled dot product attention, for which causality
 needs no mask at all; on a GPU in 16 bits all documents are one call of PyTorch's variable-length attention.
@@ -12,7 +13,6 @@ GPU the same one call does, with the prompt's keys gathered once for every respo
 from __future__ import annotations
 
 import inspect
-import types
 from functools import lru_cache
 from typing import Any, cast
 
@@ -20,14 +20,11 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.attention import Attention
 from olmo_core.nn.attention.backend import AttentionBackend
-from olmo_core.nn.buffer_cache import BufferCache
-from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
 from open_instruct.models.context_parallel import ContextGroup
-from open_instruct.models.rope import SegmentRotaryEmbedding
-from open_instruct.models.segments import Segments
+from open_instruct.models.segments import QKV, Segments
 from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly
 
 MAX_CACHED_MASKS = 4
@@ -112,36 +109,33 @@ class SegmentAttention(AttentionBackend):
         if sinks is not None:
             raise RuntimeError("SegmentAttention has no attention sinks")
 
-        query_BTHD, key_BTGD, value_BTGD = qkv
-        left = self.window_size[0]
+        qkv_BT, left = QKV(*qkv), self.window_size[0]
         if isinstance(cu_doc_lens, Segments):
-            query, key, value = query_BTHD.squeeze(0), key_BTGD.squeeze(0), value_BTGD.squeeze(0)
+            qkv_T = qkv_BT.each(lambda tensor: tensor.squeeze(0))
             if self.context is not None:
-                query, key, value = self.context.heads_of_whole_row(query, key, value)
-            attended = attend_over_segments(query, key, value, cu_doc_lens, left=left, scale=self.scale)
+                qkv_T = self.context.heads_of_whole_row(qkv_T)
+            attended = attend_over_segments(qkv_T, cu_doc_lens, left=left, scale=self.scale)
             if self.context is not None:
                 attended = self.context.tokens_of_all_heads(attended)
             return attended.unsqueeze(0).contiguous()
         if self.context is not None:
             raise RuntimeError("rows that are split over ranks need their segments")
-        num_rows, row_len = query_BTHD.shape[:2]
+        num_rows, row_len = qkv_BT.query.shape[:2]
         if cu_doc_lens is None and not 0 <= left < row_len - 1:
-            return attend_causally(query_BTHD, key_BTGD, value_BTGD, scale=self.scale).contiguous()
-        varlen = _varlen_can_run(query_BTHD)
+            return attend(qkv_BT, scale=self.scale).contiguous()
+        varlen = _varlen_can_run(qkv_BT.query)
         if cu_doc_lens is None and not varlen:
-            return attend_in_window(query_BTHD, key_BTGD, value_BTGD, left=left, scale=self.scale).contiguous()
+            return attend_in_window(qkv_BT, left=left, scale=self.scale).contiguous()
 
-        query_THD, key_TGD, value_TGD = query_BTHD.flatten(0, 1), key_BTGD.flatten(0, 1), value_BTGD.flatten(0, 1)
+        qkv_T = qkv_BT.each(lambda tensor: tensor.flatten(0, 1))
         if varlen:
             if cu_doc_lens is None:
-                cu_doc_lens = torch.arange(num_rows + 1, dtype=torch.int32, device=query_BTHD.device) * row_len
-            attended_THD = attend_varlen(
-                query_THD, key_TGD, value_TGD, cu_doc_lens, max_doc_len or row_len, left=left, scale=self.scale
-            )
+                cu_doc_lens = torch.arange(num_rows + 1, dtype=torch.int32, device=qkv_T.query.device) * row_len
+            attended_THD = attend_varlen(qkv_T, cu_doc_lens, max_doc_len or row_len, left=left, scale=self.scale)
         else:
             assert cu_doc_lens is not None
             lengths: list[int] = cu_doc_lens.diff().tolist()
-            attended_THD = attend_by_document(query_THD, key_TGD, value_TGD, lengths, left=left, scale=self.scale)
+            attended_THD = attend_by_document(qkv_T, lengths, left=left, scale=self.scale)
         return attended_THD.unflatten(0, (num_rows, row_len)).contiguous()
 
 
@@ -161,100 +155,59 @@ def install_segment_attention(model: Transformer) -> None:
         )
 
 
-def install_segments(model: Transformer) -> None:
-    """Let `model(..., segments=...)` hand `Segments` to every block, where OLMo-core hands on document lengths."""
-    tables = BufferCache()
-    for block in model.blocks.values():
-        attention = cast(Attention, block.attention)
-        if attention.rope is not None:
-            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
-    # Blocks get them as an argument, so that one that is computed again in the backward pass gets them again.
-    model._prepare_inputs = types.MethodType(_prepare_inputs, model)  # type: ignore[method-assign]
+def attend(qkv_NL: QKV, *, mask_QK: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask.
+
+    Shape (N, Q, H, D).
+    """
+    output_NHQD = F.scaled_dot_product_attention(
+        *qkv_NL.each(lambda tensor: tensor.transpose(1, 2)),
+        attn_mask=mask_QK,
+        is_causal=mask_QK is None,
+        scale=scale,
+        enable_gqa=qkv_NL.shares_heads,
+    )
+    return output_NHQD.transpose(1, 2)
 
 
-def _prepare_inputs(model: Transformer, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
-    prepared = type(model)._prepare_inputs(model, *args, **kwargs)
-    if segments is not None:
-        block_kwargs = prepared[2]
-        block_kwargs["cu_doc_lens"] = segments
-    return prepared
-
-
-def attend_causally(
-    query_NLHD: torch.Tensor,
-    key_NLGD: torch.Tensor,
-    value_NLGD: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Every token attends to itself and all tokens before it; shape (N, L, H, D)."""
-    return _sdpa(query_NLHD, key_NLGD, value_NLGD, mask_QK=None, scale=scale)
-
-
-def attend_in_window(
-    query_NLHD: torch.Tensor,
-    key_NLGD: torch.Tensor,
-    value_NLGD: torch.Tensor,
-    *,
-    left: int,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Every token attends to itself and at most `left` tokens before it; shape (N, L, H, D).
+def attend_in_window(qkv_NL: QKV, *, left: int, scale: float | None = None) -> torch.Tensor:
+    """Every token attends to itself and at most `left` tokens before it (all, where `left` < 0); shape (N, L, H, D).
 
     A document longer than the window W = left + 1 is cut into blocks of W. A block can see itself and the
     block before it, in a pattern that is the same for all blocks: so one mask of W x 2W serves every
     document, and work grows with L x W instead of L x L.
     """
-    window, length = left + 1, query_NLHD.shape[1]
-    if length <= window:
-        return attend_causally(query_NLHD, key_NLGD, value_NLGD, scale=scale)
+    window, length = left + 1, qkv_NL.query.shape[1]
+    if not 0 < window < length:
+        return attend(qkv_NL, scale=scale)
 
     num_whole = length // window
-    queries, keys, values = (
-        tensor[:, : num_whole * window].unflatten(1, (num_whole, window))
-        for tensor in (query_NLHD, key_NLGD, value_NLGD)
-    )
-    mask_QK = _band_mask(window, query_NLHD.device)
-    parts = [attend_causally(queries[:, 0], keys[:, 0], values[:, 0], scale=scale)]
+    blocks = qkv_NL.each(lambda tensor: tensor[:, : num_whole * window].unflatten(1, (num_whole, window)))
+    mask_QK = _band_mask(window, qkv_NL.query.device)
+    parts = [attend(blocks.each(lambda block: block[:, 0]), scale=scale)]
     if num_whole > 1:
-        keys_with_previous = torch.cat((keys[:, :-1], keys[:, 1:]), dim=2).flatten(0, 1)
-        values_with_previous = torch.cat((values[:, :-1], values[:, 1:]), dim=2).flatten(0, 1)
-        blocks = _sdpa(
-            queries[:, 1:].flatten(0, 1), keys_with_previous, values_with_previous, mask_QK=mask_QK, scale=scale
-        )
-        parts.append(blocks.unflatten(0, (-1, num_whole - 1)).flatten(1, 2))
+        keys, values = (torch.cat((t[:, :-1], t[:, 1:]), dim=2) for t in (blocks.key, blocks.value))
+        with_previous = QKV(blocks.query[:, 1:], keys, values).each(lambda tensor: tensor.flatten(0, 1))
+        attended = attend(with_previous, mask_QK=mask_QK, scale=scale)
+        parts.append(attended.unflatten(0, (-1, num_whole - 1)).flatten(1, 2))
     num_left_over = length - num_whole * window
     if num_left_over:
         first_key = (num_whole - 1) * window
-        parts.append(
-            _sdpa(
-                query_NLHD[:, num_whole * window :],
-                key_NLGD[:, first_key:],
-                value_NLGD[:, first_key:],
-                mask_QK=mask_QK[:num_left_over, : window + num_left_over],
-                scale=scale,
-            )
-        )
+        keys, values = qkv_NL.key[:, first_key:], qkv_NL.value[:, first_key:]
+        last = QKV(qkv_NL.query[:, num_whole * window :], keys, values)
+        parts.append(attend(last, mask_QK=mask_QK[:num_left_over, : window + num_left_over], scale=scale))
     return torch.cat(parts, dim=1)
 
 
-def attend_by_document(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    lengths: list[int],
-    *,
-    left: int = -1,
-    scale: float | None = None,
-) -> torch.Tensor:
+def attend_by_document(qkv_T: QKV, lengths: list[int], *, left: int = -1, scale: float | None = None) -> torch.Tensor:
     """Attention within each of the documents that lie end to end; shape (T, H, D).
 
     Documents of one length are computed together. `left` < 0 means no window.
     """
-    if sum(lengths) != query_THD.shape[0]:
-        raise ValueError(f"document lengths add up to {sum(lengths)}, but there are {query_THD.shape[0]} tokens")
+    if sum(lengths) != qkv_T.query.shape[0]:
+        raise ValueError(f"document lengths add up to {sum(lengths)}, but there are {qkv_T.query.shape[0]} tokens")
     # split has one backward node for all documents; slices would each make a gradient of the whole row's size.
-    queries, keys, values = (tensor.split(lengths) for tensor in (query_THD, key_TGD, value_TGD))
+    queries, keys, values = (tensor.split(lengths) for tensor in qkv_T)
     members: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
         members.setdefault(length, []).append(document)
@@ -262,97 +215,43 @@ def attend_by_document(
     for length, documents in members.items():
         if length == 0:
             continue
-        query_NLHD, key_NLGD, value_NLGD = (_stack([t[d] for d in documents]) for t in (queries, keys, values))
-        if left >= 0:
-            together = attend_in_window(query_NLHD, key_NLGD, value_NLGD, left=left, scale=scale)
-        else:
-            together = attend_causally(query_NLHD, key_NLGD, value_NLGD, scale=scale)
+        qkv_NL = QKV(*(_stack([tensors[d] for d in documents]) for tensors in (queries, keys, values)))
+        together = attend_in_window(qkv_NL, left=left, scale=scale)
         for document, output_LHD in zip(documents, together.unbind(0), strict=True):
             attended[document] = output_LHD
     return torch.cat(attended)
 
 
 def attend_varlen(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    cu_doc_lens: torch.Tensor,
-    max_doc_len: int,
-    *,
-    left: int = -1,
-    scale: float | None = None,
+    qkv_T: QKV, cu_doc_lens: torch.Tensor, max_doc_len: int, *, left: int = -1, scale: float | None = None
 ) -> torch.Tensor:
     """The same as `attend_by_document` in one CUDA kernel, float16 or bfloat16; shape (T, H, D)."""
     # Tokens outside every document would come back as uninitialised memory. Checked on the device: no sync.
-    torch._assert_async(cu_doc_lens[-1] == query_THD.shape[0], "document lengths do not add up to the tokens")
-    lengths = (cu_doc_lens, cu_doc_lens, max_doc_len, max_doc_len)
-    return _varlen(query_THD, key_TGD, value_TGD, lengths, left=left, scale=scale)
+    torch._assert_async(cu_doc_lens[-1] == qkv_T.query.shape[0], "document lengths do not add up to the tokens")
+    return _varlen(qkv_T, (cu_doc_lens, cu_doc_lens, max_doc_len, max_doc_len), left=left, scale=scale)
 
 
-def attend_over_segments(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    segments: Segments,
-    *,
-    left: int = -1,
-    scale: float | None = None,
-) -> torch.Tensor:
+def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
     """Every token attends to the tokens before it in its own segment and in the prefix of that; shape (T, H, D)."""
-    if query_THD.device.type == "cpu":
-        return attend_in_tiles(query_THD, key_TGD, value_TGD, segments, left=left, scale=scale)
-    if not _varlen_can_run(query_THD):
-        return attend_plainly(query_THD, key_TGD, value_TGD, segments, left=left, scale=scale)
+    if qkv_T.query.device.type == "cpu":
+        return attend_in_tiles(qkv_T, segments, left=left, scale=scale)
+    if not _varlen_can_run(qkv_T.query):
+        return attend_plainly(qkv_T, segments, left=left, scale=scale)
     # The kernel lays the causal diagonal through the last query and the last key of a segment, and counts
     # windows from there: with the prefix's keys before the segment's own, distances are logical ones.
-    keys, values = key_TGD, value_TGD
-    if segments.key_index_K.numel() > key_TGD.shape[0]:
+    query, keys, values = qkv_T
+    if segments.key_index_K.numel() > keys.shape[0]:
         keys, values = (t.index_select(0, segments.key_index_K) for t in (keys, values))
     lengths = (segments.cu_queries, segments.cu_keys, segments.max_queries, segments.max_keys)
-    return _varlen(query_THD, keys, values, lengths, left=left, scale=scale)
+    return _varlen(QKV(query, keys, values), lengths, left=left, scale=scale)
 
 
 def _varlen(
-    query_THD: torch.Tensor,
-    key_KGD: torch.Tensor,
-    value_KGD: torch.Tensor,
-    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
-    *,
-    left: int,
-    scale: float | None,
+    qkv: QKV, lengths: tuple[torch.Tensor, torch.Tensor, int, int], *, left: int, scale: float | None
 ) -> torch.Tensor:
     """`lengths`: where the queries and the keys of each document start, and the most of each."""
-    attended = varlen_attn(
-        query_THD,
-        key_KGD,
-        value_KGD,
-        *lengths,
-        scale=scale,
-        window_size=(left, 0),
-        **(_VARLEN_GQA_FLAG if query_THD.shape[1] != key_KGD.shape[1] else {}),
-    )
-    return cast(torch.Tensor, attended)
-
-
-def _sdpa(
-    query_NQHD: torch.Tensor,
-    key_NKGD: torch.Tensor,
-    value_NKGD: torch.Tensor,
-    *,
-    mask_QK: torch.Tensor | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """Scaled dot product attention with heads last but one, as OLMo-core lays them out; causal without a mask."""
-    output_NHQD = F.scaled_dot_product_attention(
-        query_NQHD.transpose(1, 2),
-        key_NKGD.transpose(1, 2),
-        value_NKGD.transpose(1, 2),
-        attn_mask=mask_QK,
-        is_causal=mask_QK is None,
-        scale=scale,
-        enable_gqa=query_NQHD.shape[2] != key_NKGD.shape[2],
-    )
-    return output_NHQD.transpose(1, 2)
+    gqa_flag = _VARLEN_GQA_FLAG if qkv.shares_heads else {}
+    return cast(torch.Tensor, varlen_attn(qkv.query, qkv.key, qkv.value, *lengths, scale=scale, window_size=(left, 0), **gqa_flag))
 
 
 def _stack(documents: list[torch.Tensor]) -> torch.Tensor:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from open_instruct.models.build import local_part
-from open_instruct.models.checkpoint_files import DTYPE_NAMES, CheckpointFiles, read_header
+from open_instruct.models.checkpoint_files import DTYPE_NAMES, CheckpointFiles, header_of, read_header
 from open_instruct.models.shards import own_box
 
 PIECE_BYTES = 16 * 2**20  # hashed while it is still in the processor's cache
@@ -39,7 +37,9 @@ class Part:
 
     @property
     def claim(self) -> Claim:
-        return Claim(dtype=DTYPE_NAMES[self.local.dtype], start=self.start, size=_of(self.local), shape=self.shape)
+        return Claim(
+            dtype=DTYPE_NAMES[self.local.dtype], start=self.start, size=tuple(self.local.shape), shape=self.shape
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class WrittenFile:
 def part_of(tensor: torch.Tensor) -> Part:
     """An ordinary tensor is a part that is the whole, the same on every rank."""
     start = tuple(cut.start for cut in own_box(tensor)) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
-    return Part(local=local_part(tensor).detach(), start=start, shape=_of(tensor))
+    return Part(local=local_part(tensor).detach(), start=start, shape=tuple(tensor.shape))
 
 
 def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[str, Any]]:
@@ -97,15 +97,9 @@ def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
     """A safetensors file of `tensors` in their order; no second copy of them is made on the CPU."""
-    header, at = {}, 0
-    for name, tensor in tensors.items():
-        offsets = [at, at + tensor.nbytes]
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        at += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header = header_of((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
     raw = (t.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors.values())
-    return write_hashed(path, itertools.chain((struct.pack("<Q", len(text)), text), raw))
+    return write_hashed(path, itertools.chain((header,), raw))
 
 
 def write_hashed(path: Path, contents: Iterable[bytes | memoryview]) -> WrittenFile:
@@ -183,7 +177,3 @@ def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[
 
 def _seen_from(start: Sequence[int], cut: Sequence[slice]) -> tuple[slice, ...]:
     return tuple(slice(one.start - at, one.stop - at) for one, at in zip(cut, start, strict=True))
-
-
-def _of(tensor: torch.Tensor) -> Numbers:
-    return tuple(tensor.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -14,11 +13,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from open_instruct.models.attention import install_segment_attention, install_segments
+from open_instruct.models.attention import install_segment_attention
 from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.logprob_head import install_logprob_head
 from open_instruct.models.names import clean_name
+from open_instruct.models.segments import install_segments
 
 
 def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Transformer:
@@ -81,19 +81,15 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
     NaN is also what stands where nothing was read into.
     """
     found = {}
-    for name, local in _local_parameters(model):
+    for name, parameter in model.named_parameters():
+        local = local_part(parameter)
         if local.numel() == 0:
             continue
         # The ends of the range pass NaN on, and need no mask of the tensor's size.
         ends = torch.stack(local.aminmax())
         if not bool(ends.isfinite().all()):
-            found[name] = "NaN" if bool(ends.isnan().any()) else "inf"
+            found[clean_name(name)] = "NaN" if bool(ends.isnan().any()) else "inf"
     return found
-
-
-def _local_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield clean_name(name), local_part(parameter)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,13 @@ The format: 8 bytes (little-endian length of the header), the header (JSON: name
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
@@ -91,10 +91,6 @@ class CheckpointFiles:
         raise InputError(_no_safetensors(folder))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
@@ -106,10 +102,6 @@ class CheckpointFiles:
     def paths(self) -> tuple[Path, ...]:
         """The files, sorted by name."""
         return tuple(sorted({tensor.path for tensor in self._tensors.values()}))
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def file_of(self, name: str) -> Path:
         return self._tensors[name].path
@@ -149,9 +141,7 @@ class CheckpointFiles:
     def __enter__(self) -> CheckpointFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __contains__(self, name: str) -> bool:
@@ -197,6 +187,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if file_bytes > end:
         raise InputError(f"{path} is {file_bytes - end} bytes longer than its header says: fetch it again")
     return ordered
+
+
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """What a file of `tensors`, each its name, dtype and shape, begins with; their data follows in that order."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
+    return struct.pack("<Q", len(text)) + text
 
 
 def _stored(path: Path, data_start: int, name: str, entry: Any) -> StoredTensor:

@@ -18,6 +18,8 @@ from olmo_core.nn.attention import Attention
 from olmo_core.nn.transformer import Transformer
 from torch.distributed import DeviceMesh
 
+from open_instruct.models.segments import QKV
+
 
 class ContextGroup:
     """The ranks that split rows between them, seen from one of them."""
@@ -40,14 +42,11 @@ class ContextGroup:
         """
         return cast(torch.Tensor, _WholeRow.apply(values, self))
 
-    def heads_of_whole_row(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def heads_of_whole_row(self, qkv: QKV) -> QKV:
         """Queries (T / C, H, D), keys and values (T / C, G, D) into (T, H / C, D) and (T, G / C, D)."""
-        per_rank = [tensor.unflatten(1, (self.degree, -1)).transpose(0, 1) for tensor in (query, key, value)]
+        per_rank = qkv.each(lambda tensor: tensor.unflatten(1, (self.degree, -1)).transpose(0, 1))
         received = all_to_all_single(self.group, torch.cat(per_rank, dim=2))
-        query, key, value = received.flatten(0, 1).split([tensor.shape[2] for tensor in per_rank], dim=1)
-        return query, key, value
+        return QKV(*received.flatten(0, 1).split([tensor.shape[2] for tensor in per_rank], dim=1))
 
     def tokens_of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:
         """(T, H / C, D) into (T / C, H, D)."""

@@ -47,15 +47,8 @@ MAX_FILE_BYTES = 2 * 2**30
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_CONFIG_NAME = "generation_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.json",
-    CHAT_TEMPLATE_NAME,
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.json", CHAT_TEMPLATE_NAME),
 )
 
 

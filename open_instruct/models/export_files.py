@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from typing import IO
 
 import torch
 
-from open_instruct.models.checkpoint_files import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME
+from open_instruct.models.checkpoint_files import INDEX_NAME, SINGLE_NAME, header_of
 from open_instruct.models.names import TensorNames
 
 
@@ -111,7 +110,8 @@ class FileWriter:
         try:
             if self._file is None:
                 self._file = self._path.open("wb")
-                self._file.write(_header(self._tensors))
+                tensors = ((tensor.hf_name, tensor.dtype, tensor.shape) for tensor in self._tensors)
+                self._file.write(header_of(tensors, metadata={"format": "pt"}))
             self._file.write(tensor.flatten().view(torch.uint8).numpy().data)
         except OSError as error:
             self._problem = disk_problem(self._path, error)
@@ -127,21 +127,6 @@ class FileWriter:
             self._problem = self._problem or disk_problem(self._path, error)
         assert self._problem or self._num_written == len(self._tensors), f"{self._path} is incomplete"
         return [] if self._problem is None else [self._problem]
-
-
-def _header(tensors: Sequence[PlannedTensor]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.num_bytes
-        entries[tensor.hf_name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
-    return struct.pack("<Q", len(text)) + text
 
 
 def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:

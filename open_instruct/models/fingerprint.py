@@ -10,6 +10,7 @@ import torch.distributed as dist
 import xxhash
 
 from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 64 * 2**20
 READ_BYTES = 2**20
@@ -28,15 +29,12 @@ def weights_fingerprint(files: CheckpointFiles, process_group: dist.ProcessGroup
         files: the opened checkpoint; all ranks see the same files.
         process_group: the ranks to share the work; default: all, or this process alone without a group.
     """
-    alone = not dist.is_initialized()
-    rank, num_ranks = (0, 1) if alone else (dist.get_rank(process_group), dist.get_world_size(process_group))
+    rank, num_ranks = 0, 1
+    if dist.is_initialized():
+        rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = _chunks(files)
     own = {number: _digest(*chunks[number]) for number in range(rank, len(chunks), num_ranks)}
-    of_ranks: list[dict[int, bytes]] = [own]
-    if not alone:
-        of_ranks = [{} for _ in range(num_ranks)]
-        dist.all_gather_object(of_ranks, own, group=process_group)
-    digests = {number: digest for of_rank in of_ranks for number, digest in of_rank.items()}
+    digests = {number: digest for of_rank in gathered(own, process_group) for number, digest in of_rank.items()}
     return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
 
 

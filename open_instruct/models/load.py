@@ -25,6 +25,7 @@ from open_instruct.models.build import find_not_finite, local_part
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, clean_name, is_harmless_extra
 from open_instruct.models.shards import Box, own_box
+from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 8 * 2**20
 LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -185,11 +186,6 @@ def raise_together(
     problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError, group: dist.ProcessGroup | None = None
 ) -> None:
     """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that gave up. Collective."""
-    told = list(problems)
-    if dist.is_available() and dist.is_initialized():
-        of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(of_ranks, told, group=group)
-        told = [problem for of_rank in of_ranks for problem in of_rank]
-    distinct = list(dict.fromkeys(told))
+    distinct = list(dict.fromkeys(problem for of_rank in gathered(list(problems), group) for problem in of_rank))
     if distinct:
         raise kind("; ".join(distinct[:MAX_NAMED]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,13 +62,9 @@ class LogprobHead(LMHead):
         num_positions = max(1, self.max_logits_bytes // (4 * self.vocab_size))
         chunks = zip(h_BKD.flatten(0, 1).split(num_positions), labels_BK.flatten().split(num_positions), strict=True)
         settings = (kwargs.get("ignore_index", -100), self.temperature, self.with_entropy)
-        if labels_BK.numel() <= num_positions:
-            parts = [self._losses(h_ND, labels_N, *settings) for h_ND, labels_N in chunks]
-        else:
-            parts = [
-                checkpoint(self._losses, h_ND, labels_N, *settings, use_reentrant=False) for h_ND, labels_N in chunks
-            ]
-        losses, entropies = zip(*parts, strict=True)
+        in_one = labels_BK.numel() <= num_positions
+        losses_of = self._losses if in_one else partial(checkpoint, self._losses, use_reentrant=False)
+        losses, entropies = zip(*(losses_of(h_ND, labels_N, *settings) for h_ND, labels_N in chunks), strict=True)
         return LabelLosses(
             loss=self._joined(losses, labels_BK),
             entropy=self._joined(entropies, labels_BK) if self.with_entropy else None,

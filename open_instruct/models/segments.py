@@ -1,6 +1,8 @@
-"""What each token of a packed row may attend to, where several responses share one copy of their prompt.
+"""What each token of a packed row may attend to, where several responses share one copy of their prompt, and how a
+model is told.
 
-Legend: T tokens of the row, S segments, K keys once the shared ones are repeated for every segment that sees them.
+Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, K keys once the shared
+ones are repeated for every segment that sees them.
 
 A row is a list of segments, end to end. A segment attends causally to itself. One with a *prefix length* p > 0 attends
 besides to all p tokens of its root, the last segment before it that has none, and its own first token stands at
@@ -15,11 +17,31 @@ An ordinary document is a root of which nobody is a branch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from olmo_core.nn.attention import Attention
+from olmo_core.nn.buffer_cache import BufferCache
+from olmo_core.nn.rope import RotaryEmbedding
+from olmo_core.nn.transformer import Transformer
+
+
+class QKV(NamedTuple):
+    """Queries (..., H, D), keys and values (..., G, D); groups of query heads share a key-value head."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QKV:
+        return QKV(change(self.query), change(self.key), change(self.value))
+
+    @property
+    def shares_heads(self) -> bool:
+        return self.query.shape[-2] != self.key.shape[-2]
 
 
 class Segment(NamedTuple):
@@ -96,3 +118,51 @@ def segments_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> It
             root = Segment(start, length, start, 0)
             yield root
         start += length
+
+
+class SegmentRotaryEmbedding(RotaryEmbedding):
+    """OLMo-core's, which besides takes `Segments` for `cu_doc_lens`: then each token turns by its logical position.
+
+    The tables are cut and applied as for documents; a bf16 table handed to the block from outside would not do, and
+    FSDP casts every float that it hands on.
+    """
+
+    @classmethod
+    def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
+        """One that turns as `stock` does, with its tables in `tables`, where layers find each other's."""
+        assert stock.rotary_dim == stock.dim, "partial rotary embeddings are refused when config.json is read"
+        rope = cls(head_size=stock.dim, theta=stock.theta, full_precision=stock.full_precision, scaling=stock.scaling)
+        # Not an argument: OLMo-core takes a cache that is still empty for none, and each layer would have its own.
+        rope._cache = tables.with_namespace(rope._cache._namespace)
+        return rope
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries (1, T, H, D) and keys (1, T, G, D), turned; see `RotaryEmbedding.forward`."""
+        segments = kwargs.get("cu_doc_lens")
+        if not isinstance(segments, Segments):
+            return super().forward(q, k, *args, **kwargs)
+        with torch.autocast(q.device.type, enabled=False):
+            dtype = torch.float32 if self.full_precision else q.dtype
+            tables = self._get_rotary_embedding(segments.max_keys, q.device)
+            sin, cos = (table.to(dtype).index_select(0, segments.positions_T)[None, :, None] for table in tables)
+            turned_q, turned_k = (self._apply_rotary_pos_emb(sin, cos, x.to(dtype)) for x in (q, k))
+        return turned_q.type_as(q), turned_k.type_as(k)
+
+
+def install_segments(model: Transformer) -> None:
+    """Let `model(..., segments=...)` hand `Segments` to every block, where OLMo-core hands on document lengths."""
+    tables = BufferCache()
+    for block in model.blocks.values():
+        attention = cast(Attention, block.attention)
+        if attention.rope is not None:
+            attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
+    # Blocks get them as an argument, so that one that is computed again in the backward pass gets them again.
+    model._prepare_inputs = types.MethodType(_prepare_inputs, model)  # type: ignore[method-assign]
+
+
+def _prepare_inputs(model: Transformer, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+    prepared = type(model)._prepare_inputs(model, *args, **kwargs)
+    if segments is not None:
+        block_kwargs = prepared[2]
+        block_kwargs["cu_doc_lens"] = segments
+    return prepared

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -53,11 +52,6 @@ def own_box(tensor: DTensor) -> Box:
     box = shard_box(tensor.shape, tuple(tensor.device_mesh.shape), coordinate, tensor.placements)
     assert box_shape(box) == tuple(tensor.to_local().shape), "the shard's shape does not follow from its placements"
     return box
-
-
-def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
-    """Place in the mesh of every global rank in it, in the mesh's order."""
-    return {int(mesh.mesh[tuple(place)]): tuple(place) for place in (mesh.mesh >= 0).nonzero().tolist()}
 
 
 def reshard(model: nn.Module) -> None:
@@ -134,7 +128,8 @@ def boxes_beside(tensor: DTensor, owner: int) -> dict[int, Box]:
     (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and the
     owner gathers in its own.)
     """
-    places = coordinates(tensor.device_mesh)
+    ranks = tensor.device_mesh.mesh
+    places = {int(ranks[tuple(place)]): tuple(place) for place in (ranks >= 0).nonzero().tolist()}
     if owner not in places:
         return {}
     mesh_shape = tuple(tensor.device_mesh.shape)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from open_instruct.models.segments import Segments, segments_of
+from open_instruct.models.segments import QKV, Segments, segments_of
 
 MAX_CACHED_TILINGS = 4
 
@@ -53,16 +53,9 @@ class TileBatch(NamedTuple):
     is_first: bool
 
 
-def attend_plainly(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    segments: Segments,
-    *,
-    left: int = -1,
-    scale: float | None = None,
-) -> torch.Tensor:
+def attend_plainly(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
     """One masked call a segment, its prefix's keys repeated: the definition. Shape (T, H, D); `left` < 0: no window."""
+    query_THD, key_TGD, value_TGD = qkv_T
     outputs = []
     for start, length, prefix_start, prefix_length in segments_of(segments.lengths, segments.prefix_lengths):
         keys, values = (
@@ -77,24 +70,16 @@ def attend_plainly(
                 values.unsqueeze(0),
                 attn_mask=is_seen_QK,
                 scale=scale,
-                enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+                enable_gqa=qkv_T.shares_heads,
             )[0].transpose(0, 1)
         )
     return torch.cat(outputs)
 
 
-def attend_in_tiles(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    segments: Segments,
-    *,
-    left: int = -1,
-    scale: float | None = None,
-) -> torch.Tensor:
+def attend_in_tiles(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
     """`attend_plainly`, on a CPU, without repeating a key. Shape (T, H, D)."""
     batches = tile_batches(segments.lengths, segments.prefix_lengths, left)
-    attended: torch.Tensor = _TiledAttention.apply(query_THD, key_TGD, value_TGD, batches, scale)
+    attended: torch.Tensor = _TiledAttention.apply(*qkv_T, batches, scale)
     return attended
 
 
@@ -111,10 +96,8 @@ class _TiledAttention(torch.autograd.Function):
         out_THD = torch.empty_like(query_THD)
         lse_TH: torch.Tensor | None = None
         for batch in batches:
-            queries, keys, values = _tiles_of(batch, query_THD, key_TGD, value_TGD)
-            out, lse = _flash(
-                queries, keys, values, 0.0, batch.is_causal, attn_mask=_bias(batch, query_THD.dtype), scale=scale
-            )
+            tiles = _tiles_of(batch, query_THD, key_TGD, value_TGD)
+            out, lse = _flash(*tiles, 0.0, batch.is_causal, attn_mask=_bias(batch, query_THD.dtype), scale=scale)
             out_NHD, lse_NH = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
             if lse_TH is None:
                 lse_TH = lse_NH.new_empty(query_THD.shape[:2])
@@ -138,37 +121,25 @@ class _TiledAttention(torch.autograd.Function):
         # Added up over tiles in the inputs' own dtype, as autograd does with what is used twice.
         grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query_THD, key_TGD, value_TGD))
         for batch in ctx.batches:
-            queries, keys, values = _tiles_of(batch, query_THD, key_TGD, value_TGD)
+            tiles = _tiles_of(batch, query_THD, key_TGD, value_TGD)
             grad_out, out, lse = (
                 _rows(t, batch.query_index, batch.num_tiles).transpose(1, 2) for t in (grad_out_THD, out_THD, lse_TH)
             )
-            grads = _flash_backward(
-                grad_out,
-                queries,
-                keys,
-                values,
-                out,
-                lse,
-                0.0,
-                batch.is_causal,
-                attn_mask=_bias(batch, query_THD.dtype),
-                scale=ctx.scale,
-            )
+            bias = _bias(batch, query_THD.dtype)
+            grads = _flash_backward(grad_out, *tiles, out, lse, 0.0, batch.is_causal, attn_mask=bias, scale=ctx.scale)
             indices = (batch.query_index, batch.key_index, batch.key_index)
             for total, grad, index in zip((grad_query, grad_key, grad_value), grads, indices, strict=True):
                 total.index_add_(0, index, grad.transpose(1, 2).flatten(0, 1))
         return grad_query, grad_key, grad_value, None, None
 
 
-def _tiles_of(
-    batch: TileBatch, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _tiles_of(batch: TileBatch, query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor) -> QKV:
     """Queries (N, H, Q, D), keys and values (N, G, K, D)."""
-    return (
-        _rows(query_THD, batch.query_index, batch.num_tiles).transpose(1, 2),
-        _rows(key_TGD, batch.key_index, batch.num_tiles).transpose(1, 2),
-        _rows(value_TGD, batch.key_index, batch.num_tiles).transpose(1, 2),
+    query, key, value = (
+        _rows(tensor, index, batch.num_tiles).transpose(1, 2)
+        for tensor, index in ((query_THD, batch.query_index), (key_TGD, batch.key_index), (value_TGD, batch.key_index))
     )
+    return QKV(query, key, value)
 
 
 def _rows(tensor_T: torch.Tensor, index: torch.Tensor, num_tiles: int) -> torch.Tensor:

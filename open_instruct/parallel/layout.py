@@ -6,25 +6,15 @@ the same numbers and agree. docs/sharding.md explains the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd, isqrt
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
-from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.wording import counted, one_of
 from open_instruct.records import ShardLayout
-
-__all__ = [
-    "UnequalNodesError",
-    "check_heads",
-    "divisors",
-    "layout_of",
-    "node_sizes_from_environment",
-    "resolve_layout",
-]
 
 MAX_LEARNERS = 100_000
 
@@ -60,19 +50,18 @@ def resolve_layout(
         InputError: names the flag and lists the values that would work.
     """
     nodes = _checked_nodes(gpus_per_node)
-    for flag, degree in {
+    degrees = {
         "--fsdp_shard_degree": fsdp_shard_degree,
         "--fsdp_num_replicas": fsdp_num_replicas,
         "--tensor_parallel_degree": tensor_parallel_degree,
         "--context_parallel_degree": context_parallel_degree,
-    }.items():
+    }
+    for flag, degree in degrees.items():
         if degree is not None and not _is_count(degree):
             raise InputError(f"{flag} {degree!r} is not a whole number of at least 1")
 
     if single_device:
-        _check_single_device(
-            nodes, fsdp_shard_degree, fsdp_num_replicas, tensor_parallel_degree, context_parallel_degree
-        )
+        _check_single_device(nodes, degrees)
         return ShardLayout(gpus_per_node=nodes, shard_degree=1, num_replicas=1, single_device=True)
 
     _check_model_parallel(nodes, tensor_parallel_degree, context_parallel_degree)
@@ -147,22 +136,15 @@ def _checked_nodes(gpus_per_node: Sequence[int]) -> tuple[int, ...]:
     return nodes
 
 
-def _check_single_device(
-    nodes: tuple[int, ...], shard_degree: int | None, num_replicas: int | None, tensor: int, context: int
-) -> None:
+def _check_single_device(nodes: tuple[int, ...], degrees: Mapping[str, int | None]) -> None:
     if sum(nodes) != 1:
         raise InputError(
             f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or leave "
             "--single_gpu_mode out to shard the model over all of them"
         )
-    asked = {
-        "--fsdp_shard_degree": shard_degree,
-        "--fsdp_num_replicas": num_replicas,
-        "--tensor_parallel_degree": None if tensor == 1 else tensor,
-        "--context_parallel_degree": None if context == 1 else context,
-    }
-    for flag, degree in asked.items():
-        if degree is not None:
+    for flag, degree in degrees.items():
+        is_default = degree is None if flag.startswith("--fsdp") else degree == 1
+        if not is_default:
             raise InputError(
                 f"{flag} {degree} cannot apply in --single_gpu_mode, which does not shard; leave one of the two out"
             )
@@ -170,16 +152,12 @@ def _check_single_device(
 
 def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> None:
     world_size = sum(nodes)
-    if world_size % tensor:
-        raise InputError(
-            f"--tensor_parallel_degree {tensor} does not divide {_learners(world_size)}; "
-            f"use {_within_and_across(divisors(world_size), nodes)}"
-        )
-    if world_size % context:
-        raise InputError(
-            f"--context_parallel_degree {context} does not divide {_learners(world_size)}; "
-            f"use {_within_and_across(divisors(world_size), nodes)}"
-        )
+    for name, degree in (("tensor", tensor), ("context", context)):
+        if world_size % degree:
+            raise InputError(
+                f"--{name}_parallel_degree {degree} does not divide {_learners(world_size)}; "
+                f"use {_within_and_across(divisors(world_size), nodes)}"
+            )
     if world_size % (tensor * context):
         raise InputError(
             f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not "

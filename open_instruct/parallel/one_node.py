@@ -9,52 +9,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from torch.distributed import PrefixStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class LoopbackRendezvous(StaticTCPRendezvous):
     """The agent of one node meets nobody, and keeps the store of its ranks on loopback."""
 
     def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store = listen_at(LOOPBACK)
+        store = listen_at(LOOPBACK)
+        super().__init__(LOOPBACK, store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
+        self._store = store  # in place of the one that would be made for the first rendezvous
         # The ranks inherit it: else gloo and NCCL listen on the interface that the machine's name stands for.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, LOOPBACK_INTERFACE)
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def get_backend(self) -> str:
         return "loopback"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from open_instruct.parallel.wording import counted, group_name, nodes_text, ranks_text
+from open_instruct.parallel.wording import counted, degrees_of, group_name, nodes_text, ranks_text
 from open_instruct.records import ShardLayout
 
 WIDTH = 80
@@ -65,13 +65,7 @@ def _summary(layout: ShardLayout) -> Text:
     headline = f"{nodes}: {counted(layout.num_replicas, 'replica')} of the model, {whole}"
     summary = Text(textwrap.fill(headline, WIDTH), style="bold")
     if split > layout.shard_degree:
-        degrees = {
-            "shard": layout.shard_degree,
-            "context": layout.context_parallel_degree,
-            "tensor": layout.tensor_parallel_degree,
-        }
-        factors = " × ".join(f"{name} degree {degree}" for name, degree in degrees.items() if degree > 1)
-        summary.append(f"\n{split} GPUs = {factors}", style="not bold")
+        summary.append(f"\n{split} GPUs = {' × '.join(degrees_of(layout))}", style="not bold")
     flags = f"--fsdp_shard_degree {layout.shard_degree} --fsdp_num_replicas {layout.num_replicas}"
     summary.append(f"\nthe same as {flags}", style="not bold dim")
     return summary

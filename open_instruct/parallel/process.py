@@ -70,14 +70,21 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
 
 def _discover_nodes(local_rank: int) -> tuple[int, ...]:
     """Node sizes as they are: a node begins wherever a process has local rank 0."""
-    local_ranks: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(local_ranks, local_rank)
     sizes: list[int] = []
-    for local in local_ranks:
+    for local in gathered(local_rank):
         if local == 0:
             sizes.append(0)
         sizes[-1] += 1
     return tuple(sizes)
+
+
+def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank brings, in rank order; without a process group, this one's alone. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own]
+    of_ranks = [own] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, own, group=group)
+    return of_ranks
 
 
 def on_main_process(function: Callable[[], T]) -> T:
@@ -112,8 +119,3 @@ def forget_mesh() -> None:
     from olmo_core.distributed import parallel
 
     parallel._WORLD_MESH = None
-
-
-def is_main_process() -> bool:
-    """Whether this is global rank 0, also before the process group has started."""
-    return int(os.environ.get("RANK", "0")) == 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import ceil
 
 from open_instruct.parallel.layout import divisors
+from open_instruct.parallel.wording import degrees_of
 from open_instruct.records import ShardLayout
 
 MASTER_BYTES = GRADIENT_BYTES = MOMENT_BYTES = 4
@@ -33,17 +34,14 @@ def unsharded_memory_warning(layout: ShardLayout, *, num_params: int, device_mem
     each_gib = training_state_gib(layout, num_params=num_params)
     if each_gib <= device_memory_gib:
         return None
+    product = " / ".join([f"{num_params / 1e9:.3g}B parameters x {BYTES_PER_PARAM} bytes", *degrees_of(layout)])
     problem = (
-        f"The training state does not fit: {num_params / 1e9:.3g}B parameters x {BYTES_PER_PARAM} bytes"
-        f"{_split_text(layout)} = {each_gib:.1f} GiB on each GPU, which has {device_memory_gib:g} GiB "
-        "(and activations come on top)."
+        f"The training state does not fit: {product} = {each_gib:.1f} GiB on each GPU, which has "
+        f"{device_memory_gib:g} GiB (and activations come on top)."
     )
     for shard_degree in divisors(layout.data_parallel_world_size):
         sharded = replace(
-            layout,
-            shard_degree=shard_degree,
-            num_replicas=layout.data_parallel_world_size // shard_degree,
-            warnings=(),
+            layout, shard_degree=shard_degree, num_replicas=layout.data_parallel_world_size // shard_degree, warnings=()
         )
         sharded_gib = training_state_gib(sharded, num_params=num_params)
         if sharded_gib <= device_memory_gib:
@@ -55,14 +53,3 @@ def unsharded_memory_warning(layout: ShardLayout, *, num_params: int, device_mem
     at_least = ceil(num_params * BYTES_PER_PARAM / 2**30 / device_memory_gib)
     without = ", without --single_gpu_mode" if layout.single_device else ""
     return f"{problem} It needs at least {at_least} such GPUs to shard over{without}."
-
-
-def _split_text(layout: ShardLayout) -> str:
-    """What the training state is divided by, as part of a formula; nothing for one whole copy on each GPU."""
-    degrees = (
-        ("shard", layout.shard_degree),
-        ("context", layout.context_parallel_degree),
-        ("tensor", layout.tensor_parallel_degree),
-    )
-    factors = [f"{name} degree {degree}" for name, degree in degrees if degree > 1]
-    return "".join(f" / {factor}" for factor in factors)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from open_instruct.records import ShardLayout
+
 
 def one_of(values: Iterable[object]) -> str:
     """Values as a choice: `[1, 2, 4]` is "1, 2 or 4"."""
@@ -17,6 +19,16 @@ def counted(count: int, noun: str) -> str:
         return f"1 {noun}"
     many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{count:,} {many}"
+
+
+def degrees_of(layout: ShardLayout) -> list[str]:
+    """What splits the training state: "shard degree 8", "tensor degree 2"; those of 1 are left out."""
+    degrees = {
+        "shard": layout.shard_degree,
+        "context": layout.context_parallel_degree,
+        "tensor": layout.tensor_parallel_degree,
+    }
+    return [f"{name} degree {degree}" for name, degree in degrees.items() if degree > 1]
 
 
 def group_name(index: int) -> str:

@@ -13,12 +13,7 @@ from open_instruct.run.pretrained import Pretrained
 
 
 def load_datasets(
-    rows: type[RowBuilder],
-    data: DataSection,
-    *,
-    pretrained: Pretrained,
-    seed: int,
-    console: Console,
+    rows: type[RowBuilder], data: DataSection, *, pretrained: Pretrained, seed: int, console: Console
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training rows, and the held-out rows if any are named; `rows` is the form that they have.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,10 +63,10 @@ class Pretrained:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that most values of the checkpoint are stored in."""
-        num_values: dict[torch.dtype, int] = {}
+        num_values: Counter[torch.dtype] = Counter()
         for name, dtype in self.files.dtypes.items():
-            num_values[dtype] = num_values.get(dtype, 0) + torch.Size(self.files.shapes[name]).numel()
-        return max(num_values, key=lambda dtype: num_values[dtype])
+            num_values[dtype] += torch.Size(self.files.shapes[name]).numel()
+        return num_values.most_common(1)[0][0]
 
 
 def open_pretrained(

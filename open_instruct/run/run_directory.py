@@ -17,39 +17,29 @@ from open_instruct.records import ShardLayout
 from open_instruct.whole_file import remove_partials, replace_text
 
 
+class _Inside:
+    """The path of what has this name in a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return directory.path / self._name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
     """Paths of everything a run writes. Only rank 0 writes, but for checkpoints and the exported model."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def layout(self) -> Path:
-        return self.path / "layout.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "run.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def pids(self) -> Path:
-        return self.path / "pids.json"
-
-    @property
-    def hf_model(self) -> Path:
-        return self.path / "hf_model"
+    config = _Inside("config.yaml")
+    layout = _Inside("layout.json")
+    log = _Inside("run.log")
+    metrics = _Inside("metrics.jsonl")
+    evaluations = _Inside("eval.jsonl")
+    pids = _Inside("pids.json")
+    hf_model = _Inside("hf_model")
 
     def create(self) -> None:
         """Make the folder.
@@ -75,14 +65,11 @@ class RunDirectory:
             for step in self.path.glob("step*"):
                 if step.name.removeprefix("step").split("-")[0].isdigit():
                     shutil.rmtree(step)
-            self._remove_files()
-
-    def _remove_files(self) -> None:
-        for folder in (self.hf_model, self.path / "tensorboard", self.path / "traces"):
-            shutil.rmtree(folder, ignore_errors=True)
-        own_files = self.config, self.layout, self.log, self.metrics, self.evaluations
-        for file in (*own_files, self.path / "wandb_id", self.path / "pids.json"):
-            file.unlink(missing_ok=True)
+            for folder in (self.hf_model, self.path / "tensorboard", self.path / "traces"):
+                shutil.rmtree(folder, ignore_errors=True)
+            own_files = self.config, self.layout, self.log, self.metrics, self.evaluations, self.pids
+            for file in (*own_files, self.path / "wandb_id"):
+                file.unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -8,10 +8,10 @@ words, words as runs of letters and digits), IFEval's way holds. Every pattern t
 from __future__ import annotations
 
 import json
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-RELATIONS = ("at least", "at most", "less than", "around", "exactly")
 IFEVAL_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 # IFEval's prompts show ***, those of RLVR-IFeval * * *.
@@ -25,19 +25,22 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+")
 _ABBREVIATION = re.compile(r"(?<!\w)(?:Mr|Mrs|Ms|Dr|Prof|St|vs|e\.g|i\.e|[A-Z])\.$")
 
 
+def _is_around(number: int, count: int) -> bool:
+    """Within a tenth of it, and always within 1."""
+    return abs(number - count) <= max(round(count / 10), 1)
+
+
+RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "at least": operator.ge,
+    "at most": operator.le,
+    "less than": operator.lt,
+    "around": _is_around,
+    "exactly": operator.eq,
+}
+
+
 def compare(number: int, relation: str, count: int) -> bool:
-    """Whether `number` is `relation` `count`; "around" is within a tenth of it, and always within 1."""
-    match relation:
-        case "at least":
-            return number >= count
-        case "at most":
-            return number <= count
-        case "less than":
-            return number < count
-        case "around":
-            return abs(number - count) <= max(round(count / 10), 1)
-        case _:
-            return number == count
+    return RELATIONS[relation](number, count)
 
 
 def _num_phrases(text: str, phrase: str) -> int:
@@ -98,14 +101,6 @@ def is_in_language(text: str, *, language: str) -> bool:
         return str(langdetect.detect(text)).partition("-")[0] == language.partition("-")[0]
     except langdetect.LangDetectException:
         return False
-
-
-def is_uppercase(text: str) -> bool:
-    return text.isupper()
-
-
-def is_lowercase(text: str) -> bool:
-    return text.islower()
 
 
 def capital_word_frequency(text: str, *, count: int, relation: str) -> bool:

@@ -60,8 +60,8 @@ IFEVAL: dict[str, Rule] = {
     "change_case:capital_word_frequency": Rule(
         c.capital_word_frequency, {"capital_frequency": "count", "capital_relation": "relation"}
     ),
-    "change_case:english_capital": Rule(c.is_uppercase),
-    "change_case:english_lowercase": Rule(c.is_lowercase),
+    "change_case:english_capital": Rule(str.isupper),
+    "change_case:english_lowercase": Rule(str.islower),
     "punctuation:no_comma": Rule(c.has_no_comma),
 }
 RLVR_IFEVAL: dict[str, Rule] = {
@@ -87,8 +87,8 @@ RLVR_IFEVAL: dict[str, Rule] = {
     "validate_end": Rule(c.ends_with, {"end_phrase": "phrase"}),
     "validate_quotation": Rule(c.is_quoted),
     "validate_frequency_capital_words": Rule(c.capital_word_frequency, {"N": "count", "quantifier": "relation"}),
-    "validate_uppercase": Rule(c.is_uppercase),
-    "validate_lowercase": Rule(c.is_lowercase),
+    "validate_uppercase": Rule(str.isupper),
+    "validate_lowercase": Rule(str.islower),
     "validate_no_commas": Rule(c.has_no_comma),
 }
 

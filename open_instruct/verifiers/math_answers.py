@@ -67,19 +67,22 @@ def find_answer(completion: str) -> str | None:
     """The text of the answer, or None if there is none (or its brace is never closed)."""
     boxes = list(_BOXED.finditer(completion))
     if boxes:
-        return _until_closed(completion, boxes[-1].end())
+        start = boxes[-1].end()
+        end = _closed_at(completion, start - 1, "{", "}")
+        return None if end is None else completion[start:end]
     if said := _SAID.findall(completion):
         return str(said[-1]).strip().rstrip(".")
     dollars = _DOLLARS.findall(completion)
     return str(dollars[-1]) if dollars else None
 
 
-def _until_closed(text: str, start: int) -> str | None:
-    depth = 1
+def _closed_at(text: str, start: int, opening: str = "([{", closing: str = ")]}") -> int | None:
+    """Where the bracket at `start` is closed, by one of whatever kind of `closing`; None where it never is."""
+    depth = 0
     for index in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        depth += (text[index] in opening) - (text[index] in closing)
         if depth == 0:
-            return text[start:index]
+            return index
     return None
 
 
@@ -146,7 +149,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
     if len(sets := re.split(r"\\cup(?![a-z])|∪", text)) > 1:
         return "union", sets
     inner, brackets = re.sub(r"^\\(?=\{)", "", text), ""
-    if inner[:1] in "([{" and len(_split(inner)) == 1 and _closes_at_end(inner):
+    if inner[:1] in "([{" and len(_split(inner)) == 1 and _closed_at(inner, 0) == len(inner) - 1:
         brackets = inner[0] + inner[-1]
         inner = inner[1:-1].removesuffix("\\")
     items = _split(inner)
@@ -176,16 +179,6 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += character
     return parts
-
-
-def _closes_at_end(text: str) -> bool:
-    """Whether the bracket that `text` begins with is closed by its last character, of whatever kind."""
-    depth = 0
-    for index, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return index == len(text) - 1
-    return False
 
 
 def _parse(text: str) -> Any | None:

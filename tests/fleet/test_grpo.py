@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.rollout.traces import read_traces
+from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet.grpo_case import (
     NUM_PROMPTS_PER_STEP,
     NUM_SAMPLES_PER_PROMPT,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE, SHARED_MEMORY
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet.grpo_case import GRPOCase, finished, write_prompts
 
 

@@ -20,9 +20,9 @@ from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import stream_load
 from open_instruct.models.names import TensorNames
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
+from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,

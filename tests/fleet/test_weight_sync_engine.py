@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet.weight_engine import PROMPT
 from tests.ranks.launch import run_ranks
 

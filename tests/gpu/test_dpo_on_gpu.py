@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.data.synthetic import write_synthetic_preferences
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
 
 ENTRY = Path(__file__).resolve().parents[2] / "open_instruct" / "dpo.py"
 

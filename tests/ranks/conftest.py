@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from open_instruct.data.synthetic import write_synthetic_preferences
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.train_case import NUM_ROWS, TrainCase

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.train_case import free_ports
 
 RunRanks = Callable[..., list[Any]]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks
 from tests.ranks.train_case import free_ports

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.train_case import TrainCase, free_ports
 
 FAMILIES = ("olmo3", "qwen3", "llama")

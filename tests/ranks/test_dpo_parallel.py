@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.models.tiny import SIZES, write_tiny_model
+from open_instruct.toys.tiny import SIZES, write_tiny_model
 from tests.ranks.train_case import TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]

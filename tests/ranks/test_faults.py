@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.toys.synthetic import write_synthetic_preferences
 from tests.ranks.launch import REPOSITORY
 from tests.ranks.train_case import TrainCase, free_ports
 

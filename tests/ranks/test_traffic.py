@@ -15,7 +15,6 @@ import pytest
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
 from open_instruct.planning.subject.public_models import model_shape
@@ -23,6 +22,7 @@ from open_instruct.planning.subject.workload import workload_of
 from open_instruct.planning.traffic.collectives import Exchange, groups_of
 from open_instruct.planning.traffic.per_step import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
 from open_instruct.records import ShardLayout
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks
 from tests.ranks.train_case import free_ports
 

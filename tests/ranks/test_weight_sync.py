@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from open_instruct.cluster.watchdog import MARK_VARIABLE
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 
 JOB = "tests.ranks.jobs.weight_sync"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}

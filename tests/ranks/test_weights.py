@@ -24,7 +24,7 @@ from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.names import TensorNames
 from open_instruct.models.shards import box_shape, shard_box
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 
 JOB = "tests.ranks.jobs.weights"
 UNSHARDED = None

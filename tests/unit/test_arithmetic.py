@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from open_instruct.data.arithmetic import NUM_PROBLEMS, worked_out, write_arithmetic
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
-from open_instruct.models.tiny import train_tokenizer
-from open_instruct.models.tiny_corpus import built_in_corpus
+from open_instruct.toys.arithmetic import NUM_PROBLEMS, worked_out, write_arithmetic
+from open_instruct.toys.tiny import train_tokenizer
+from open_instruct.toys.tiny_corpus import built_in_corpus
 from open_instruct.verifiers.registry import known_verifiers
 
 Rows = list[dict[str, Any]]

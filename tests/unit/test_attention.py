@@ -22,6 +22,7 @@ from open_instruct.models.attention import (
 )
 from open_instruct.models.build import build_model
 from open_instruct.models.family import transformer_config
+from open_instruct.models.segments import QKV
 from tests.unit.small_models import (
     CPU,
     VOCAB_SIZE,
@@ -187,7 +188,7 @@ def test_any_lengths_any_window(lengths: list[int], left: int, heads: tuple[int,
     query, key, value = (
         torch.randn(sum(lengths), count, 8, generator=generator) for count in (num_heads, num_shared, num_shared)
     )
-    attended = attend_by_document(query, key, value, lengths, left=left)
+    attended = attend_by_document(QKV(query, key, value), lengths, left=left)
     parts = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
     expected = torch.cat([dense_attention(q, k, v, left) for q, k, v in parts])
     torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
@@ -197,11 +198,11 @@ def test_masks_grow_with_the_window_and_not_with_the_document() -> None:
     attention._band_mask.cache_clear()
     for length in (10, 100, 1000, 1001):
         tensor = torch.randn(1, length, 1, 8)
-        attend_in_window(tensor, tensor, tensor, left=4)
+        attend_in_window(QKV(tensor, tensor, tensor), left=4)
     assert attention._band_mask.cache_info().currsize == 1
     assert attention._band_mask(5, CPU).shape == (5, 10)
     for left in range(2, 20):
-        attend_in_window(tensor, tensor, tensor, left=left)
+        attend_in_window(QKV(tensor, tensor, tensor), left=left)
     assert attention._band_mask.cache_info().currsize <= attention.MAX_CACHED_MASKS
 
 

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from open_instruct.checkpoints.step_folder import damage, read_manifest
-from open_instruct.data.synthetic import write_synthetic_preferences
 from open_instruct.dpo import main
 from open_instruct.models.export_files import replacing_problem
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.parallel.process import stop_process
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
 
 Damage = Callable[[Path], None]
 

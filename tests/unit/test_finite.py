@@ -17,9 +17,9 @@ from open_instruct.errors import RunError
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.learner.olmo_core.train_module import MAX_LEFT_OUT, ObjectiveTrainModule
 from open_instruct.models.build import build_model
-from open_instruct.models.tiny import Size, tiny_config
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
+from open_instruct.toys.tiny import Size, tiny_config
 
 CPU = torch.device("cpu")
 SIZE = Size(roughly="", hidden=64, mlp=64, layers=1, heads=2, kv_heads=2, vocab_size=64, window=16)

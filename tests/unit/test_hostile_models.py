@@ -27,9 +27,9 @@ from open_instruct.models.family import transformer_config
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.models.names import TensorNames
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.run.pretrained import open_pretrained
+from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

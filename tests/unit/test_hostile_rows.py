@@ -15,10 +15,10 @@ from open_instruct.data import chat
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, open_rows
 from open_instruct.errors import InputError
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.replay import check_token_ids
 from open_instruct.rollout.traces import read_traces, trace_file
+from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
 
 ROWS = [{"n": i, "chosen": [{"role": "user", "content": f"question {i}"}]} for i in range(40)]

@@ -20,13 +20,9 @@ from rich.console import Console
 
 from open_instruct.cli import main
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import (
-    UnequalNodesError,
-    divisors,
-    node_sizes_from_environment,
-    resolve_layout,
-)
+from open_instruct.parallel.layout import divisors, resolve_layout
 from open_instruct.parallel.layout_command import layout_command
+from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout, print_layout
 from open_instruct.parallel.training_state import training_state_gib, unsharded_memory_warning
 from open_instruct.parallel.wording import counted, group_name, nodes_text, one_of, ranks_text

@@ -7,9 +7,9 @@ import torch
 
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
-from open_instruct.models.tiny import SIZES, tiny_config
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document, Span
+from open_instruct.toys.tiny import SIZES, tiny_config
 
 VOCAB_SIZE = 300
 

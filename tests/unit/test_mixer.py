@@ -28,7 +28,7 @@ def test_one_split_for_all_or_one_each() -> None:
     words = ["a", "1.0", "b", "2."]
     assert [e.split for e in parse_mixer_list(words, ["test"])] == ["test", "test"]
     assert [e.split for e in parse_mixer_list(words, ["x", "y"])] == ["x", "y"]
-    with pytest.raises(InputError, match=r"--eval_mixer_list_splits has 3 splits for 2 data sets"):
+    with pytest.raises(InputError, match=r"--eval_mixer_list_splits: 3 splits for 2 data sets"):
         parse_mixer_list(words, ["x", "y", "z"], flag="--eval_mixer_list")
 
 
@@ -36,17 +36,17 @@ def test_one_split_for_all_or_one_each() -> None:
     ("words", "message"),
     [
         ([], "is empty"),
-        (["a.jsonl"], "odd number"),
-        (["a.jsonl", "1.0", "b.jsonl"], "odd number"),
-        (["a.jsonl", "b.jsonl"], "amount of a.jsonl is 'b.jsonl', which is not a number"),
-        (["a.jsonl", "all"], "not a number"),
-        (["a.jsonl", "1e3"], "not a number"),
-        (["a.jsonl", "nan"], "not a number"),
-        (["a.jsonl", "-1"], "must be a finite number above zero"),
-        (["a.jsonl", "-0.5"], "must be a finite number above zero"),
-        (["a.jsonl", "0"], "must be a finite number above zero"),
-        (["a.jsonl", "0.0"], "must be a finite number above zero"),
-        (["a.jsonl", "1.e999"], "must be a finite number above zero"),
+        (["a.jsonl"], "'a.jsonl' has no amount"),
+        (["a.jsonl", "1.0", "b.jsonl"], "'b.jsonl' has no amount"),
+        (["a.jsonl", "b.jsonl"], "'b.jsonl' after 'a.jsonl' is not an amount"),
+        (["a.jsonl", "all"], "is not an amount"),
+        (["a.jsonl", "1e3"], "is not an amount"),
+        (["a.jsonl", "nan"], "is not an amount"),
+        (["a.jsonl", "-1"], "give a finite amount above 0"),
+        (["a.jsonl", "-0.5"], "give a finite amount above 0"),
+        (["a.jsonl", "0"], "give a finite amount above 0"),
+        (["a.jsonl", "0.0"], "give a finite amount above 0"),
+        (["a.jsonl", "1.e999"], "give a finite amount above 0"),
     ],
 )
 def test_lists_that_are_refused(words: list[str], message: str) -> None:

@@ -18,7 +18,6 @@ from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.models.build import build_model
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
-from open_instruct.models.tiny import Size, tiny_config
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, block_profile
@@ -32,6 +31,7 @@ from open_instruct.planning.memory.phases import (
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Workload
+from open_instruct.toys.tiny import Size, tiny_config
 from open_instruct.weights.wire import NUM_SLOTS
 
 SIZE = Size(roughly="", hidden=256, mlp=640, layers=1, heads=8, kv_heads=4, vocab_size=512, window=4096)

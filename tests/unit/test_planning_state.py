@@ -23,7 +23,6 @@ from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.load import parameter_shapes
-from open_instruct.models.tiny import SIZES, Size, tiny_config
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
@@ -31,6 +30,7 @@ from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
+from open_instruct.toys.tiny import SIZES, Size, tiny_config
 from tests.unit.conftest import JoinAs
 
 CPU = torch.device("cpu")

@@ -159,17 +159,6 @@ def test_damaged_columnar_files(tmp_path: Path, name: str) -> None:
             open_rows(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.arrow", "pyarrow"), ("", "datasets")])
-def test_missing_package_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    if name:
-        (tmp_path / name).write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InputError, match=f"needs the package '{package}': run `pip install {package}`"):
-        open_rows(str(tmp_path / name))
-
-
 def test_jsonl_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, package, None)

@@ -20,9 +20,9 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
-from open_instruct.models.tiny import train_tokenizer
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document
+from open_instruct.toys.tiny import train_tokenizer
 
 Load = Callable[..., tuple[TokenDataset, DataReport]]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_instruct.models.segments import Segments, segments_of
+from open_instruct.models.segments import QKV, Segments, segments_of
 from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly, tile_batches
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_tiles_and_the_plain_version_are_the_definition(families: list[Any], lef
     grad_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(0))
     results = []
     for attend in (defined, attend_plainly, attend_in_tiles):
-        out = attend(q, k, v, of, left) if attend is defined else attend(q, k, v, of, left=left)
+        out = attend(q, k, v, of, left) if attend is defined else attend(QKV(q, k, v), of, left=left)
         results.append((out, *torch.autograd.grad(out, (q, k, v), grad_out)))
     for result in results[1:]:
         for ours, theirs in zip(result, results[0], strict=True):
@@ -75,17 +75,17 @@ def test_tiles_and_the_plain_version_are_the_definition(families: list[Any], lef
 def test_gradients_are_those_of_finite_differences() -> None:
     of = segments([(3, (2, 1)), (2, ())])
     inputs = tensors(8)
-    assert torch.autograd.gradcheck(lambda q, k, v: attend_in_tiles(q, k, v, of, left=2), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend_in_tiles(QKV(q, k, v), of, left=2), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_as_good_as_the_plain_version(dtype: torch.dtype) -> None:
     of = segments([(40, (30, 20, 30)), (10, (5,))])
-    exact = [t.detach() for t in tensors(sum(of.lengths), dim=16)]
-    reference = attend_plainly(*exact, of)
-    low = [t.to(dtype) for t in exact]
-    error = (attend_in_tiles(*low, of).double() - reference).abs().max()
-    assert error <= 2 * (attend_plainly(*low, of).double() - reference).abs().max()
+    exact = QKV(*(t.detach() for t in tensors(sum(of.lengths), dim=16)))
+    reference = attend_plainly(exact, of)
+    low = exact.each(lambda t: t.to(dtype))
+    error = (attend_in_tiles(low, of).double() - reference).abs().max()
+    assert error <= 2 * (attend_plainly(low, of).double() - reference).abs().max()
 
 
 def test_branches_of_one_root_are_one_tile() -> None:

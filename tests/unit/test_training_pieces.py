@@ -24,13 +24,13 @@ from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, b
 from open_instruct.learner.olmo_core.train_module import WeightedSums, padding_fraction
 from open_instruct.learner.reference_cache import ReferenceCache
 from open_instruct.models.build import build_model
-from open_instruct.models.tiny import SIZES, tiny_config
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Metric, ShardLayout
 from open_instruct.run.metrics_log import MetricsFile
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.trackers import build_trackers
+from open_instruct.toys.tiny import SIZES, tiny_config
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
-from open_instruct.models.tiny import DTYPES, SIZES, write_tiny_model
+from open_instruct.toys.tiny import DTYPES, SIZES, write_tiny_model
 
 
 @dataclass(kw_only=True)

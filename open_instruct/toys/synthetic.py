@@ -8,13 +8,12 @@ away, and packing has something to do.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from open_instruct.errors import InputError
+from open_instruct.toys.arithmetic import write_rows
 
 _WORD_LIST = (
     "apple river stone cloud lemon tiger piano garden silver window bridge candle forest orange pepper rocket "
@@ -50,12 +49,7 @@ _SYSTEM = (
 
 
 def write_synthetic_preferences(
-    path: str | Path,
-    *,
-    num_rows: int,
-    seed: int = 0,
-    holdout_path: str | Path | None = None,
-    num_holdout_rows: int = 0,
+    path: str | Path, *, num_rows: int, seed: int = 0, holdout_path: str | Path | None = None, num_holdout_rows: int = 0
 ) -> None:
     """Writes `num_rows` pairs to the .jsonl file `path`, and `num_holdout_rows` more to `holdout_path`.
 
@@ -69,12 +63,7 @@ def write_synthetic_preferences(
     for file, count in ((path, num_rows), (holdout_path, num_holdout_rows)):
         if file is None:
             continue
-        rows = (_new_row(rng, seen) for _ in range(count))
-        try:
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {file}: {error}") from error
+        write_rows(Path(file), (_new_row(rng, seen) for _ in range(count)))
 
 
 def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:

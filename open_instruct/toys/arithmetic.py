@@ -52,7 +52,7 @@ def write_arithmetic(folder: str | Path, *, num_sft_rows: int, num_prompts: int,
         HELD_OUT_FILE: (_prompt_row(rng, operands) for operands in held_out),
     }
     for name, rows in files.items():
-        _write(Path(folder) / name, rows)
+        write_rows(Path(folder) / name, rows)
 
 
 def worked_out(a: int, b: int) -> str:
@@ -87,7 +87,12 @@ def _question(a: int, b: int) -> dict[str, str]:
     return {"role": "user", "content": f"What is {a} + {b}?"}
 
 
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A .jsonl file of `rows`, in a folder that is made if need be.
+
+    Raises:
+        InputError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

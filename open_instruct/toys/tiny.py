@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
-from open_instruct.models.tiny_corpus import built_in_corpus
+from open_instruct.toys.tiny_corpus import built_in_corpus
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast

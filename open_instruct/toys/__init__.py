@@ -1,0 +1,1 @@
+"""Small models and made-up data: for tests, demos and newcomers."""
