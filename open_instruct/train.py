@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
@@ -22,6 +23,9 @@ from open_instruct.errors import InputError
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.users_code import load_named
+
+if TYPE_CHECKING:
+    from olmo_core.train.callbacks import Callback
 
 OBJECTIVE_FLAG = "--objective"
 USAGE = f"""\
@@ -64,8 +68,8 @@ def run_objective(objective: Objective, argv: Sequence[str] | None = None) -> in
     )
 
 
-def train(config: TrainingConfig, *, objective: Objective) -> int:
-    """The whole run, as every rank walks it. Returns the exit code."""
+def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:
+    """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
     from open_instruct.learner.export import export_policy
@@ -143,6 +147,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
             num_steps=num_steps,
             max_tokens_per_step=loader.max_tokens_per_step,
             keep_last_n=config.run.keep_last_n_checkpoints,
+            callbacks=callbacks,
         )
         if loop.resume(warn=run.console.warn):
             run.console.say(f"resuming after step {loop.step} of {num_steps}")

@@ -251,7 +251,10 @@ def _varlen(
 ) -> torch.Tensor:
     """`lengths`: where the queries and the keys of each document start, and the most of each."""
     gqa_flag = _VARLEN_GQA_FLAG if qkv.shares_heads else {}
-    return cast(torch.Tensor, varlen_attn(qkv.query, qkv.key, qkv.value, *lengths, scale=scale, window_size=(left, 0), **gqa_flag))
+    return cast(
+        torch.Tensor,
+        varlen_attn(qkv.query, qkv.key, qkv.value, *lengths, scale=scale, window_size=(left, 0), **gqa_flag),
+    )
 
 
 def _stack(documents: list[torch.Tensor]) -> torch.Tensor:
