@@ -250,11 +250,8 @@ def _varlen(
     qkv: QKV, lengths: tuple[torch.Tensor, torch.Tensor, int, int], *, left: int, scale: float | None
 ) -> torch.Tensor:
     """`lengths`: where the queries and the keys of each document start, and the most of each."""
-    gqa_flag = _VARLEN_GQA_FLAG if qkv.shares_heads else {}
-    return cast(
-        torch.Tensor,
-        varlen_attn(qkv.query, qkv.key, qkv.value, *lengths, scale=scale, window_size=(left, 0), **gqa_flag),
-    )
+    flags: dict[str, Any] = {"window_size": (left, 0)} | (_VARLEN_GQA_FLAG if qkv.shares_heads else {})
+    return cast(torch.Tensor, varlen_attn(qkv.query, qkv.key, qkv.value, *lengths, scale=scale, **flags))
 
 
 def _stack(documents: list[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from open_instruct.models.build import local_part
 from open_instruct.models.checkpoint_files import DTYPE_NAMES, CheckpointFiles, header_of, read_header
@@ -65,7 +64,7 @@ class WrittenFile:
 
 def part_of(tensor: torch.Tensor) -> Part:
     """An ordinary tensor is a part that is the whole, the same on every rank."""
-    start = tuple(cut.start for cut in own_box(tensor)) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
+    start = tuple(cut.start for cut in own_box(tensor))
     return Part(local=local_part(tensor).detach(), start=start, shape=tuple(tensor.shape))
 
 

@@ -150,9 +150,6 @@ class CheckpointFiles:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors that one safetensors file holds, in the order of their data.

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from open_instruct.errors import InputError
 from open_instruct.models.build import find_not_finite, local_part
@@ -128,7 +127,7 @@ def stream_load(
         name = clean_name(name)
         if names.tied and name == LM_HEAD:
             continue
-        local, box = local_part(parameter), _box_of(parameter)
+        local, box = local_part(parameter), own_box(parameter)
         assert files.shapes[names.hf_name(name)] == tuple(parameter.shape), f"{name}: call check_cover first"
         for target, stored in _chunks(local, box, files, names.hf_name(name), chunk_bytes):
             target.copy_(stored)
@@ -150,12 +149,6 @@ def stream_load(
     )
 
 
-def _box_of(parameter: torch.Tensor) -> Box:
-    if isinstance(parameter, DTensor):
-        return own_box(parameter)
-    return tuple(slice(0, size) for size in parameter.shape)
-
-
 def _chunks(
     local: torch.Tensor, box: Box, files: CheckpointFiles, hf_name: str, chunk_bytes: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -173,7 +166,7 @@ def _chunks(
 def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
     """A problem, if the file's own lm_head differs from the embeddings that were loaded in its place."""
     embeddings = next(p for name, p in model.named_parameters() if clean_name(name) == EMBEDDINGS)
-    pairs = _chunks(local_part(embeddings), _box_of(embeddings), files, HF_LM_HEAD, chunk_bytes)
+    pairs = _chunks(local_part(embeddings), own_box(embeddings), files, HF_LM_HEAD, chunk_bytes)
     if all(torch.equal(ours, stored.to(device=ours.device, dtype=ours.dtype)) for ours, stored in pairs):
         return []
     return [

@@ -116,6 +116,3 @@ class TensorNames:
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Pairs (OLMo-core name, HF name)."""
         return iter(self._hf_of.items())
-
-    def __len__(self) -> int:
-        return len(self._hf_of)

@@ -45,8 +45,10 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
 
 
-def own_box(tensor: DTensor) -> Box:
-    """The part of `tensor` that this rank holds."""
+def own_box(tensor: torch.Tensor) -> Box:
+    """The part of `tensor` that this rank holds: of an ordinary tensor, the whole."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is outside the tensor's mesh"
     box = shard_box(tensor.shape, tuple(tensor.device_mesh.shape), coordinate, tensor.placements)
