@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from open_instruct.cluster.learner_host import HostFacts, on_their_nodes
 from open_instruct.errors import InputError, RunError
@@ -25,6 +25,8 @@ CAUSE_TIMEOUT_S = 3.0
 # Between looks at what the learners tell of themselves while a call runs.
 LOOK_S = 5.0
 NODE_TIMEOUT_S = 10.0
+
+Result = TypeVar("Result")
 
 # What Ray's words for a lost actor come down to.
 REASONS = {
@@ -46,7 +48,7 @@ class LearnerLost(RunError):
         return type(self), (str(self), self.ranks)
 
 
-class LearnerCall:
+class LearnerCall(Generic[Result]):
     """A method that every learner is running.
 
     `facts` may be empty while processes are being started; `signs` are there once they have met.
@@ -60,7 +62,7 @@ class LearnerCall:
         self._facts = list(facts)
         self._signs = signs
 
-    def result(self, timeout_s: float) -> list[Any]:
+    def result(self, timeout_s: float) -> list[Result]:
         """What every learner returned, in rank order.
 
         Raises:
@@ -71,7 +73,7 @@ class LearnerCall:
         import ray
 
         deadline = time.monotonic() + timeout_s
-        results: dict[ObjectRef, Any] = {}
+        results: dict[ObjectRef, Result] = {}
         pending = self._refs
         while pending:
             left_s = max(0.0, deadline - time.monotonic())

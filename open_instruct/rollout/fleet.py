@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.cluster.pids import remove_pids, write_pids
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.ray_cluster import start_cluster
@@ -38,7 +39,7 @@ class Fleet:
     """A running fleet. `publisher` brings the learners' weights to the engines."""
 
     run: RolloutRun
-    learners: LearnerGroup
+    learners: LearnerGroup[LearnerProcess]
     engines: EnginePool
     rewards: RewardModel
     publisher: WeightPublisher
@@ -75,7 +76,7 @@ class Fleet:
 
 
 @contextmanager
-def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
+def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterator[Fleet]:
     """Place and start everything; whatever ends the block ends it all.
 
     Raises:
