@@ -146,22 +146,22 @@ class Bare:
         from open_instruct.cluster.addresses import LOOPBACK
         from open_instruct.weights import wire as weight_wire
         from open_instruct.weights.manifest import WeightManifest
-        from open_instruct.weights.progress import RollCall
+        from open_instruct.weights.progress import SyncProgress
 
         self.wire = weight_wire
-        self.manifest = WeightManifest.of_plain(info)
+        self.manifest = WeightManifest.from_json(info)
         self.rank = rank
         self.is_shared = info["backend"] == "shm"
         slot_bytes = self.manifest.largest_bucket_bytes
         self.position = 0
         if rank == 0:
-            self.roll = RollCall.host(LOOPBACK, timeout_s=TIMEOUT_S)
+            self.roll = SyncProgress.host(LOOPBACK, timeout_s=TIMEOUT_S)
             path = weight_wire.create_shared_file(slot_bytes)
             publish(port_path, {"port": self.roll.store.port, "path": path})
         else:
             told = awaited(port_path)
             path = told["path"]
-            self.roll = RollCall.join(LOOPBACK, told["port"], member="peer", timeout_s=TIMEOUT_S)
+            self.roll = SyncProgress.join(LOOPBACK, told["port"], member="peer", timeout_s=TIMEOUT_S)
         # The sender's are as many as the weights: fewer would stay in the processor's cache.
         self.memory = torch.ones(slot_bytes if rank else self.manifest.num_bytes, dtype=torch.uint8)
         self.slots = weight_wire.map_shared_file(path, slot_bytes)

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 def replay(asked: Replay) -> dict[str, Any]:
     """Take the step, print what comes of it, and return the same numbers as JSON."""
     from open_instruct.parallel.process import start_process, stop_process
-    from open_instruct.rollout.replay import agreement, recorded_row, table, weights_before
+    from open_instruct.rollout.replay import differences, recorded_row, table, weights_before
     from open_instruct.rollout.traces import read_traces
     from open_instruct.run.run_directory import RunDirectory
 
@@ -74,7 +74,7 @@ def replay(asked: Replay) -> dict[str, Any]:
     if recorded is None:
         print(f"\nmetrics.jsonl has no row of step {asked.step}: the run ended before it was written")
     elif weights.are_the_steps_own:
-        print(f"\n{agreement(recorded, recomputed)}")
+        print(f"\n{differences(recorded, recomputed)}")
     return {
         "run": str(asked.run),
         "step": asked.step,

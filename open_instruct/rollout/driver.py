@@ -138,7 +138,7 @@ class Driver:
             row |= self._evaluate()
         row["time/step"] = time.monotonic() - began_s
         row["tokens_per_second/learners"] = rollouts.num_tokens / max(row["time/train"], 1e-9)
-        row["tokens_per_second/engines"] = rollouts.num_generated_tokens / max(row["time/step"], 1e-9)
+        row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self._write(row)
         if is_last or step % config.run.checkpointing_steps == 0:
             self._save()
@@ -213,10 +213,9 @@ class Driver:
 
     def _stop_early(self, number: int) -> int:
         name = signal.Signals(number).name
-        if self.step > 0:
-            self._save()
         where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
         if self.step > 0:
+            self._save()
             checkpoint = self.run.directory.path / f"step{self.step}"
             where = f"the checkpoint is {checkpoint}. Give the same command again to go on from there"
         self.console.say(f"{name}: stopped after step {self.step}; {where}")

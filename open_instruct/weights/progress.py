@@ -31,7 +31,7 @@ NAP_GROWTH = 1.1
 SECONDS_BETWEEN_CHECKS = 0.25
 
 
-class RollCall:
+class SyncProgress:
     """One member's view of the store.
 
     A stage is a word such as "done/17"; a member reports it once. Reports are kept for two rounds, after which
@@ -45,13 +45,13 @@ class RollCall:
         self._reported: list[list[str]] = [[], []]
 
     @classmethod
-    def host(cls, address: str, *, timeout_s: float) -> RollCall:
+    def host(cls, address: str, *, timeout_s: float) -> SyncProgress:
         """Keep the store, in this process, at `address` and no other; be the first member."""
         store = listen_at(address, timeout=timedelta(seconds=timeout_s))
         return cls(store, member=HOST, timeout_s=timeout_s)
 
     @classmethod
-    def join(cls, address: str, port: int, *, member: str, timeout_s: float) -> RollCall:
+    def join(cls, address: str, port: int, *, member: str, timeout_s: float) -> SyncProgress:
         """Reach a store that another process keeps.
 
         Raises:
