@@ -161,23 +161,17 @@ class Bare:
         else:
             told = awaited(port_path)
             path = told["path"]
-            self.roll = SyncProgress.join(LOOPBACK, told["port"], member="peer", timeout_s=TIMEOUT_S)
+            self.roll = SyncProgress.join(
+                {"address": LOOPBACK, "port": told["port"], "timeout_s": TIMEOUT_S}, member="peer"
+            )
         # The sender's are as many as the weights: fewer would stay in the processor's cache.
         self.memory = torch.ones(slot_bytes if rank else self.manifest.num_bytes, dtype=torch.uint8)
         self.slots = weight_wire.map_shared_file(path, slot_bytes)
         self.roll.report("mapped")
         self.roll.wait("mapped", ["learner 0", "peer"], to="map the file")
         weight_wire.remove_shared_file(path)
-        self.group = weight_wire.broadcast_group(
-            "gloo",
-            self.roll.store,
-            sender="learner 0",
-            rank=rank,
-            size=2,
-            address=LOOPBACK,
-            port=1,
-            timeout_s=TIMEOUT_S,
-        )
+        meeting = {"backend": "gloo", "address": LOOPBACK, "port": 1, "num_receivers": 1, "timeout_s": TIMEOUT_S}
+        self.group = weight_wire.broadcast_group(meeting, self.roll.store, sender="learner 0", rank=rank)
 
     def send(self) -> float:
         """Seconds until the peer has all of it."""

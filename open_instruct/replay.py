@@ -103,7 +103,7 @@ def take_again(
     from open_instruct.learner.stepwise import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
-    from open_instruct.rollout.replay import OF_THE_RUN, check_token_ids, work_of
+    from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, work_of
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
     from open_instruct.run.pretrained import open_pretrained
@@ -127,7 +127,7 @@ def take_again(
             )
 
         pretrained = opened(weights.model)
-        check_token_ids(groups, pretrained.hf_config.vocab_size)
+        check_trace_fits(groups, pretrained.hf_config.vocab_size)
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.trainer.stand_before(step, checkpoint=weights.checkpoint)

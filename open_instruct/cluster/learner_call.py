@@ -134,12 +134,11 @@ class LearnerCall(Generic[Result]):
         if not self._facts:
             return LearnerLost(words, ranks)
         states = on_their_nodes(is_stopped, [self._facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)
-        at_fault = [rank for rank, stopped in zip(ranks, states, strict=True) if stopped is not False]
-        for rank, stopped in zip(ranks, states, strict=True):
-            if stopped is not False:
-                state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
-                words += f"; {state.format(rank)}"
-        return LearnerLost(words, at_fault or ranks)
+        at_fault = {rank: stopped for rank, stopped in zip(ranks, states, strict=True) if stopped is not False}
+        for rank, stopped in at_fault.items():
+            state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
+            words += f"; {state.format(rank)}"
+        return LearnerLost(words, [*at_fault] or ranks)
 
     def _name(self, rank: int) -> str:
         if not self._facts:

@@ -22,14 +22,14 @@ NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HeldOutAnswers:
     """What came out, and the first few prompts with an answer each: the same ones every time."""
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
 
 
-def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> Evaluation:
+def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> HeldOutAnswers:
     """Ask every prompt `eval_num_samples` times and judge the answers.
 
     The seed of a request depends on the run's seed, the prompt and the sample alone, so what changes from one
@@ -48,7 +48,7 @@ def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, conf
     metrics = verdict_metrics(groups) | length_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):
         metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, right, k) for right in num_right])
-    return Evaluation(
+    return HeldOutAnswers(
         metrics={f"eval/{name}": value for name, value in metrics.items()},
         samples=[_shown(group) for group in groups[:NUM_SHOWN]],
     )

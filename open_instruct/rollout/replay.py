@@ -73,7 +73,7 @@ def work_of(groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig) ->
     return work, len(learned.samples)
 
 
-def check_token_ids(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
+def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
     """Raises InputError where a trace has a token that the model does not know."""
     ids = [ids for group in groups for ids in (group.prompt.token_ids, *(c.token_ids for c in group.completions))]
     largest = max((max(of_text, default=0) for of_text in ids), default=0)

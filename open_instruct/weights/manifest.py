@@ -116,6 +116,11 @@ class WeightManifest:
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
+    def most_bytes_of(self, rank: int) -> int:
+        """The most that `rank` brings of a bucket."""
+        spans = [bucket.span(rank) for bucket in self.buckets]
+        return max(stop - start for start, stop in spans)
+
     def as_json(self) -> dict[str, Any]:
         """As strings and numbers, for a process that imports nothing of ours."""
         return {

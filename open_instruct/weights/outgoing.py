@@ -73,8 +73,7 @@ class PartBroadcaster(Outgoing):
         self._receivers = receivers
         self._dtype = manifest.dtype
         self._rank = rank
-        sizes = [stop - start for start, stop in (bucket.span(rank) for bucket in manifest.buckets)]
-        self._slots_SN = torch.empty(NUM_SLOTS, max(sizes), dtype=torch.uint8, device=device)
+        self._slots_SN = torch.empty(NUM_SLOTS, manifest.most_bytes_of(rank), dtype=torch.uint8, device=device)
         self._under_way: dict[int, dist.Work] = {}
 
     def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:

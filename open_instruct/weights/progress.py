@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
@@ -51,12 +52,13 @@ class SyncProgress:
         return cls(store, member=HOST, timeout_s=timeout_s)
 
     @classmethod
-    def join(cls, address: str, port: int, *, member: str, timeout_s: float) -> SyncProgress:
-        """Reach a store that another process keeps.
+    def join(cls, info: Mapping[str, Any], *, member: str, patience_s: float = 0.0) -> SyncProgress:
+        """Reach the store of a channel, which another process keeps; `patience_s` are added to its time-out.
 
         Raises:
             RunError: nothing answers there.
         """
+        address, port, timeout_s = info["address"], info["port"], info["timeout_s"] + patience_s
         try:
             store = TCPStore(
                 address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)

@@ -38,7 +38,7 @@ class WeightPublisher:
         self._dead_new_engines: set[int] = set()  # of these, those that died before
         self._num_new_engines = 0  # ever
         self._is_connected = False
-        self._engines: EnginePool | None = None
+        self._engines: EnginePool  # once it is attached
         self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
         self.version: int | None = 0
         """That every engine has; None until it is known again."""
@@ -82,8 +82,6 @@ class WeightPublisher:
         Raises:
             RunError: it does not take them.
         """
-        engines = self._engines
-        assert engines is not None, "attach() comes first"
         # A channel has the number of its members; a new member needs a new channel.
         with self._changed:
             self._is_connected = False
@@ -110,7 +108,7 @@ class WeightPublisher:
                 except LearnerLost as lost:
                     log.warning("engine %d waits for the learners: %s", index, lost)
                     self._learners_version = None
-                    engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
+                    self._engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
                 except RunError as error:
                     self._wait_to_try_again(error, attempt, num_new_engines, new_engine=index)
 
@@ -136,7 +134,6 @@ class WeightPublisher:
 
     def _note_dead_engines(self) -> set[int]:
         """Engines that do not answer. Of those, new ones are not watched by the pool yet, but by `engine_restarted`."""
-        assert self._engines is not None
         dead = self._engines.silent()
         self._dead_new_engines |= dead & self._new_engines
         self._changed.notify_all()
@@ -151,7 +148,6 @@ class WeightPublisher:
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s
         engines, version = self._engines, self._learners_version
-        assert engines is not None, "attach() comes first"
         assert version is not None, "the learners were lost"
         self.version = None
         is_connected, self._is_connected = self._is_connected, False

@@ -80,12 +80,7 @@ class IncomingWeights:
         self._flats: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, dist.Work] = {}
         self._memory = ReusedMemory(self._manifest.largest_bucket_bytes, device if backend in ON_DEVICE else CPU)
-        self._progress = SyncProgress.join(
-            info["address"],
-            info["port"],
-            member=receiver_name(index),
-            timeout_s=info["timeout_s"] + EXTRA_PATIENCE_S,
-        )
+        self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
         slot_bytes = self._manifest.largest_bucket_bytes
         if backend == "shm":
             self._slots_SN = map_shared_file(info["path"], slot_bytes)
@@ -97,19 +92,14 @@ class IncomingWeights:
         if backend not in SHARED:
             # In the same order on every receiver, each with a learner that waits for nobody else.
             self._groups = {
-                rank: broadcast_group(
-                    backend,
-                    self._progress.store,
-                    sender=learner_name(rank),
-                    rank=index + 1,
-                    size=len(receivers) + 1,
-                    address=info["address"],
-                    port=info["port"],
-                    timeout_s=info["timeout_s"],
-                )
+                rank: broadcast_group(info, self._progress.store, sender=learner_name(rank), rank=index + 1)
                 for rank in self._manifest.ranks
             }
-            self._flats = self._flat_of_each_rank(device if backend in ON_DEVICE else CPU)
+            where = device if backend in ON_DEVICE else CPU
+            self._flats = {
+                rank: torch.empty(self._manifest.most_bytes_of(rank), dtype=torch.uint8, device=where)
+                for rank in self._manifest.ranks
+            }
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -189,14 +179,6 @@ class IncomingWeights:
 
     def _wholes(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         return bucket.wholes(self._memory.take(bucket.num_bytes), self._manifest.dtype)
-
-    def _flat_of_each_rank(self, device: torch.device) -> dict[int, torch.Tensor]:
-        """Memory for the most that a rank brings of a bucket."""
-        spans = {rank: [bucket.span(rank) for bucket in self._manifest.buckets] for rank in self._manifest.ranks}
-        return {
-            rank: torch.empty(max(stop - start for start, stop in each), dtype=torch.uint8, device=device)
-            for rank, each in spans.items()
-        }
 
     def _number(self, position: int) -> str:
         return f"{position - self._position + 1} of {len(self._manifest.buckets)}"

@@ -20,7 +20,7 @@ For each rank of the learners::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def abandon(info: Mapping[str, Any], reason: str) -> None:
         reason: is what they raise: "engine 1 died".
     """
     with contextlib.suppress(RunError):  # learner 0 is gone, and with it the channel
-        SyncProgress.join(info["address"], info["port"], member="the driver", timeout_s=info["timeout_s"]).fail(reason)
+        SyncProgress.join(info, member="the driver").fail(reason)
 
 
 class WeightSender:
@@ -130,9 +130,7 @@ class WeightSender:
         self._info = info
         self._receivers = [receiver_name(index) for index in range(num_receivers)]
         if self._rank != HOST_RANK:
-            self._progress = SyncProgress.join(
-                info["address"], info["port"], member=learner_name(self._rank), timeout_s=self._timeout_s
-            )
+            self._progress = SyncProgress.join(info, member=learner_name(self._rank))
         if self._backend == "shm":
             self._slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
         return info
@@ -226,16 +224,7 @@ class WeightSender:
         if self._backend in SHARED:
             assert self._slots_SN is not None
             return SharedMemoryWriter(self._slots_SN, progress, dtype=self.manifest.dtype, rank=self._rank)
-        group = broadcast_group(
-            self._backend,
-            progress.store,
-            sender=learner_name(self._rank),
-            rank=0,
-            size=len(self._receivers) + 1,
-            address=self._info["address"],
-            port=self._info["port"],
-            timeout_s=self._timeout_s,
-        )
+        group = broadcast_group(self._info, progress.store, sender=learner_name(self._rank), rank=0)
         return PartBroadcaster(
             group, progress, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank
         )
@@ -257,14 +246,12 @@ class WeightSender:
 
 def _places(model: nn.Module, names: TensorNames) -> dict[str, tuple[nn.Module, str]]:
     """By the names that travel: where the model keeps the parameter, whichever object it is by then."""
-    modules = {clean_name(f"{path}.{name}"): (module, name) for path, module, name in _each(model)}
-    return {hf_name: modules[name] for name, hf_name in names}
-
-
-def _each(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    for path, module in model.named_modules():
-        for name, _ in module.named_parameters(recurse=False):
-            yield path, module, name
+    places = {
+        clean_name(f"{path}.{name}"): (module, name)
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return {hf_name: places[name] for name, hf_name in names}
 
 
 def _boxes(parameter: torch.Tensor) -> dict[int, Box]:

@@ -77,10 +77,10 @@ MAX_LINES_OF_A_FILE = 500
 # Code lines of each room; what stands in no room counts as one. A room that is full is split by idea, or trimmed.
 BUDGETS = {
     "checkpoints": 540,
-    "cluster": 815,
+    "cluster": 812,
     "config": 1695,
     "data": 1610,
-    "engines": 670,
+    "engines": 666,
     "entries": 880,
     "learner": 1120,
     "losses": 260,
@@ -88,11 +88,11 @@ BUDGETS = {
     "objectives": 280,
     "packing": 510,
     "parallel": 1155,
-    "planning": 2400,
-    "rollout": 1315,
+    "planning": 2380,
+    "rollout": 1286,
     "run": 765,
     "verifiers": 830,
-    "weights": 905,
+    "weights": 860,
 }
 MAX_FILES_OF_A_ROOM = 16
 # Rooms from before that rule, which may not grow.

@@ -156,9 +156,5 @@ def test_the_table() -> None:
 def test_differences() -> None:
     recorded = {"loss": 0.5, "grad_norm": 2.0}
     assert "by 0.0e+00 in loss, by 0.0e+00" in differences(recorded, recorded)
-    assert "by 2.5e-01 in loss, by 5.0e-01 of itself" in differences(
-        recorded, {"loss": 0.25, "grad_norm": 3.0}
-    )
-    assert "by 1.0e+00 of itself" in differences(
-        {"loss": 0.0, "grad_norm": 0.0}, {"loss": 0.0, "grad_norm": 1.0}
-    )
+    assert "by 2.5e-01 in loss, by 5.0e-01 of itself" in differences(recorded, {"loss": 0.25, "grad_norm": 3.0})
+    assert "by 1.0e+00 of itself" in differences({"loss": 0.0, "grad_norm": 0.0}, {"loss": 0.0, "grad_norm": 1.0})
