@@ -85,9 +85,11 @@ class Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._completions or self._refused or self._failure, wait_s)
             health = self.health()
-            completions, self._completions = self._completions, {}
-            refused, self._refused = self._refused, {}
-        return EngineAnswers(health=health, completions=completions, refused=refused)
+            answers = EngineAnswers(health=health, completions={**self._completions}, refused={**self._refused})
+            # Emptied, not replaced: the loop may have one of them in its hands already.
+            self._completions.clear()
+            self._refused.clear()
+        return answers
 
     # Weights
 

@@ -80,7 +80,7 @@ BUDGETS = {
     "cluster": 812,
     "config": 1695,
     "data": 1610,
-    "engines": 666,
+    "engines": 667,
     "entries": 880,
     "learner": 1120,
     "losses": 260,

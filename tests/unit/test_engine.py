@@ -132,6 +132,17 @@ class TestPoll:
         assert {key: it.text for key, it in told.items()} == {key: f"answer {key}" for key in range(30)}
         assert not engine.poll(0.05).completions
 
+    def test_what_ends_while_it_tells_is_told_next(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = engine._ended
+
+        def ended_after_a_poll(answers: Any, told: Any) -> None:
+            engine.poll(0)
+            ended(answers, told)
+
+        monkeypatch.setattr(engine, "_ended", ended_after_a_poll)
+        engine.begin({1: request(1)})
+        assert poll_all(engine, 1).keys() == {1}
+
     def test_waits_for_something_to_tell(self, engine: Engine, core: FakeCore) -> None:
         core.hold()
         engine.begin({1: request(1, num_tokens=1)})
