@@ -29,7 +29,7 @@ demo-grpo: $(STAMP)  ## tiny model -> supervised warm start -> GRPO with a vLLM 
 lint: $(STAMP)  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy open_instruct
+	$(PY) -m mypy
 
 # What is quick to answer after a change; `make test` runs everything.
 check: lint  ## lint, types and the quick tests, in two minutes

@@ -87,6 +87,17 @@ class EngineProcess:
         self.tell(method, *args)
         return self.answer()
 
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """The completions of requests, in their order."""
+        self.ask("begin", dict(enumerate(requests)))
+        told: dict[int, Completion] = {}
+        while len(told) < len(requests):
+            answers = self.ask("poll", TIMEOUT_S)
+            if answers.refused:
+                sys.exit(f"the engine refused: {answers.refused}")
+            told |= answers.completions
+        return [told[key] for key in range(len(requests))]
+
     def stop(self) -> None:
         self._connection.close()
         self._process.join(TIMEOUT_S)
@@ -106,10 +117,10 @@ def serve(connection: Connection, settings: EngineSettings) -> None:
         except EOFError:
             break
         try:
-            connection.send((host.call(method, args), None))
+            connection.send((host.call(method, *args), None))
         except Exception as error:
             connection.send((None, f"{type(error).__name__}: {error}"))
-    host.call("shutdown", ())
+    host.call("shutdown")
 
 
 class Learner:
@@ -183,7 +194,7 @@ def sample_tokens(
             requests.append(
                 GenerationRequest(request_id=str(seed), prompt_token_ids=prompt, seed=seed, sampling=sampling)
             )
-        sample += zip(requests, engine.ask("generate", requests), strict=True)
+        sample += zip(requests, engine.generate(requests), strict=True)
     assert {number for _, completion in sample for number in completion.versions} == {version}
     return sample
 

@@ -146,38 +146,32 @@ class Bare:
         from open_instruct.cluster.addresses import LOOPBACK
         from open_instruct.weights import wire as weight_wire
         from open_instruct.weights.manifest import WeightManifest
-        from open_instruct.weights.progress import RollCall
+        from open_instruct.weights.progress import SyncProgress
 
         self.wire = weight_wire
-        self.manifest = WeightManifest.of_plain(info)
+        self.manifest = WeightManifest.from_json(info)
         self.rank = rank
         self.is_shared = info["backend"] == "shm"
         slot_bytes = self.manifest.largest_bucket_bytes
         self.position = 0
         if rank == 0:
-            self.roll = RollCall.host(LOOPBACK, timeout_s=TIMEOUT_S)
+            self.roll = SyncProgress.host(LOOPBACK, timeout_s=TIMEOUT_S)
             path = weight_wire.create_shared_file(slot_bytes)
             publish(port_path, {"port": self.roll.store.port, "path": path})
         else:
             told = awaited(port_path)
             path = told["path"]
-            self.roll = RollCall.join(LOOPBACK, told["port"], member="peer", timeout_s=TIMEOUT_S)
+            self.roll = SyncProgress.join(
+                {"address": LOOPBACK, "port": told["port"], "timeout_s": TIMEOUT_S}, member="peer"
+            )
         # The sender's are as many as the weights: fewer would stay in the processor's cache.
         self.memory = torch.ones(slot_bytes if rank else self.manifest.num_bytes, dtype=torch.uint8)
         self.slots = weight_wire.map_shared_file(path, slot_bytes)
         self.roll.report("mapped")
         self.roll.wait("mapped", ["learner 0", "peer"], to="map the file")
         weight_wire.remove_shared_file(path)
-        self.group = weight_wire.broadcast_group(
-            "gloo",
-            self.roll.store,
-            sender="learner 0",
-            rank=rank,
-            size=2,
-            address=LOOPBACK,
-            port=1,
-            timeout_s=TIMEOUT_S,
-        )
+        meeting = {"backend": "gloo", "address": LOOPBACK, "port": 1, "num_receivers": 1, "timeout_s": TIMEOUT_S}
+        self.group = weight_wire.broadcast_group(meeting, self.roll.store, sender="learner 0", rank=rank)
 
     def send(self) -> float:
         """Seconds until the peer has all of it."""

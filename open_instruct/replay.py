@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 def replay(asked: Replay) -> dict[str, Any]:
     """Take the step, print what comes of it, and return the same numbers as JSON."""
     from open_instruct.parallel.process import start_process, stop_process
-    from open_instruct.rollout.replay import agreement, recorded_row, table, weights_before
+    from open_instruct.rollout.replay import differences, recorded_row, table, weights_before
     from open_instruct.rollout.traces import read_traces
     from open_instruct.run.run_directory import RunDirectory
 
@@ -74,7 +74,7 @@ def replay(asked: Replay) -> dict[str, Any]:
     if recorded is None:
         print(f"\nmetrics.jsonl has no row of step {asked.step}: the run ended before it was written")
     elif weights.are_the_steps_own:
-        print(f"\n{agreement(recorded, recomputed)}")
+        print(f"\n{differences(recorded, recomputed)}")
     return {
         "run": str(asked.run),
         "step": asked.step,
@@ -103,7 +103,7 @@ def take_again(
     from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
-    from open_instruct.rollout.replay import OF_THE_RUN, check_token_ids, work_of
+    from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, work_of
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
     from open_instruct.run.pretrained import open_pretrained
@@ -127,7 +127,7 @@ def take_again(
             )
 
         pretrained = opened(weights.model)
-        check_token_ids(groups, pretrained.hf_config.vocab_size)
+        check_trace_fits(groups, pretrained.hf_config.vocab_size)
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.loop.stand_before(step, checkpoint=weights.checkpoint)

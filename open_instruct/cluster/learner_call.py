@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from open_instruct.cluster.learner_host import HostFacts, on_their_nodes
 from open_instruct.errors import InputError, RunError
@@ -25,6 +25,8 @@ CAUSE_TIMEOUT_S = 3.0
 # Between looks at what the learners tell of themselves while a call runs.
 LOOK_S = 5.0
 NODE_TIMEOUT_S = 10.0
+
+Result = TypeVar("Result")
 
 # What Ray's words for a lost actor come down to.
 REASONS = {
@@ -46,7 +48,7 @@ class LearnerLost(RunError):
         return type(self), (str(self), self.ranks)
 
 
-class LearnerCall:
+class LearnerCall(Generic[Result]):
     """A method that every learner is running.
 
     `facts` may be empty while processes are being started; `signs` are there once they have met.
@@ -60,7 +62,7 @@ class LearnerCall:
         self._facts = list(facts)
         self._signs = signs
 
-    def result(self, timeout_s: float) -> list[Any]:
+    def result(self, timeout_s: float) -> list[Result]:
         """What every learner returned, in rank order.
 
         Raises:
@@ -71,7 +73,7 @@ class LearnerCall:
         import ray
 
         deadline = time.monotonic() + timeout_s
-        results: dict[ObjectRef, Any] = {}
+        results: dict[ObjectRef, Result] = {}
         pending = self._refs
         while pending:
             left_s = max(0.0, deadline - time.monotonic())
@@ -132,12 +134,11 @@ class LearnerCall:
         if not self._facts:
             return LearnerLost(words, ranks)
         states = on_their_nodes(is_stopped, [self._facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)
-        at_fault = [rank for rank, stopped in zip(ranks, states, strict=True) if stopped is not False]
-        for rank, stopped in zip(ranks, states, strict=True):
-            if stopped is not False:
-                state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
-                words += f"; {state.format(rank)}"
-        return LearnerLost(words, at_fault or ranks)
+        at_fault = {rank: stopped for rank, stopped in zip(ranks, states, strict=True) if stopped is not False}
+        for rank, stopped in at_fault.items():
+            state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
+            words += f"; {state.format(rank)}"
+        return LearnerLost(words, [*at_fault] or ranks)
 
     def _name(self, rank: int) -> str:
         if not self._facts:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
+from open_instruct.cluster.learner_call import LearnerCall
 from open_instruct.cluster.learner_host import HostFacts, LearnerHost
 from open_instruct.cluster.placement import Placement, Say
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-__all__ = ["LearnerGroup", "LearnerLost"]
-
 START_TIMEOUT_S = 300.0
 
+L = TypeVar("L")
+P = ParamSpec("P")
+A = TypeVar("A")
+R = TypeVar("R")
 
-class LearnerGroup:
+
+class LearnerGroup(Generic[L]):
     """One actor for each learner, in rank order; Ray shows the actors under the name of the learners' class.
 
     Every process gets what torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NUM_NODES,
@@ -31,7 +34,7 @@ class LearnerGroup:
 
     def __init__(
         self,
-        learner_class: type,
+        learner_class: type[L],
         placement: Placement,
         *,
         arguments: Mapping[str, Any] | None = None,
@@ -66,18 +69,15 @@ class LearnerGroup:
         """Return when every learner is constructed; raises as `LearnerCall.result` does."""
         self._construction.result(timeout_s)
 
-    def start(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None) -> LearnerCall:
-        """Have every learner begin `method(*args)`; with `per_rank`, `method(*args, per_rank[rank])`."""
-        assert per_rank is None or len(per_rank) == len(self)
-        refs: list[ObjectRef] = [
-            actor.call.remote(method, args if per_rank is None else (*args, per_rank[rank]))
-            for rank, actor in enumerate(self._actors)
-        ]
-        return self._watching(method, refs)
+    def start(self, method: Callable[Concatenate[L, P], R], *args: P.args, **kwargs: P.kwargs) -> LearnerCall[R]:
+        """Have every learner begin a method, with the same arguments."""
+        name = method.__name__
+        return self._watching(name, [actor.call.remote(name, *args, **kwargs) for actor in self._actors])
 
-    def call(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None, timeout_s: float) -> list[Any]:
-        """`start(...).result(timeout_s)`: what every learner returned, in rank order; raises as that does."""
-        return self.start(method, *args, per_rank=per_rank).result(timeout_s)
+    def start_each(self, method: Callable[[L, A], R], arguments: Sequence[A]) -> LearnerCall[R]:
+        """Have every learner begin a method, each with the argument of its rank."""
+        name, each = method.__name__, zip(self._actors, arguments, strict=True)
+        return self._watching(name, [actor.call.remote(name, argument) for actor, argument in each])
 
     def check(self, timeout_s: float) -> None:
         """Return once every learner has answered; raises as `LearnerCall.result` does."""
@@ -150,7 +150,7 @@ class LearnerGroup:
             environment["OMP_NUM_THREADS"] = str(max(1, facts.num_cores // num_neighbours))
         return environment
 
-    def _watching(self, what: str, refs: list[ObjectRef]) -> LearnerCall:
+    def _watching(self, what: str, refs: list[ObjectRef]) -> LearnerCall[Any]:
         return LearnerCall(what, refs, self._facts, self._signs)
 
 

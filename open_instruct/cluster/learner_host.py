@@ -51,10 +51,10 @@ class LearnerHost:
     def construct(self, learner_class: type, arguments: Mapping[str, Any]) -> None:
         self._learner = learner_class(**arguments)
 
-    def call(self, method: str, arguments: Sequence[Any]) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         doing(f"busy with {method}")
         try:
-            return getattr(self._learner, method)(*arguments)
+            return getattr(self._learner, method)(*args, **kwargs)
         finally:
             doing("waiting for the driver")
 

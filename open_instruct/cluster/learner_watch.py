@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from open_instruct.cluster.learner_group import LearnerLost
+from open_instruct.cluster.learner_call import LearnerLost
 
 INTERVAL_S = 3.0
 

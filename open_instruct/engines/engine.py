@@ -12,37 +12,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from open_instruct.engines.answers import EngineAnswers, EngineHealth
+from open_instruct.engines.core import Core, WeightWorker
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.engines.vllm_core import VLLMCore
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
-Result = TypeVar("Result")
-
-
-class Core(Protocol):
-    """What makes the tokens. All its methods are called from one thread."""
-
-    def add(self, key: str, request: GenerationRequest) -> None:
-        """Begin a request; a ValueError says why it cannot be."""
-
-    def abort(self, key: str) -> None:
-        """Give a request up."""
-
-    def step(self) -> Mapping[str, Completion]:
-        """Make one token for each request; returns those that are finished with it."""
-
-    def call_workers(self, method: str, *args: Any) -> None:
-        """Call a method of the weight receiver in every process that holds weights."""
-
-    def weights_changed(self, version: int) -> None:
-        """Tokens are of `version` from now on; nothing computed with other weights is used again."""
-
-    def close(self) -> None: ...
+Answer = TypeVar("Answer")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Engine:
@@ -59,12 +40,12 @@ class Engine:
         self._settings = settings
         self._changed = threading.Condition()  # guards everything below
         self._calls: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
-        self._waiting: deque[tuple[GenerationRequest, Future[Completion]]] = deque()
-        self._running: dict[str, Future[Completion]] = {}
-        self._begun: dict[int, Future[Completion]] = {}
+        # A request is known by its key alone, in one of these; whoever waits for it is in another process.
+        self._waiting: dict[int, GenerationRequest] = {}
+        self._running: set[int] = set()
         self._completions: dict[int, Completion] = {}
         self._refused: dict[int, str] = {}
-        self._num_admitted = 0
+        self._cancelled: set[int] = set()  # of those that run
         self._num_generated_tokens = 0
         self._version = 0
         self._is_admitting = True
@@ -79,52 +60,42 @@ class Engine:
 
     # Completions
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Ask, and wait until all are done.
+    def begin(self, requests: Mapping[int, GenerationRequest]) -> None:
+        """Ask without waiting; `poll` will tell what came of it, under the same keys.
 
         Raises:
-            ValueError: a request cannot be generated, such as a prompt that is too long.
             RunError: the engine failed.
         """
-        futures = [self._ask(request) for request in requests]
-        return [future.result() for future in futures]
-
-    def begin(self, requests: Mapping[int, GenerationRequest]) -> None:
-        """Ask without waiting; `poll` will tell what came of it, under the same keys."""
-        for key, request in requests.items():
-            future = self._begun[key] = self._ask(request)
-            future.add_done_callback(partial(self._answer, key))
+        with self._changed:
+            self._check()
+            self._waiting |= requests
+            self._changed.notify_all()
 
     def cancel(self, keys: Sequence[int]) -> None:
         """Give up what was begun under these keys; nothing will be told of it."""
         with self._changed:
+            self._cancelled |= self._running.intersection(keys)
             for key in keys:
+                self._waiting.pop(key, None)
                 self._completions.pop(key, None)
                 self._refused.pop(key, None)
-                future = self._begun.pop(key, None)
-                if future is not None:
-                    future.cancel()
-            self._changed.notify_all()
 
     def poll(self, wait_s: float) -> EngineAnswers:
         """What has come of requests begun, each told once; waits up to `wait_s` for something to tell."""
         with self._changed:
             self._changed.wait_for(lambda: self._completions or self._refused or self._failure, wait_s)
             health = self.health()
-            completions, self._completions = self._completions, {}
-            refused, self._refused = self._refused, {}
-        return EngineAnswers(health=health, completions=completions, refused=refused)
+            answers = EngineAnswers(health=health, completions={**self._completions}, refused={**self._refused})
+            # Emptied, not replaced: the loop may have one of them in its hands already.
+            self._completions.clear()
+            self._refused.clear()
+        return answers
 
     # Weights
 
-    @property
-    def version(self) -> int:
-        """Of the weights: 0 is the model the run started from, s the policy after step s."""
-        return self._version
-
     def open_channel(self, info: dict[str, Any]) -> None:
         """Connect to the sender of weights."""
-        self._between_steps(lambda core: core.call_workers("open_channel", info))
+        self._between_steps(lambda core: core.call_workers(WeightWorker.open_channel, info))
 
     def begin_update(self, drain: bool) -> None:
         """Stop between two steps and get ready for weights; requests that come meanwhile wait.
@@ -140,17 +111,17 @@ class Engine:
         self._between_steps(stop)
         with self._changed:
             self._changed.wait_for(lambda: self._failure or not (drain and self._running))
-        self._between_steps(lambda core: core.call_workers("start_update"))
+        self._between_steps(lambda core: core.call_workers(WeightWorker.start_update))
 
     def receive_weights(self) -> None:
         """Take one set of weights from the channel; returns when it is complete."""
-        self._between_steps(lambda core: core.call_workers("receive_weights"))
+        self._between_steps(lambda core: core.call_workers(WeightWorker.receive_weights))
 
     def finish_update(self, version: int) -> None:
         """Go on with the weights received. What was running is computed anew from its prompt and tokens so far."""
 
         def go_on(core: Core) -> None:
-            core.call_workers("finish_update")
+            core.call_workers(WeightWorker.finish_update)
             core.weights_changed(version)
             self._version = version
             self._is_admitting = self._is_stepping = True
@@ -165,8 +136,7 @@ class Engine:
         Raises:
             RunError: the engine failed.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._check()
         began = self._step_began
         return EngineHealth(
             pid=os.getpid(),
@@ -187,31 +157,14 @@ class Engine:
 
     # Callers' side of the loop
 
-    def _ask(self, request: GenerationRequest) -> Future[Completion]:
-        future: Future[Completion] = Future()
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            self._waiting.append((request, future))
-            self._changed.notify_all()
-        return future
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
-    def _answer(self, key: int, future: Future[Completion]) -> None:
+    def _between_steps(self, function: Callable[[Core], R]) -> R:
+        future: Future[R] = Future()
         with self._changed:
-            if self._begun.pop(key, None) is None:
-                return  # cancelled
-            error = future.exception()
-            if error is None:
-                self._completions[key] = future.result()
-            elif isinstance(error, ValueError):
-                self._refused[key] = str(error)
-            self._changed.notify_all()
-
-    def _between_steps(self, function: Callable[[Core], Result]) -> Result:
-        future: Future[Result] = Future()
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
+            self._check()
             self._calls.append((function, future))
             self._changed.notify_all()
         return future.result()
@@ -228,7 +181,7 @@ class Engine:
         try:
             while not self._is_closed:
                 self._run_calls(core)
-                self._drop_cancelled(core)
+                self._abort_cancelled(core)
                 self._admit(core)
                 if self._running and self._is_stepping:
                     self._step(core)
@@ -257,67 +210,55 @@ class Engine:
         return self._is_admitting and bool(self._waiting) and len(self._running) < self._settings.max_num_seqs
 
     def _admit(self, core: Core) -> None:
-        while self._can_admit():
+        while True:
             with self._changed:
-                request, future = self._waiting.popleft()
-            key = str(self._num_admitted)
-            self._num_admitted += 1
-            if future.cancelled():
-                continue
+                if not self._can_admit():
+                    return
+                key = next(iter(self._waiting))
+                request = self._waiting.pop(key)
+                self._running.add(key)
             try:
                 core.add(key, request)
             except ValueError as error:
-                set_outcome(future, error)
-            except BaseException as error:
-                set_outcome(future, _failure_of(error))
-                raise
-            else:
-                self._running[key] = future
+                self._ended({key: str(error)}, self._refused)
 
-    def _drop_cancelled(self, core: Core) -> None:
-        for key in [key for key, future in self._running.items() if future.cancelled()]:
+    def _abort_cancelled(self, core: Core) -> None:
+        for key in [*self._cancelled]:
             core.abort(key)
-            with self._changed:
-                del self._running[key]
-                self._changed.notify_all()
+            self._ended({key: None}, {})
 
     def _step(self, core: Core) -> None:
         self._step_began = time.monotonic()
         finished = core.step()
         self._step_began = None
-        if not finished:
-            return
+        if finished:
+            self._num_generated_tokens += sum(len(completion.token_ids) for completion in finished.values())
+            self._ended(finished, self._completions)
+
+    def _ended(self, answers: Mapping[int, Answer], told: dict[int, Answer]) -> None:
+        """These run no more; what came of those that nobody cancelled is to be told."""
         with self._changed:
-            done = [(self._running.pop(key), completion) for key, completion in finished.items()]
-            self._num_generated_tokens += sum(len(completion.token_ids) for _, completion in done)
+            told |= {key: answer for key, answer in answers.items() if key not in self._cancelled}
+            self._running -= answers.keys()
+            self._cancelled -= answers.keys()
             self._changed.notify_all()
-        for future, completion in done:
-            set_outcome(future, completion)
 
     def _fail(self, failure: RunError) -> None:
         with self._changed:
             self._failure = failure
-            futures: list[Future[Any]] = [*self._running.values()]
-            futures += [future for _, future in (*self._waiting, *self._calls)]
+            calls = [future for _, future in self._calls]
             self._running.clear()
             self._waiting.clear()
             self._calls.clear()
             self._changed.notify_all()
-        for future in futures:
-            set_outcome(future, failure)
+        for call in calls:
+            call.set_exception(failure)
+
+
+EngineMethod = Callable[Concatenate[Engine, P], R]
 
 
 def _failure_of(error: BaseException) -> RunError:
     failure = RunError(f"the engine failed: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-def set_outcome(future: Future[Any], outcome: Any) -> None:
-    """Set a result, or an exception where `outcome` is one; nothing where the future was cancelled."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.cluster.learner_call import reason_of_loss
 from open_instruct.cluster.placement import Placement
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.engines.requests import EngineSettings
 from open_instruct.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from open_instruct.engines.engine import EngineMethod, P, R
 
 MAX_CONCURRENCY = 32  # calls that wait for completions must not keep others out
 
@@ -30,8 +33,8 @@ class EngineHost:
 
         self._engine = Engine(settings)
 
-    def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        return getattr(self._engine, method)(*args)
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._engine, method)(*args, **kwargs)
 
 
 class RayEngine:
@@ -55,11 +58,13 @@ class RayEngine:
         """
         self._get(self._construction, "construction", timeout_s)
 
-    def tell(self, method: str, *args: Any) -> None:
-        self._actor.call.remote(method, args)
+    def tell(self, method: EngineMethod[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._actor.call.remote(method.__name__, *args, **kwargs)
 
-    def ask(self, method: str, *args: Any, timeout_s: float) -> Any:
-        return self._get(self._actor.call.remote(method, args), method, timeout_s)
+    def ask(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        name = method.__name__
+        answer: R = self._get(self._actor.call.remote(name, *args, **kwargs), name, timeout_s)
+        return answer
 
     def kill(self) -> None:
         import ray

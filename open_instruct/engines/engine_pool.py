@@ -10,19 +10,21 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from open_instruct.engines.answers import EngineAnswers
-from open_instruct.engines.engine import set_outcome
+from open_instruct.engines.engine import Engine, EngineMethod, P, R
 from open_instruct.engines.requests import GenerationRequest
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
 log = logging.getLogger(__name__)
+
+A = TypeVar("A")
 
 POLL_WAIT_S = 1.0
 END_TIMEOUT_S = 10.0
@@ -31,10 +33,10 @@ END_TIMEOUT_S = 10.0
 class EngineHandle(Protocol):
     """One engine, wherever it runs."""
 
-    def tell(self, method: str, *args: Any) -> None:
+    def tell(self, method: EngineMethod[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have it run a method, and do not wait."""
 
-    def ask(self, method: str, *args: Any, timeout_s: float) -> Any:
+    def ask(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """What a method returns.
 
         Raises:
@@ -45,8 +47,10 @@ class EngineHandle(Protocol):
         """End it, whatever it does."""
 
 
-@dataclass(slots=True)
-class _Asked:
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A request on its way, and the one future of its completion. In the engine's process its key is known alone."""
+
     request: GenerationRequest
     future: Future[Completion] = field(default_factory=Future)
 
@@ -56,7 +60,7 @@ class _Member:
     """An engine with the requests that are with it. Guarded by the pool's lock."""
 
     handle: EngineHandle
-    asked: dict[int, _Asked] = field(default_factory=dict)
+    asked: dict[int, InFlight] = field(default_factory=dict)
     is_alive: bool = True
 
 
@@ -90,7 +94,7 @@ class EnginePool:
         self._lock = threading.RLock()
         self._keys = itertools.count()
         self._members = [_Member(handle) for handle in engines]
-        self._homeless: dict[int, _Asked] = {}  # asked while no engine lived
+        self._homeless: dict[int, InFlight] = {}  # asked while no engine lived
         self._num_restarts = 0
         self._failure: RunError | None = None
         self._is_closed = False
@@ -105,7 +109,7 @@ class EnginePool:
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """Ask; a future that is cancelled is given up. It fails with a RunError alone."""
-        asked = _Asked(request)
+        asked = InFlight(request)
         with self._lock:
             key = next(self._keys)
             if self._failure is not None:
@@ -121,27 +125,31 @@ class EnginePool:
 
     # All engines at once
 
-    def call_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """What `method` returns, by engine.
+    def call_all(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """What a method returns, by engine.
 
         Raises:
             RunError: of the first engine that failed; the others have ended too.
         """
-        return self.results(self.start_all(method, *args, timeout_s=timeout_s))
+        return self.results(self.start_all(timeout_s, method, *args, **kwargs))
 
-    def start_all(self, method: str, *args: Any, timeout_s: float) -> list[Future[Any]]:
-        """Have every engine begin `method(*args)`."""
-        return self.start_each(method, [args] * len(self), timeout_s=timeout_s)
+    def start_all(
+        self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Future[R]]:
+        """Have every engine begin a method, with the same arguments."""
 
-    def start_each(self, method: str, args: Sequence[Sequence[Any]], *, timeout_s: float) -> list[Future[Any]]:
-        """Have engine i begin `method(*args[i])`."""
-        return [
-            self._callers.submit(member.handle.ask, method, *own, timeout_s=timeout_s)
-            for member, own in zip(self._members, args, strict=True)
-        ]
+        def ask(handle: EngineHandle) -> R:
+            return handle.ask(timeout_s, method, *args, **kwargs)
+
+        return [self._callers.submit(ask, member.handle) for member in self._members]
+
+    def start_each(self, timeout_s: float, method: Callable[[Engine, A], R], arguments: Sequence[A]) -> list[Future[R]]:
+        """Have every engine begin a method, each with its own argument."""
+        each = zip(self._members, arguments, strict=True)
+        return [self._callers.submit(member.handle.ask, timeout_s, method, own) for member, own in each]
 
     @staticmethod
-    def results(calls: Sequence[Future[Any]]) -> list[Any]:
+    def results(calls: Sequence[Future[R]]) -> list[R]:
         """What every engine returned; raises as `call_all` does, once all have ended."""
         errors = [error for call in calls if (error := call.exception()) is not None]
         if errors:
@@ -150,12 +158,12 @@ class EnginePool:
 
     def pids(self) -> list[int]:
         """Process ids, by engine; those that do not answer are left out."""
-        calls = self.start_all("health", timeout_s=self._timeout_s)
+        calls = self.start_all(self._timeout_s, Engine.health)
         return [call.result().pid for call in calls if call.exception() is None]
 
     def silent(self) -> set[int]:
         """Which engines do not answer, because they died or failed."""
-        calls = self.start_all("health", timeout_s=self._timeout_s)
+        calls = self.start_all(self._timeout_s, Engine.health)
         return {index for index, call in enumerate(calls) if call.exception() is not None}
 
     def fail_waiting(self, failure: RunError) -> None:
@@ -163,7 +171,7 @@ class EnginePool:
         with self._lock:
             for member in self._members:
                 if member.is_alive:
-                    member.handle.tell("cancel", list(member.asked))
+                    member.handle.tell(Engine.cancel, list(member.asked))
             left = self._take_all()
         for each in left:
             set_outcome(each.future, failure)
@@ -180,7 +188,7 @@ class EnginePool:
 
     # With the lock held
 
-    def _send(self, asked: dict[int, _Asked]) -> None:
+    def _send(self, asked: Mapping[int, InFlight]) -> None:
         alive = [member for member in self._members if member.is_alive]
         if not alive:
             self._homeless |= asked
@@ -188,14 +196,14 @@ class EnginePool:
         for key, each in asked.items():
             member = min(alive, key=lambda member: len(member.asked))
             member.asked[key] = each
-            member.handle.tell("begin", {key: each.request})
+            member.handle.tell(Engine.begin, {key: each.request})
 
     def _fail(self, failure: RunError) -> None:
         self._failure = self._failure or failure
         for each in self._take_all():
             set_outcome(each.future, failure)
 
-    def _take_all(self) -> list[_Asked]:
+    def _take_all(self) -> list[InFlight]:
         left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]
         self._homeless = {}
         for member in self._members:
@@ -209,7 +217,7 @@ class EnginePool:
             self._homeless.pop(key, None)
             for member in self._members:
                 if member.asked.pop(key, None) is not None and member.is_alive:
-                    member.handle.tell("cancel", [key])
+                    member.handle.tell(Engine.cancel, [key])
 
     # A thread of each engine's
 
@@ -218,8 +226,7 @@ class EnginePool:
         while is_there and not self._is_closed:
             member = self._members[index]
             try:
-                timeout_s = POLL_WAIT_S + self._timeout_s
-                answers: EngineAnswers = member.handle.ask("poll", POLL_WAIT_S, timeout_s=timeout_s)
+                answers = member.handle.ask(POLL_WAIT_S + self._timeout_s, Engine.poll, POLL_WAIT_S)
                 if answers.health.seconds_in_step > self._timeout_s:
                     raise RunError(f"engine {index} has been in one step for {answers.health.seconds_in_step:.0f} s")
                 self._take(member, answers)
@@ -230,15 +237,14 @@ class EnginePool:
 
     def _take(self, member: _Member, answers: EngineAnswers) -> None:
         with self._lock:
-            done = [(member.asked.pop(key, None), completion) for key, completion in answers.completions.items()]
-            refused = [(member.asked.pop(key, None), reason) for key, reason in answers.refused.items()]
+            told = [*answers.completions.items(), *answers.refused.items()]
+            outcomes = [(member.asked.pop(key), outcome) for key, outcome in told if key in member.asked]
         # Outside the lock: what hangs on a future may ask again.
-        for each, completion in done:
-            if each is not None:
-                set_outcome(each.future, completion)
-        for each, reason in refused:
-            if each is not None:
-                set_outcome(each.future, RunError(f"request {each.request.request_id} cannot be generated: {reason}"))
+        for each, outcome in outcomes:
+            if isinstance(outcome, str):
+                set_outcome(each.future, RunError(f"request {each.request.request_id} cannot be generated: {outcome}"))
+            else:
+                set_outcome(each.future, outcome)
 
     def _restarted(self, index: int, error: RunError) -> bool:
         """Start the engine anew, and ask its requests again. Returns whether there is an engine to go on with."""
@@ -285,10 +291,20 @@ class EnginePool:
         return True
 
 
+def set_outcome(future: Future[Any], outcome: Any) -> None:
+    """Set a result, or an exception where `outcome` is one; nothing where the future was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 def _end(handle: EngineHandle) -> None:
     """Kill it, once it has put away what would outlive it; vLLM's workers and their shared memory would."""
     with contextlib.suppress(RunError):
-        handle.ask("shutdown", timeout_s=END_TIMEOUT_S)
+        handle.ask(END_TIMEOUT_S, Engine.shutdown)
     handle.kill()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, Literal
 
+from open_instruct.engines.core import P, WeightWorker
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.errors import InputError
 from open_instruct.parallel.listening import LOOPBACK
@@ -96,32 +97,33 @@ class VLLMCore:
                 f"into an engine's cache: raise {flag}, or lower --response_length or --max_prompt_token_length"
             ) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
-        self._seeds: dict[str, int] = {}
+        self._seeds: dict[int, int] = {}
         self._engine.set_weight_version("0")
 
-    def add(self, key: str, request: GenerationRequest) -> None:
+    def add(self, key: int, request: GenerationRequest) -> None:
         room = self._max_model_len - request.sampling.max_tokens
         if not 1 <= len(request.prompt_token_ids) <= room:
             raise ValueError(
                 f"the prompt has {len(request.prompt_token_ids)} tokens, and a completion of "
                 f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's {self._max_model_len}"
             )
-        self._engine.add_request(key, {"prompt_token_ids": list(request.prompt_token_ids)}, self._params_of(request))
+        tokens = list(request.prompt_token_ids)
+        self._engine.add_request(str(key), {"prompt_token_ids": tokens}, self._params_of(request))
         self._seeds[key] = request.seed
 
-    def abort(self, key: str) -> None:
-        self._engine.abort_request([key])
+    def abort(self, key: int) -> None:
+        self._engine.abort_request([str(key)])
         self._seeds.pop(key, None)
 
-    def step(self) -> Mapping[str, Completion]:
+    def step(self) -> Mapping[int, Completion]:
         outputs: list[Any] = self._engine.step()
-        return {
-            output.request_id: self._completion_of(output.outputs[0], seed=self._seeds.pop(output.request_id))
-            for output in outputs
-        }
+        by_key = {int(output.request_id): output.outputs[0] for output in outputs}
+        return {key: self._completion_of(output, seed=self._seeds.pop(key)) for key, output in by_key.items()}
 
-    def call_workers(self, method: str, *args: Any) -> None:
-        self._engine.collective_rpc(method, args=args)
+    def call_workers(
+        self, method: Callable[Concatenate[WeightWorker, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
 
     def weights_changed(self, version: int) -> None:
         # Running requests go back to the queue with their tokens: their keys and values are of the old weights too.

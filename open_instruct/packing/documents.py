@@ -51,9 +51,7 @@ def pack_documents(
     if num_padding := -num_tokens % pad_to_multiple_of:
         row.add_padding(num_padding, pad_token_id)
     return _packed(
-        input_ids_BT=torch.tensor([row.input_ids]),
-        labels_BT=torch.tensor([row.labels]),
-        sequence_ids_BT=torch.tensor([row.sequence_ids]),
+        [row],
         document_lengths=tuple(row.lengths),
         prefix_lengths=tuple(row.prefix_lengths) if any(row.prefix_lengths) else None,
         num_sequences=len(documents),
@@ -70,20 +68,12 @@ def pad_documents(documents: Sequence[Document], *, pad_token_id: int, pad_to_mu
     assert documents, "nothing to pad; use empty_batch"
     longest = max(len(document) for document in documents)
     width = longest + -longest % pad_to_multiple_of
-    input_ids_BT: list[list[int]] = []
-    labels_BT: list[list[int]] = []
-    sequence_ids_BT: list[list[int]] = []
-    for index, document in enumerate(documents):
-        row = _Row()
+    rows = [_Row() for _ in documents]
+    for index, (row, document) in enumerate(zip(rows, documents, strict=True)):
         row.add_document(document, index)
         row.add_padding(width - len(document), pad_token_id)
-        input_ids_BT.append(row.input_ids)
-        labels_BT.append(row.labels)
-        sequence_ids_BT.append(row.sequence_ids)
     return _packed(
-        input_ids_BT=torch.tensor(input_ids_BT),
-        labels_BT=torch.tensor(labels_BT),
-        sequence_ids_BT=torch.tensor(sequence_ids_BT),
+        rows,
         document_lengths=None,
         num_sequences=len(documents),
         num_tokens=sum(len(document) for document in documents),
@@ -97,14 +87,9 @@ def empty_batch(pad_token_id: int, *, num_tokens: int = 1, packing: bool = True)
     real tokens, so the record's own `num_tokens` is 0.
     """
     assert num_tokens >= 1
-    return _packed(
-        input_ids_BT=torch.full((1, num_tokens), pad_token_id),
-        labels_BT=torch.full((1, num_tokens), IGNORE_INDEX),
-        sequence_ids_BT=torch.full((1, num_tokens), NO_SEQUENCE),
-        document_lengths=(num_tokens,) if packing else None,
-        num_sequences=0,
-        num_tokens=0,
-    )
+    row = _Row()
+    row.add_padding(num_tokens, pad_token_id)
+    return _packed([row], document_lengths=(num_tokens,) if packing else None, num_sequences=0, num_tokens=0)
 
 
 def lay_out(
@@ -126,9 +111,14 @@ def lay_out(
     return pad_documents(documents, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
 
-def _packed(**fields: Any) -> PackedBatch:
-    """The batch, with what the language-model head keeps of it: found once for all forward passes."""
-    batch = PackedBatch(**fields)
+def _packed(rows: Sequence[_Row], **fields: Any) -> PackedBatch:
+    """The batch of these rows, with what the language-model head keeps of it: found once for all forward passes."""
+    batch = PackedBatch(
+        input_ids_BT=torch.tensor([row.input_ids for row in rows]),
+        labels_BT=torch.tensor([row.labels for row in rows]),
+        sequence_ids_BT=torch.tensor([row.sequence_ids for row in rows]),
+        **fields,
+    )
     return replace(batch, kept=kept_positions(batch))
 
 

@@ -19,22 +19,20 @@ import torch
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, first_fit
-from open_instruct.packing.documents import empty_batch, pack_documents
+from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import pays, runs_of_one_prompt
 from open_instruct.records import Batch, Document, RolloutSample, StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMiniBatch:
-    """What one data-parallel rank is sent of a mini-batch, and the counts over all ranks.
+    """What one data-parallel rank is sent of a mini-batch, and the counts over all ranks, as a `StepBatch` has them.
 
     `microbatches` are as many on every rank, some of them perhaps empty.
     """
 
     microbatches: tuple[tuple[RolloutSample, ...], ...]
-    num_label_tokens_global: int
-    num_completions_global: int
-    num_tokens_global: int
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ class RankStep:
     @property
     def num_tokens_global(self) -> int:
         """Tokens of the step on all ranks, prompts included, padding not."""
-        return sum(minibatch.num_tokens_global for minibatch in self.minibatches)
+        return sum(minibatch.counts["tokens"] for minibatch in self.minibatches)
 
 
 class Chunk(NamedTuple):
@@ -173,9 +171,11 @@ def plan_steps_of_ranks(
             minibatches=tuple(
                 RankMiniBatch(
                     microbatches=tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches),
-                    num_label_tokens_global=sum(len(sample.engine_logprobs) for sample in everywhere),
-                    num_completions_global=len(everywhere),
-                    num_tokens_global=sum(len(sample.document) for sample in everywhere),
+                    counts={
+                        "rows": len(everywhere),
+                        "labels": sum(len(sample.engine_logprobs) for sample in everywhere),
+                        "tokens": sum(len(sample.document) for sample in everywhere),
+                    },
                 )
                 for microbatches, everywhere in zip(of_rank, samples_of_minibatch, strict=True)
             ),
@@ -196,17 +196,15 @@ def rollout_batch(
 
     Of each token that is learned, `engine_logprobs_N` and `advantages_N`, float32.
     """
-    if not samples:
-        packed = empty_batch(pad_token_id, num_tokens=pad_to_multiple_of)
-    else:
-        documents = [sample.document for sample in samples]
-        packed = pack_documents(
-            documents,
-            pad_token_id=pad_token_id,
-            pad_to_multiple_of=pad_to_multiple_of,
-            # Whether it pays is the plan's to say: of what it put together, asking again could only undo it.
-            groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
-        )
+    documents = [sample.document for sample in samples]
+    packed = lay_out(
+        documents,
+        packing=True,
+        pad_token_id=pad_token_id,
+        pad_to_multiple_of=pad_to_multiple_of,
+        # Whether it pays is the plan's to say: of what it put together, asking again could only undo it.
+        groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
+    )
     # Labels lie in the row in the order of the samples and of their tokens.
     num_values = sum(len(sample.engine_logprobs) for sample in samples)
     num_labels = int((packed.sequence_ids_BT >= 0).sum())
@@ -234,11 +232,7 @@ def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of
                 )
                 for samples in minibatch.microbatches
             ),
-            counts={
-                "rows": minibatch.num_completions_global,
-                "labels": minibatch.num_label_tokens_global,
-                "tokens": minibatch.num_tokens_global,
-            },
+            counts=minibatch.counts,
         )
         for minibatch in step.minibatches
     )

@@ -13,7 +13,7 @@ import torch
 
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.packing.balance import balanced, first_fit
+from open_instruct.packing.balance import Microbatches, balanced, first_fit
 from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import groups_that_share, pays
 from open_instruct.records import Batch, Document, ShardLayout, StepBatch
@@ -21,26 +21,6 @@ from open_instruct.records import Batch, Document, ShardLayout, StepBatch
 # What `Batch.values` calls the numbers that came with the rows; float32.
 ROW_VALUES = "row_values"
 NO_VALUES = np.zeros(0, dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """`assignments[rank][microbatch]` are indices of samples within the global batch, ascending.
-
-    Every rank has the same number of microbatches; a microbatch may be empty. A rank's microbatches go
-    from many tokens to few, so that ranks meet in each collective after about the same work.
-
-    Example: samples of 90, 10, 50 and 40 tokens over two ranks, two samples a microbatch::
-
-        StepPlan(assignments=(((0, 1),), ((2, 3),)))
-    """
-
-    assignments: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of each rank."""
-        return len(self.assignments[0])
 
 
 def plan_step(
@@ -51,8 +31,8 @@ def plan_step(
     max_tokens_per_microbatch: int,
     max_microbatches: int,
     packing: bool,
-) -> StepPlan:
-    """Split the samples of one optimisation step over data-parallel ranks, then into microbatches.
+) -> tuple[Microbatches, ...]:
+    """`[rank][microbatch]`: the samples of one optimisation step, as indices within the global batch, ascending.
 
     A pure function of its arguments: every rank computes the whole plan and takes its own part.
 
@@ -62,6 +42,12 @@ def plan_step(
     - `packing=False`: a microbatch holds at most `max_samples_per_microbatch` samples, of similar length.
     - The number of microbatches is the smallest that suffices for every rank, between 1 and
       `max_microbatches`; there may be at most num_ranks * max_samples_per_microbatch * max_microbatches samples.
+      Every rank has as many, some of them perhaps empty. They go from many tokens to few, so that ranks meet in each
+      collective after about the same work.
+
+    Example: samples of 90, 10, 50 and 40 tokens over two ranks, two samples a microbatch::
+
+        (((0, 1),), ((2, 3),))
     """
     assert num_ranks >= 1 and max_samples_per_microbatch >= 1 and max_microbatches >= 1
     assert len(num_tokens_of_sample) <= num_ranks * max_samples_per_microbatch * max_microbatches, "too many samples"
@@ -76,8 +62,8 @@ def plan_step(
         starts = range(0, len(samples), max_samples_per_microbatch)
         return [samples[start : start + max_samples_per_microbatch] for start in starts]
 
-    plan = StepPlan(assignments=balanced(num_tokens_of_sample, num_ranks=num_ranks, cut=cut))
-    assert plan.num_microbatches <= max_microbatches
+    plan = balanced(num_tokens_of_sample, num_ranks=num_ranks, cut=cut)
+    assert len(plan[0]) <= max_microbatches
     return plan
 
 
@@ -165,7 +151,7 @@ def step_batch(
         packing=shape.packing,
     )
     microbatches = []
-    for microbatch in plan.assignments[rank]:
+    for microbatch in plan[rank]:
         of_microbatch = [rows[sample] for sample in microbatch]
         microbatches.append(
             collate(

@@ -12,7 +12,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
-from open_instruct.planning.memory.phases import Phase, memory_by_phase, peak_phase
+from open_instruct.planning.memory.phases import Phase, memory_by_phase
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, is_wrapped, validate, workload_of
@@ -98,7 +98,7 @@ class Plan:
     @property
     def peak(self) -> Phase:
         """The phase that needs most."""
-        return peak_phase(self.phases)
+        return max(self.phases, key=lambda phase: phase.total_bytes)
 
     @property
     def memory_bytes(self) -> int:

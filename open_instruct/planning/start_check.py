@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class StartCheck:
     """What a run says of its plan: `warning` where it will not fit, `refusal` where it surely cannot."""
 
     line: str
@@ -29,7 +29,7 @@ class Verdict:
 
 def check_plan(
     config: RunConfig, gpus_per_node: Sequence[int], *, model_folder: str, memory_bytes: int, on_cuda: bool
-) -> Verdict:
+) -> StartCheck:
     """Plan a run that is about to start.
 
     Args:
@@ -46,29 +46,29 @@ def check_plan(
     try:
         shape, device = model_shape(model_folder), device_named(f"memory_gib={memory_bytes / GIB}")
         nodes = tuple(gpus_per_node)
-        verdict = _verdict(Setting(config=config, shape=shape, gpus_per_node=nodes, device=device, on_cuda=on_cuda))
+        checked = _checked(Setting(config=config, shape=shape, gpus_per_node=nodes, device=device, on_cuda=on_cuda))
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)
-        return Verdict(line=f"plan: none ({type(error).__name__}: {error})")
-    if verdict.refusal is not None and config.memory.plan_check:
-        raise InputError(f"{verdict.refusal} --no_plan_check starts it all the same")
-    return verdict
+        return StartCheck(line=f"plan: none ({type(error).__name__}: {error})")
+    if checked.refusal is not None and config.memory.plan_check:
+        raise InputError(f"{checked.refusal} --no_plan_check starts it all the same")
+    return checked
 
 
-def _verdict(setting: Setting) -> Verdict:
+def _checked(setting: Setting) -> StartCheck:
     plan, each = plan_of(setting), "on each GPU" if setting.on_cuda else "for each process of a node"
     needs, memory = gib(plan.peak.total_bytes), gib(plan.memory_bytes)
     line = f"plan: needs {needs} of {memory} GiB {each} (most in: {plan.peak.name})"
     state = sum(state_bytes(setting.shape, plan.layout, plan.workload))
     if plan.fits:
-        return Verdict(line=line)
+        return StartCheck(line=line)
     if state <= plan.memory_bytes:
-        return Verdict(line=line, warning=f"the plan does not fit: memory will most likely run out. {_remedy(plan)}")
+        return StartCheck(line=line, warning=f"the plan does not fit: memory will most likely run out. {_remedy(plan)}")
     refusal = (
         f"the run cannot fit: weights, gradients and optimizer states alone need {gib(state)} GiB, and there are "
         f"{memory} GiB {each}. {_remedy(plan)}"
     )
-    return Verdict(line=line, refusal=refusal)
+    return StartCheck(line=line, refusal=refusal)
 
 
 def _remedy(plan: Plan) -> str:

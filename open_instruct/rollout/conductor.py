@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,26 +52,24 @@ class Judges(Protocol):
     def judge(self, prompt: Prompt, completion: Completion) -> Verdict: ...
 
 
-class _Asked:
-    """A group on its way. Guarded by the conductor's lock."""
+@dataclass(slots=True, kw_only=True)
+class _OpenGroup:
+    """A group on its way: what was asked, and by sample what came of it. Guarded by the conductor's lock."""
 
-    def __init__(self, ticket: int, prompt: Prompt, *, num_samples: int, version: int) -> None:
-        self.ticket = ticket
-        self.prompt = prompt
-        self.version = version  # of the weights that were published when it was asked
-        self.answers: list[tuple[Completion, Verdict] | None] = [None] * num_samples
-        self.num_missing = num_samples
-        self.futures: list[Future[Completion]] = []
+    ticket: int
+    prompt: Prompt
+    num_samples: int
+    version: int  # of the weights that were published when it was asked
+    futures: list[Future[Completion]] = field(default_factory=list)
+    answers: dict[int, tuple[Completion, Verdict]] = field(default_factory=dict)
 
-    def group(self) -> RolloutGroup:
-        answers = [answer for answer in self.answers if answer is not None]
-        assert len(answers) == len(self.answers), "asked for before it was complete"
-        return RolloutGroup(
-            ticket=self.ticket,
-            prompt=self.prompt,
-            completions=tuple(completion for completion, _ in answers),
-            verdicts=tuple(verdict for _, verdict in answers),
-        )
+    @property
+    def num_missing(self) -> int:
+        return self.num_samples - len(self.answers)
+
+    def complete(self) -> RolloutGroup:
+        completions, verdicts = zip(*(self.answers[index] for index in range(self.num_samples)), strict=True)
+        return RolloutGroup(ticket=self.ticket, prompt=self.prompt, completions=completions, verdicts=verdicts)
 
 
 class Conductor:
@@ -105,7 +104,7 @@ class Conductor:
         self._requests_of = partial(requests_of, config=config, data=data, seed=seed)
         self._version = 0
         self._num_accepted = 0  # of the step at hand
-        self._outstanding: deque[_Asked] = deque()  # in ticket order
+        self._outstanding: deque[_OpenGroup] = deque()  # in ticket order
         self._to_ask_again: list[tuple[int, Prompt]] = []
         self._num_done = 0
         self._num_at_engines = 0
@@ -169,7 +168,7 @@ class Conductor:
         Tickets that are out when a run stops are asked again with their own seeds, of the weights then current.
         """
         assert self._num_accepted == 0, "the groups of a step that is not finished would be lost"
-        out = [(asked.ticket, asked.prompt) for asked in self._outstanding] + self._to_ask_again
+        out = [(group.ticket, group.prompt) for group in self._outstanding] + self._to_ask_again
         return {
             "prompts": self._prompts.state_dict(),
             "unconsumed": [[ticket, prompt.row_id] for ticket, prompt in out],
@@ -192,17 +191,17 @@ class Conductor:
             return {
                 "in_flight": self._num_at_engines,
                 "verifying": self._num_at_verifiers,
-                "waiting": sum(not asked.num_missing for asked in self._outstanding),
+                "waiting": sum(not group.num_missing for group in self._outstanding),
                 "verified": self._num_verified,
                 "done": self._num_done,
-                "staleness": max((self._version - asked.version for asked in self._outstanding), default=0),
+                "staleness": max((self._version - group.version for group in self._outstanding), default=0),
             }
 
     def close(self) -> None:
         """Give up what is out. What arrives later is dropped."""
         with self._changed:
             self._is_closed = True
-            futures = [future for asked in self._outstanding for future in asked.futures]
+            futures = [future for group in self._outstanding for future in group.futures]
         for future in futures:
             future.cancel()
         self._judges.shutdown(wait=False, cancel_futures=True)
@@ -216,14 +215,14 @@ class Conductor:
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
         num_samples = self._config.num_samples_per_prompt_rollout
-        asked = _Asked(ticket, prompt, num_samples=num_samples, version=self._version)
+        group = _OpenGroup(ticket=ticket, prompt=prompt, num_samples=num_samples, version=self._version)
         with self._changed:
-            self._outstanding.append(asked)
+            self._outstanding.append(group)
             self._num_at_engines += num_samples
         for index, request in enumerate(self._requests_of(ticket, prompt)):
             future = self._pool.submit(request)
-            asked.futures.append(future)
-            future.add_done_callback(partial(self._arrived, asked, index))
+            group.futures.append(future)
+            future.add_done_callback(partial(self._arrived, group, index))
 
     def _next_group(self, timeout_s: float) -> RolloutGroup:
         with self._changed:
@@ -236,48 +235,46 @@ class Conductor:
                 raise self._failure
             self._outstanding.popleft()
             self._num_done += 1
-        return head.group()
+        return head.complete()
 
-    def _stalled(self, head: _Asked, timeout_s: float) -> str:
+    def _stalled(self, head: _OpenGroup, timeout_s: float) -> str:
         last = self._outstanding[-1].ticket
         return (
             f"no completion came back for {timeout_s:g} s while ticket {head.ticket} (row {head.prompt.row_id}) waited "
-            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {last} are out: {self._num_at_engines} "
+            f"for {head.num_missing} of its {head.num_samples}. Tickets up to {last} are out: {self._num_at_engines} "
             f"completions with the engines, {self._num_at_verifiers} with the verifiers"
         )
 
     # The side of the pool's threads and of ours
 
-    def _arrived(self, asked: _Asked, index: int, future: Future[Completion]) -> None:
+    def _arrived(self, group: _OpenGroup, index: int, future: Future[Completion]) -> None:
         """Hand over to a thread of ours: the pool's must not wait for a verifier."""
         with self._changed:
             if self._is_closed:
                 return
             self._num_at_engines -= 1
             self._num_at_verifiers += 1
-            self._judges.submit(self._judge, asked, index, future)
+            self._judges.submit(self._judge, group, index, future)
 
-    def _judge(self, asked: _Asked, index: int, future: Future[Completion]) -> None:
+    def _judge(self, group: _OpenGroup, index: int, future: Future[Completion]) -> None:
         doing = "generated"
-        failure: RunError | None = None
-        answer: tuple[Completion, Verdict] | None = None
+        answer: tuple[Completion, Verdict] | RunError
         try:
             completion = future.result()
             doing = "judged"
-            answer = completion, self._reward.judge(asked.prompt, completion)
+            answer = completion, self._reward.judge(group.prompt, completion)
         except RunError as error:
-            failure = error
+            answer = error
         except BaseException as error:  # a verifier that calls exit() must not leave the driver waiting
-            where = f"completion {index} of ticket {asked.ticket} (row {asked.prompt.row_id})"
-            failure = RunError(f"{where} could not be {doing}: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            where = f"completion {index} of ticket {group.ticket} (row {group.prompt.row_id})"
+            answer = RunError(f"{where} could not be {doing}: {type(error).__name__}: {error}")
+            answer.__cause__ = error
         with self._changed:
             self._num_at_verifiers -= 1
-            if answer is None:
-                self._failure = self._failure or failure
+            if isinstance(answer, RunError):
+                self._failure = self._failure or answer
             else:
-                asked.answers[index] = answer
-                asked.num_missing -= 1
+                group.answers[index] = answer
                 self._num_verified += 1
             self._changed.notify_all()
 

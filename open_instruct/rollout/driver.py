@@ -6,14 +6,15 @@ Where learners die the walk goes back to the last checkpoint; engines that die a
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from open_instruct.cluster.learner_group import LearnerLost
+from open_instruct.cluster.learner_call import LearnerLost
+from open_instruct.cluster.learner_process import LearnerMethod, LearnerProcess, P, R
 from open_instruct.cluster.learner_watch import watching
 from open_instruct.errors import RunError
 from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.peers import activity
+from open_instruct.records import RolloutSample
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
@@ -85,7 +86,7 @@ class Driver:
                 return self._stop_early(self._signal.number)
             self._take_step()
         with self.view.phase("exporting"):
-            self._learners("save_model")
+            self._learners(LearnerProcess.save_model)
         self.metrics.close()
         self.console.say(f"the trained model is in {self.run.directory.hf_model}", style="green")
         return 0
@@ -134,12 +135,12 @@ class Driver:
             row |= self._evaluate()
         row["time/step"] = time.monotonic() - began_s
         row["tokens_per_second/learners"] = rollouts.num_tokens / max(row["time/train"], 1e-9)
-        row["tokens_per_second/engines"] = rollouts.num_generated_tokens / max(row["time/step"], 1e-9)
+        row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self._write(row)
         if is_last or step % config.run.checkpointing_steps == 0:
             self._save()
 
-    def _train(self, samples: Any) -> dict[str, float]:
+    def _train(self, samples: Sequence[RolloutSample]) -> dict[str, float]:
         work = plan_steps_of_ranks(
             samples,
             num_ranks=self.run.layout.data_parallel_world_size,
@@ -149,7 +150,8 @@ class Driver:
         )
         degree = self.run.layout.model_parallel_degree
         per_rank = [work[rank // degree] for rank in range(self.run.layout.world_size)]
-        return self._learners("step", per_rank=per_rank)[0]
+        step = self.fleet.learners.start_each(LearnerProcess.step, per_rank)
+        return step.result(self.config.fleet.step_timeout_s)[0]
 
     def _evaluate(self) -> dict[str, float]:
         """Answer the held-out prompts with the weights that the engines have."""
@@ -168,12 +170,12 @@ class Driver:
     def _save(self) -> None:
         state = {"step": self.step, "num_tokens": self.num_tokens, "conductor": self.conductor.state_dict()}
         with self.view.phase("saving"):
-            self._learners("save_state", state)
+            self._learners(LearnerProcess.save_state, state)
 
     def _resume(self) -> None:
         """Stand where the newest checkpoint stands, or at the start."""
         with self.view.phase("loading the checkpoint"):
-            state, warnings = self._learners("resume")[0]
+            state, warnings = self._learners(LearnerProcess.resume)[0]
         for warning in warnings:
             self.console.warn(warning)
         self.conductor = self.fleet.new_conductor()
@@ -220,7 +222,7 @@ class Driver:
         with self.fleet.publisher.learners_at_work():
             self.fleet.learners.check(self.config.fleet.step_timeout_s)
 
-    def _learners(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
-        timeout_s = self.config.fleet.step_timeout_s
+    def _learners(self, method: LearnerMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         with self.fleet.publisher.learners_at_work():
-            return self.fleet.learners.call(method, *args, per_rank=per_rank, timeout_s=timeout_s)
+            call = self.fleet.learners.start(method, *args, **kwargs)
+            return call.result(self.config.fleet.step_timeout_s)

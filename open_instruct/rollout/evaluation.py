@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
@@ -22,14 +22,14 @@ NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HeldOutAnswers:
     """What came out, and the first few prompts with an answer each: the same ones every time."""
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
 
 
-def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> Evaluation:
+def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> HeldOutAnswers:
     """Ask every prompt `eval_num_samples` times and judge the answers.
 
     The seed of a request depends on the run's seed, the prompt and the sample alone, so what changes from one
@@ -48,7 +48,7 @@ def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, conf
     metrics = verdict_metrics(groups) | length_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):
         metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, right, k) for right in num_right])
-    return Evaluation(
+    return HeldOutAnswers(
         metrics={f"eval/{name}": value for name, value in metrics.items()},
         samples=[_shown(group) for group in groups[:NUM_SHOWN]],
     )
@@ -79,8 +79,8 @@ def _answered(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, con
         return max(0.0, deadline_s - time.monotonic())
 
     asked = list(prompts)
-    places: dict[Future[Completion], tuple[int, int]] = {}
-    answers: dict[tuple[int, int], tuple[Completion, Future[Verdict]]] = {}
+    completions: dict[tuple[int, int], Future[Completion]] = {}
+    verdicts: dict[tuple[int, int], Future[Verdict]] = {}
     judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
     try:
         for index, sample in product(range(len(asked)), range(num_samples)):
@@ -90,38 +90,33 @@ def _answered(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, con
                 seed=sampling_seed(config.optim.seed, "eval", index, sample),
                 sampling=sampling,
             )
-            places[pool.submit(request)] = index, sample
+            completions[index, sample] = pool.submit(request)
+        places = {future: place for place, future in completions.items()}
         for future in as_completed(places, timeout=left_s()):
-            place, completion = places[future], future.result()
-            answers[place] = completion, judges.submit(reward.judge, asked[place[0]], completion)
+            place = places[future]
+            verdicts[place] = judges.submit(reward.judge, asked[place[0]], future.result())
         return [
-            _group(index, prompt, [answers[index, sample] for sample in range(num_samples)], left_s)
+            RolloutGroup(
+                ticket=index,
+                prompt=prompt,
+                completions=tuple(completions[index, sample].result() for sample in range(num_samples)),
+                verdicts=tuple(verdicts[index, sample].result(left_s()) for sample in range(num_samples)),
+            )
             for index, prompt in enumerate(asked)
         ]
     except RunError:
         raise
     except TimeoutError as error:
         raise RunError(
-            f"the evaluation was not done after --step_timeout_s {config.fleet.step_timeout_s}: {len(answers)} of "
+            f"the evaluation was not done after --step_timeout_s {config.fleet.step_timeout_s}: {len(verdicts)} of "
             f"{len(asked) * num_samples} completions had come back; raise it, or give fewer held-out prompts"
         ) from error
     except Exception as error:
         raise RunError(f"the evaluation failed: {type(error).__name__}: {error}") from error
     finally:
-        for future in places:
+        for future in completions.values():
             future.cancel()
         judges.shutdown(wait=False, cancel_futures=True)
-
-
-def _group(
-    index: int, prompt: Prompt, answers: Sequence[tuple[Completion, Future[Verdict]]], left_s: Callable[[], float]
-) -> RolloutGroup:
-    return RolloutGroup(
-        ticket=index,
-        prompt=prompt,
-        completions=tuple(completion for completion, _ in answers),
-        verdicts=tuple(verdict.result(timeout=left_s()) for _, verdict in answers),
-    )
 
 
 def _shown(group: RolloutGroup) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.cluster.pids import remove_pids, write_pids
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.ray_cluster import start_cluster
@@ -28,7 +29,7 @@ from open_instruct.rollout.conductor import Conductor
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.reward import RewardModel
 from open_instruct.weights.publisher import WeightPublisher
-from open_instruct.weights.ways import check_backend, choose_backend
+from open_instruct.weights.ways import choose_backend
 
 LOGS_FOLDER = "logs"
 
@@ -38,7 +39,7 @@ class Fleet:
     """A running fleet. `publisher` brings the learners' weights to the engines."""
 
     run: RolloutRun
-    learners: LearnerGroup
+    learners: LearnerGroup[LearnerProcess]
     engines: EnginePool
     rewards: RewardModel
     publisher: WeightPublisher
@@ -75,7 +76,7 @@ class Fleet:
 
 
 @contextmanager
-def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
+def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterator[Fleet]:
     """Place and start everything; whatever ends the block ends it all.
 
     Raises:
@@ -105,7 +106,12 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
             placement,
             arguments={
                 "config": config,
-                "weight_sync_backend": _weight_sync_backend(config, placement),
+                "weight_sync_backend": choose_backend(
+                    config.fleet.weight_sync_backend,
+                    on_cuda=placement.on_gpus,
+                    single_device=shape.shares_device,
+                    same_host=placement.whereabouts().share_memory(),
+                ),
                 "engine_dtype": engine_dtype(config),
             },
             say=console.say,
@@ -160,16 +166,6 @@ def start_fleet(learner_class: type, run: RolloutRun) -> Iterator[Fleet]:
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
     """The dtype that engines compute in, and that weights travel in."""
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
-
-
-def _weight_sync_backend(config: GRPOConfig, placement: Placement) -> str:
-    circumstances = {
-        "on_cuda": placement.on_gpus,
-        "single_device": placement.shape.shares_device,
-        "same_host": placement.whereabouts().share_memory(),
-    }
-    check_backend(config.fleet, **circumstances)
-    return choose_backend(config.fleet.weight_sync_backend, **circumstances)
 
 
 def _start_engine(index: int, *, run: RolloutRun, placement: Placement) -> RayEngine:

@@ -46,25 +46,18 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | No
         if config.loss.ref_policy_update_freq is not None:
             told += "; the reference policy is the start model, although the run moved it"
         return StepWeights(model=str(given), checkpoint=None, are_the_steps_own=False, told=told)
-    if step == 1:
-        return StepWeights(
-            model=start, checkpoint=None, are_the_steps_own=True, told=f"the weights are the start model's, {start}"
-        )
     checkpoints = {int(Path(path).name.removeprefix("step")): Path(path) for path in find_checkpoints(run)}
-    newest = max((saved for saved in checkpoints if saved < step), default=None)
-    if newest == step - 1:
-        folder = checkpoints[newest]
-        return StepWeights(
-            model=start, checkpoint=folder, are_the_steps_own=True, told=f"the weights are those of {folder}"
+    newest = max((saved for saved in checkpoints if saved < step), default=0)
+    checkpoint, are_the_steps_own = checkpoints.get(newest), newest == step - 1
+    told = f"the weights are the start model's, {start}"
+    if checkpoint is not None:
+        told = f"the weights are those of {'' if are_the_steps_own else f'step {newest}, '}{checkpoint}"
+    if not are_the_steps_own:
+        told += (
+            f": step {step} began with those of step {step - 1}, of which there is no checkpoint. Loss, gradient and "
+            "the ratios to the engine are of another policy than the run's"
         )
-    have = f"those of step {newest}, {checkpoints[newest]}" if newest is not None else f"the start model's, {start}"
-    return StepWeights(
-        model=start,
-        checkpoint=None if newest is None else checkpoints[newest],
-        are_the_steps_own=False,
-        told=f"the weights are {have}: step {step} began with those of step {step - 1}, of which there is no "
-        "checkpoint. Loss, gradient and the ratios to the engine are of another policy than the run's",
-    )
+    return StepWeights(model=start, checkpoint=checkpoint, are_the_steps_own=are_the_steps_own, told=told)
 
 
 def work_of(groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig) -> tuple[RankStep, int]:
@@ -80,7 +73,7 @@ def work_of(groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig) ->
     return work, len(learned.samples)
 
 
-def check_token_ids(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
+def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
     """Raises InputError where a trace has a token that the model does not know."""
     ids = [ids for group in groups for ids in (group.prompt.token_ids, *(c.token_ids for c in group.completions))]
     largest = max((max(of_text, default=0) for of_text in ids), default=0)
@@ -103,7 +96,7 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
     return next((row for row in reversed(rows) if row.get("step") == step), None)
 
 
-def agreement(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
+def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
     """How near the recomputed loss and gradient norm are to the recorded ones.
 
     The loss's difference is absolute: advantages of both signs nearly cancel in it.

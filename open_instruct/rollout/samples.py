@@ -25,8 +25,7 @@ class StepSamples:
     """What is learned from a batch.
 
     `advantages[i][j]` and `is_used[i][j]` belong to completion j of group i; `samples` are the used ones, in that
-    order. `num_tokens` counts prompts and completions of the samples, `num_generated_tokens` everything that the
-    engines made for the step.
+    order. `num_tokens` counts their prompts and completions.
     """
 
     samples: tuple[RolloutSample, ...]
@@ -34,7 +33,6 @@ class StepSamples:
     is_used: tuple[tuple[bool, ...], ...]
     metrics: dict[str, float]
     num_tokens: int
-    num_generated_tokens: int
 
 
 def is_right(verdict: Verdict) -> bool:
@@ -68,7 +66,6 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
             if used
         )
     everything = (*batch.groups, *batch.rejected)
-    num_generated_tokens = sum(len(each.token_ids) for group in everything for each in group.completions)
     metrics = {
         **verdict_metrics(everything),
         **length_metrics(everything),
@@ -76,7 +73,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         "zero_std_fraction": mean([float(not has_signal(group.rewards)) for group in everything]),
         "num_rejected_groups": float(len(batch.rejected)),
         "num_trained_completions": float(len(samples)),
-        "num_generated_tokens": float(num_generated_tokens),
+        "num_generated_tokens": float(sum(len(each.token_ids) for group in everything for each in group.completions)),
     }
     return StepSamples(
         samples=tuple(samples),
@@ -84,7 +81,6 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         is_used=tuple(is_used),
         metrics=metrics,
         num_tokens=sum(len(sample.document) for sample in samples),
-        num_generated_tokens=num_generated_tokens,
     )
 
 

@@ -19,6 +19,34 @@ if TYPE_CHECKING:
 
 FOLDER = "traces"
 
+# By column, what pyarrow calls its type; of a column of lists, that of their values.
+COLUMNS: dict[str, str | list[str]] = {
+    "step": "int64",
+    "ticket": "int64",
+    "sample_index": "int64",
+    "row_id": "int64",
+    "prompt": "string",
+    "prompt_token_ids": ["int32"],
+    "checks": "string",  # JSON
+    "completion": "string",
+    "token_ids": ["int32"],
+    "logprobs": ["float64"],
+    "versions": ["int32"],
+    "finish_reason": "string",
+    "seed": "int64",
+    "reward": "float64",
+    "scores": "string",  # JSON
+    "problems": ["string"],
+    "advantage": "float64",  # none in a rejected group
+    "used_in_training": "bool_",
+    "rejected": "bool_",
+}
+# By column, the field of a record that it holds.
+OF_PROMPT = {"row_id": "row_id", "prompt": "text", "prompt_token_ids": "token_ids"}
+OF_COMPLETION = {"completion": "text"} | {
+    name: name for name in ("token_ids", "logprobs", "versions", "finish_reason", "seed")
+}
+
 
 def trace_file(run_folder: Path, step: int) -> Path:
     """Where the rollouts of `step` (1-based) are."""
@@ -82,35 +110,6 @@ def _check_row(row: dict[str, Any]) -> None:
         raise ValueError("a row has a token id below 0")
 
 
-def _schema() -> pyarrow.Schema:
-    import pyarrow
-
-    integers, text, real = pyarrow.int64(), pyarrow.string(), pyarrow.float64()
-    return pyarrow.schema(
-        [
-            ("step", integers),
-            ("ticket", integers),
-            ("sample_index", integers),
-            ("row_id", integers),
-            ("prompt", text),
-            ("prompt_token_ids", pyarrow.list_(pyarrow.int32())),
-            ("checks", text),  # JSON
-            ("completion", text),
-            ("token_ids", pyarrow.list_(pyarrow.int32())),
-            ("logprobs", pyarrow.list_(real)),
-            ("versions", pyarrow.list_(pyarrow.int32())),
-            ("finish_reason", text),
-            ("seed", integers),
-            ("reward", real),
-            ("scores", text),  # JSON
-            ("problems", pyarrow.list_(text)),
-            ("advantage", real),  # none in a rejected group
-            ("used_in_training", pyarrow.bool_()),
-            ("rejected", pyarrow.bool_()),
-        ]
-    )
-
-
 def _rows(step: int, batch: RolloutStepBatch, learned: StepSamples) -> Iterator[dict[str, Any]]:
     for group, advantages, is_used in zip(batch.groups, learned.advantages, learned.is_used, strict=True):
         for index, row in enumerate(_rows_of(step, group)):
@@ -127,16 +126,9 @@ def _rows_of(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
             "step": step,
             "ticket": group.ticket,
             "sample_index": index,
-            "row_id": group.prompt.row_id,
-            "prompt": group.prompt.text,
-            "prompt_token_ids": group.prompt.token_ids,
             "checks": checks,
-            "completion": completion.text,
-            "token_ids": completion.token_ids,
-            "logprobs": completion.logprobs,
-            "versions": completion.versions,
-            "finish_reason": completion.finish_reason,
-            "seed": completion.seed,
+            **{column: getattr(group.prompt, field) for column, field in OF_PROMPT.items()},
+            **{column: getattr(completion, field) for column, field in OF_COMPLETION.items()},
             "reward": verdict.reward,
             "scores": json.dumps(verdict.scores),
             "problems": verdict.problems,
@@ -144,28 +136,22 @@ def _rows_of(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
 
 
 def _group_of(rows: list[dict[str, Any]]) -> RolloutGroup:
-    first = rows[0]
-    prompt = Prompt(
-        row_id=first["row_id"],
-        token_ids=tuple(first["prompt_token_ids"]),
-        text=first["prompt"],
-        checks=tuple(Check(**check) for check in json.loads(first["checks"])),
+    checks = tuple(Check(**check) for check in json.loads(rows[0]["checks"]))
+    return RolloutGroup(
+        ticket=rows[0]["ticket"],
+        prompt=Prompt(**_fields(rows[0], OF_PROMPT), checks=checks),
+        completions=tuple(Completion(**_fields(row, OF_COMPLETION)) for row in rows),
+        verdicts=tuple(
+            Verdict(reward=row["reward"], scores=json.loads(row["scores"]), problems=tuple(row["problems"]))
+            for row in rows
+        ),
     )
-    completions = tuple(
-        Completion(
-            token_ids=tuple(row["token_ids"]),
-            logprobs=tuple(row["logprobs"]),
-            versions=tuple(row["versions"]),
-            text=row["completion"],
-            finish_reason=row["finish_reason"],
-            seed=row["seed"],
-        )
-        for row in rows
-    )
-    verdicts = tuple(
-        Verdict(reward=row["reward"], scores=json.loads(row["scores"]), problems=tuple(row["problems"])) for row in rows
-    )
-    return RolloutGroup(ticket=first["ticket"], prompt=prompt, completions=completions, verdicts=verdicts)
+
+
+def _fields(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """What a record is made of, from its columns."""
+    values = {field: row[column] for column, field in names.items()}
+    return {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
 
 
 def _steps_there_are(run_folder: Path) -> str:
@@ -178,3 +164,12 @@ def _steps_there_are(run_folder: Path) -> str:
         return "the run has no traces; they are written with --save_traces"
     listed = ", ".join(map(str, steps)) if len(steps) <= 10 else f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
     return f"there are traces of steps {listed}"
+
+
+def _schema() -> pyarrow.Schema:
+    import pyarrow
+
+    def kind(name: str | list[str]) -> pyarrow.DataType:
+        return pyarrow.list_(kind(name[0])) if isinstance(name, list) else getattr(pyarrow, name)()
+
+    return pyarrow.schema([(column, kind(name)) for column, name in COLUMNS.items()])

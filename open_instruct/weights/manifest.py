@@ -116,7 +116,12 @@ class WeightManifest:
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def plain(self) -> dict[str, Any]:
+    def most_bytes_of(self, rank: int) -> int:
+        """The most that `rank` brings of a bucket."""
+        spans = [bucket.span(rank) for bucket in self.buckets]
+        return max(stop - start for start, stop in spans)
+
+    def as_json(self) -> dict[str, Any]:
         """As strings and numbers, for a process that imports nothing of ours."""
         return {
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
@@ -129,16 +134,16 @@ class WeightManifest:
         }
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> WeightManifest:
-        """What `plain` was made from."""
+    def from_json(cls, info: Mapping[str, Any]) -> WeightManifest:
+        """What `as_json` was made from."""
         return cls(
-            {name: tuple(shape) for name, shape in plain["shapes"].items()},
+            {name: tuple(shape) for name, shape in info["shapes"].items()},
             {
                 name: {rank: tuple(slice(start, stop) for start, stop in box) for rank, box in boxes}
-                for name, boxes in plain["boxes"].items()
+                for name, boxes in info["boxes"].items()
             },
-            dtype=getattr(torch, plain["dtype"]),
-            bucket_bytes=plain["bucket_bytes"],
+            dtype=getattr(torch, info["dtype"]),
+            bucket_bytes=info["bucket_bytes"],
         )
 
     def _runs(self) -> Iterator[list[str]]:

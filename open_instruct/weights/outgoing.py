@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from open_instruct.weights.manifest import Bucket, WeightManifest
-from open_instruct.weights.progress import RollCall
+from open_instruct.weights.progress import SyncProgress
 from open_instruct.weights.wire import NUM_SLOTS, broadcast, slot_of, wait_for_device
 
 # After a broadcast broke: how long those receivers that did get it may take to say so.
@@ -20,8 +20,11 @@ Locals = Mapping[str, torch.Tensor]
 """What this rank holds of each tensor, by the names that travel."""
 
 
-class Outgoing(Protocol):
-    """Carries buckets away from one rank. Positions count them through the life of a channel."""
+class Outgoing:
+    """Carries buckets away from one rank. Positions count them through the life of a channel.
+
+    As it stands it is that of a rank whose parts another copy of the model brings.
+    """
 
     def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
         """Bring this rank's parts of a bucket; all receivers have taken the one before the last."""
@@ -33,12 +36,12 @@ class Outgoing(Protocol):
         """Let go of memory and connections, whoever still knows this object."""
 
 
-class SharedMemoryWriter:
+class SharedMemoryWriter(Outgoing):
     """Writes its parts to their places in a slot that the receivers see."""
 
-    def __init__(self, slots_SN: torch.Tensor, roll: RollCall, *, dtype: torch.dtype, rank: int) -> None:
+    def __init__(self, slots_SN: torch.Tensor, progress: SyncProgress, *, dtype: torch.dtype, rank: int) -> None:
         self._slots_SN = slots_SN
-        self._roll = roll
+        self._progress = progress
         self._dtype = dtype
         self._rank = rank
 
@@ -46,35 +49,19 @@ class SharedMemoryWriter:
         flat = slot_of(self._slots_SN, position, bucket)
         bucket.pack(flat, tensors, rank=self._rank, dtype=self._dtype)
         wait_for_device(flat.device)
-        self._roll.report(f"filled/{position}")
-
-    def check(self) -> None:
-        pass
+        self._progress.report(f"filled/{position}")
 
     def close(self) -> None:
         del self._slots_SN
 
 
-class Bystander:
-    """A rank whose parts another copy of the model brings."""
-
-    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class PartBroadcaster:
+class PartBroadcaster(Outgoing):
     """Broadcasts its parts of a bucket to the receivers in one message, and packs the next while that is on its way."""
 
     def __init__(
         self,
         group: Any,
-        roll: RollCall,
+        progress: SyncProgress,
         receivers: Sequence[str],
         *,
         manifest: WeightManifest,
@@ -82,12 +69,11 @@ class PartBroadcaster:
         rank: int,
     ) -> None:
         self._group = group
-        self._roll = roll
+        self._progress = progress
         self._receivers = receivers
         self._dtype = manifest.dtype
         self._rank = rank
-        sizes = [stop - start for start, stop in (bucket.span(rank) for bucket in manifest.buckets)]
-        self._slots_SN = torch.empty(NUM_SLOTS, max(sizes), dtype=torch.uint8, device=device)
+        self._slots_SN = torch.empty(NUM_SLOTS, manifest.most_bytes_of(rank), dtype=torch.uint8, device=device)
         self._under_way: dict[int, dist.Work] = {}
 
     def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
@@ -115,8 +101,8 @@ class PartBroadcaster:
             self._under_way[position].wait()
         except RuntimeError as error:
             time.sleep(SECONDS_TO_ANSWER)
-            missing = self._roll.missing(f"done/{position}", self._receivers)
-            raise self._roll.fail(
+            missing = self._progress.missing(f"done/{position}", self._receivers)
+            raise self._progress.fail(
                 f"the broadcast broke before {' and '.join(missing) or 'all receivers'} had the whole bucket: {error}"
             ) from error
         del self._under_way[position]

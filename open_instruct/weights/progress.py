@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
@@ -31,7 +32,7 @@ NAP_GROWTH = 1.1
 SECONDS_BETWEEN_CHECKS = 0.25
 
 
-class RollCall:
+class SyncProgress:
     """One member's view of the store.
 
     A stage is a word such as "done/17"; a member reports it once. Reports are kept for two rounds, after which
@@ -45,18 +46,19 @@ class RollCall:
         self._reported: list[list[str]] = [[], []]
 
     @classmethod
-    def host(cls, address: str, *, timeout_s: float) -> RollCall:
+    def host(cls, address: str, *, timeout_s: float) -> SyncProgress:
         """Keep the store, in this process, at `address` and no other; be the first member."""
         store = listen_at(address, timeout=timedelta(seconds=timeout_s))
         return cls(store, member=HOST, timeout_s=timeout_s)
 
     @classmethod
-    def join(cls, address: str, port: int, *, member: str, timeout_s: float) -> RollCall:
-        """Reach a store that another process keeps.
+    def join(cls, info: Mapping[str, Any], *, member: str, patience_s: float = 0.0) -> SyncProgress:
+        """Reach the store of a channel, which another process keeps; `patience_s` are added to its time-out.
 
         Raises:
             RunError: nothing answers there.
         """
+        address, port, timeout_s = info["address"], info["port"], info["timeout_s"] + patience_s
         try:
             store = TCPStore(
                 address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)

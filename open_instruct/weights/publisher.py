@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
 
-from open_instruct.cluster.learner_call import LearnerCall
-from open_instruct.cluster.learner_group import LearnerGroup, LearnerLost
+from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
+from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
 from open_instruct.weights.sender import abandon
@@ -28,7 +29,7 @@ class WeightPublisher:
     and the pool's threads, which report engines that were started anew, wait for its end.
     """
 
-    def __init__(self, learners: LearnerGroup, fleet: FleetSection, *, drain: bool) -> None:
+    def __init__(self, learners: LearnerGroup[LearnerProcess], fleet: FleetSection, *, drain: bool) -> None:
         self._learners = learners
         self._fleet = fleet
         self._drain = drain
@@ -37,7 +38,7 @@ class WeightPublisher:
         self._dead_new_engines: set[int] = set()  # of these, those that died before
         self._num_new_engines = 0  # ever
         self._is_connected = False
-        self._engines: EnginePool | None = None
+        self._engines: EnginePool  # once it is attached
         self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
         self.version: int | None = 0
         """That every engine has; None until it is known again."""
@@ -81,8 +82,6 @@ class WeightPublisher:
         Raises:
             RunError: it does not take them.
         """
-        engines = self._engines
-        assert engines is not None, "attach() comes first"
         # A channel has the number of its members; a new member needs a new channel.
         with self._changed:
             self._is_connected = False
@@ -109,7 +108,7 @@ class WeightPublisher:
                 except LearnerLost as lost:
                     log.warning("engine %d waits for the learners: %s", index, lost)
                     self._learners_version = None
-                    engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
+                    self._engines.fail_waiting(lost)  # the driver may wait for these, and the learners are its business
                 except RunError as error:
                     self._wait_to_try_again(error, attempt, num_new_engines, new_engine=index)
 
@@ -135,7 +134,6 @@ class WeightPublisher:
 
     def _note_dead_engines(self) -> set[int]:
         """Engines that do not answer. Of those, new ones are not watched by the pool yet, but by `engine_restarted`."""
-        assert self._engines is not None
         dead = self._engines.silent()
         self._dead_new_engines |= dead & self._new_engines
         self._changed.notify_all()
@@ -149,31 +147,30 @@ class WeightPublisher:
 
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s
-        engines = self._engines
-        assert engines is not None, "attach() comes first"
-        version, self.version = self._learners_version, None
+        engines, version = self._engines, self._learners_version
+        assert version is not None, "the learners were lost"
+        self.version = None
         is_connected, self._is_connected = self._is_connected, False
-        engines.call_all("begin_update", self._drain, timeout_s=self._fleet.step_timeout_s)
+        engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
-            self._connect(timeout_s)
-        sending = self._learners.start("send_weights", version)
-        self._wait_for_both(sending, engines.start_all("receive_weights", timeout_s=timeout_s))
-        engines.call_all("finish_update", version, timeout_s=timeout_s)
+            self._connect(engines, timeout_s)
+        sending = self._learners.start(LearnerProcess.send_weights, version)
+        self._wait_for_both(sending, engines.start_all(timeout_s, Engine.receive_weights))
+        engines.call_all(timeout_s, Engine.finish_update, version)
         self._is_connected = True
         self.version = version
         self._new_engines.clear()
         self._changed.notify_all()
 
-    def _connect(self, timeout_s: float) -> None:
-        engines = self._engines
-        assert engines is not None
+    def _connect(self, engines: EnginePool, timeout_s: float) -> None:
         num_workers = len(engines) * self._fleet.vllm_tensor_parallel_size
-        self._channel: dict[str, Any] = self._learners.call("open_weight_channel", num_workers, timeout_s=timeout_s)[0]
-        joining = self._learners.start("join_weight_channel")
-        infos = [({**self._channel, "receiver_index": index},) for index in range(len(engines))]
-        self._wait_for_both(joining, engines.start_each("open_channel", infos, timeout_s=timeout_s))
+        opening = self._learners.start(LearnerProcess.open_weight_channel, num_workers)
+        self._channel = opening.result(timeout_s)[0]
+        joining = self._learners.start(LearnerProcess.join_weight_channel)
+        infos = [{**self._channel, "receiver_index": index} for index in range(len(engines))]
+        self._wait_for_both(joining, engines.start_each(timeout_s, Engine.open_channel, infos))
 
-    def _wait_for_both(self, learners: LearnerCall, engines: Sequence[Future[Any]]) -> None:
+    def _wait_for_both(self, learners: LearnerCall[None], engines: Sequence[Future[None]]) -> None:
         """Return when learners and engines have done what they do together.
 
         Raises:
@@ -192,7 +189,7 @@ class WeightPublisher:
             raise
         EnginePool.results(engines)
 
-    def _abandon_after_failure(self, call: Future[Any]) -> None:
+    def _abandon_after_failure(self, call: Future[None]) -> None:
         """An engine that died will never answer: the learners need not wait for it."""
         if (error := call.exception()) is not None:
             abandon(self._channel, str(error))

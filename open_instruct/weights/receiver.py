@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from open_instruct.errors import RunError
 from open_instruct.weights.manifest import Bucket, WeightManifest
-from open_instruct.weights.progress import HOST, RollCall, learner_name, receiver_name
+from open_instruct.weights.progress import HOST, SyncProgress, learner_name, receiver_name
 from open_instruct.weights.ways import ON_DEVICE, SHARED
 from open_instruct.weights.wire import (
     broadcast,
@@ -71,7 +71,7 @@ class IncomingWeights:
             RunError: some did not come within the time-out; names them.
         """
         backend = info["backend"]
-        self._manifest = WeightManifest.of_plain(info)
+        self._manifest = WeightManifest.from_json(info)
         self._writers = [learner_name(rank) for rank in self._manifest.ranks]
         self._device = device
         self._position = 0
@@ -80,36 +80,26 @@ class IncomingWeights:
         self._flats: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, dist.Work] = {}
         self._memory = ReusedMemory(self._manifest.largest_bucket_bytes, device if backend in ON_DEVICE else CPU)
-        self._roll = RollCall.join(
-            info["address"],
-            info["port"],
-            member=receiver_name(index),
-            timeout_s=info["timeout_s"] + EXTRA_PATIENCE_S,
-        )
+        self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
         slot_bytes = self._manifest.largest_bucket_bytes
         if backend == "shm":
             self._slots_SN = map_shared_file(info["path"], slot_bytes)
         elif backend == "ipc":
             self._slots_SN = import_device_slots(info["device_slots"], device)
-        self._roll.report("joined")
+        self._progress.report("joined")
         receivers = [receiver_name(other) for other in range(info["num_receivers"])]
-        self._roll.wait("joined", [*self._writers, *receivers], to="join")
+        self._progress.wait("joined", [*self._writers, *receivers], to="join")
         if backend not in SHARED:
             # In the same order on every receiver, each with a learner that waits for nobody else.
             self._groups = {
-                rank: broadcast_group(
-                    backend,
-                    self._roll.store,
-                    sender=learner_name(rank),
-                    rank=index + 1,
-                    size=len(receivers) + 1,
-                    address=info["address"],
-                    port=info["port"],
-                    timeout_s=info["timeout_s"],
-                )
+                rank: broadcast_group(info, self._progress.store, sender=learner_name(rank), rank=index + 1)
                 for rank in self._manifest.ranks
             }
-            self._flats = self._flat_of_each_rank(device if backend in ON_DEVICE else CPU)
+            where = device if backend in ON_DEVICE else CPU
+            self._flats = {
+                rank: torch.empty(self._manifest.most_bytes_of(rank), dtype=torch.uint8, device=where)
+                for rank in self._manifest.ranks
+            }
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -118,15 +108,15 @@ class IncomingWeights:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
         first = self._position
-        self._roll.new_round()
-        self._roll.report(f"began/{first}")
+        self._progress.new_round()
+        self._progress.report(f"began/{first}")
         yield from self._from_slots() if self._slots_SN is not None else self._from_broadcasts()
         self._position += len(self._manifest.buckets)
 
     def fail(self, error: BaseException) -> None:
         """Tell everybody that this receiver has failed, and leave the channel."""
         if not isinstance(error, RunError):
-            self._roll.fail(f"{self._roll.member} failed: {type(error).__name__}: {error}")
+            self._progress.fail(f"{self._progress.member} failed: {type(error).__name__}: {error}")
         self.close()
 
     def close(self) -> None:
@@ -139,17 +129,17 @@ class IncomingWeights:
     def _from_slots(self) -> Iterator[Weights]:
         assert self._slots_SN is not None
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            self._roll.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
+            self._progress.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
             flat = slot_of(self._slots_SN, position, bucket)
             wholes = self._wholes(bucket)
             for rank in bucket.parts:
                 bucket.unpack(flat, wholes, rank=rank)
             wait_for_device(flat.device)
-            self._roll.report(f"done/{position}")
+            self._progress.report(f"done/{position}")
             yield _handed_over(wholes)
 
     def _from_broadcasts(self) -> Iterator[Weights]:
-        self._roll.wait(f"go/{self._position}", [HOST], to="begin to send")
+        self._progress.wait(f"go/{self._position}", [HOST], to="begin to send")
         buckets = self._manifest.buckets
         self._begin(buckets[0], self._manifest.ranks)
         for position, bucket in enumerate(buckets, start=self._position):
@@ -162,7 +152,7 @@ class IncomingWeights:
                 # On its way while the other parts are unpacked, and the whole is loaded.
                 self._begin(following, [rank])
             wait_for_device(self._device)
-            self._roll.report(f"done/{position}")
+            self._progress.report(f"done/{position}")
             yield _handed_over(wholes)
 
     def _begin(self, bucket: Bucket, ranks: Iterable[int]) -> None:
@@ -179,24 +169,16 @@ class IncomingWeights:
             return [learner_name(rank) for rank in ranks if not self._arriving[rank].is_completed()]
 
         work = self._arriving[ranks[0]]
-        self._roll.wait_until(work.is_completed, who=absent, to=to)
+        self._progress.wait_until(work.is_completed, who=absent, to=to)
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._roll.fail(
-                f"{self._roll.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
+            raise self._progress.fail(
+                f"{self._progress.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
             ) from error
 
     def _wholes(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         return bucket.wholes(self._memory.take(bucket.num_bytes), self._manifest.dtype)
-
-    def _flat_of_each_rank(self, device: torch.device) -> dict[int, torch.Tensor]:
-        """Memory for the most that a rank brings of a bucket."""
-        spans = {rank: [bucket.span(rank) for bucket in self._manifest.buckets] for rank in self._manifest.ranks}
-        return {
-            rank: torch.empty(max(stop - start for start, stop in each), dtype=torch.uint8, device=device)
-            for rank, each in spans.items()
-        }
 
     def _number(self, position: int) -> str:
         return f"{position - self._position + 1} of {len(self._manifest.buckets)}"

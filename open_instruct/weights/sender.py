@@ -20,7 +20,7 @@ For each rank of the learners::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ from open_instruct.models.names import TensorNames, clean_name
 from open_instruct.models.shards import Box, boxes_beside, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest
-from open_instruct.weights.outgoing import Bystander, Outgoing, PartBroadcaster, SharedMemoryWriter
-from open_instruct.weights.progress import HOST_RANK, RollCall, learner_name, receiver_name
-from open_instruct.weights.ways import ON_DEVICE, SHARED, check_backend, choose_backend
+from open_instruct.weights.outgoing import Outgoing, PartBroadcaster, SharedMemoryWriter
+from open_instruct.weights.progress import HOST_RANK, SyncProgress, learner_name, receiver_name
+from open_instruct.weights.ways import ON_DEVICE, SHARED
 from open_instruct.weights.wire import (
     NUM_SLOTS,
     broadcast_group,
@@ -45,8 +45,6 @@ from open_instruct.weights.wire import (
     map_shared_file,
     remove_shared_file,
 )
-
-__all__ = ["WeightSender", "abandon", "check_backend", "choose_backend"]
 
 CPU = torch.device("cpu")
 
@@ -59,7 +57,7 @@ def abandon(info: Mapping[str, Any], reason: str) -> None:
         reason: is what they raise: "engine 1 died".
     """
     with contextlib.suppress(RunError):  # learner 0 is gone, and with it the channel
-        RollCall.join(info["address"], info["port"], member="the driver", timeout_s=info["timeout_s"]).fail(reason)
+        SyncProgress.join(info, member="the driver").fail(reason)
 
 
 class WeightSender:
@@ -109,7 +107,7 @@ class WeightSender:
             dtype=dtype,
             bucket_bytes=bucket_bytes,
         )
-        self._roll: RollCall | None = None
+        self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
         self._slots_SN: torch.Tensor | None = None
         self._path: str | None = None
@@ -132,9 +130,7 @@ class WeightSender:
         self._info = info
         self._receivers = [receiver_name(index) for index in range(num_receivers)]
         if self._rank != HOST_RANK:
-            self._roll = RollCall.join(
-                info["address"], info["port"], member=learner_name(self._rank), timeout_s=self._timeout_s
-            )
+            self._progress = SyncProgress.join(info, member=learner_name(self._rank))
         if self._backend == "shm":
             self._slots_SN = map_shared_file(info["path"], self.manifest.largest_bucket_bytes)
         return info
@@ -145,14 +141,14 @@ class WeightSender:
         Raises:
             RunError: some did not within the time-out; names them.
         """
-        roll = self._roll
-        assert roll is not None, "open() comes before join()"
+        progress = self._progress
+        assert progress is not None, "open() comes before join()"
         try:
-            roll.report("joined")
-            roll.wait("joined", [*self._learners, *self._receivers], to="join")
+            progress.report("joined")
+            progress.wait("joined", [*self._learners, *self._receivers], to="join")
         finally:
             self._remove_file()  # all have it mapped, or never will
-        self._outgoing = self._make_outgoing(roll)
+        self._outgoing = self._make_outgoing(progress)
         self._position = 0
 
     @torch.no_grad()
@@ -163,22 +159,22 @@ class WeightSender:
             RunError: a receiver did not take its part within the time-out (names it), or failed. The channel is of
                 no use then: open another one.
         """
-        roll, outgoing = self._roll, self._outgoing
-        if roll is None or outgoing is None:
+        progress, outgoing = self._progress, self._outgoing
+        if progress is None or outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
         tensors = {name: _local(parameter) for name, parameter in self._parameters().items()}
         buckets, first = self.manifest.buckets, self._position
         taking = f"of {len(buckets)} of version {version}"
         try:
-            roll.new_round()
-            roll.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
+            progress.new_round()
+            progress.wait(f"began/{first}", self._receivers, to=f"begin to receive version {version}")
             if self._rank == HOST_RANK:
-                roll.report(f"go/{first}")
+                progress.report(f"go/{first}")
             for index in range(len(buckets) + NUM_SLOTS):
                 taken = index - NUM_SLOTS  # no further ahead of the receivers than there are slots
                 if taken >= 0:
-                    roll.wait(
+                    progress.wait(
                         f"done/{first + taken}",
                         self._receivers,
                         to=f"take bucket {taken + 1} {taking}",
@@ -186,12 +182,12 @@ class WeightSender:
                     )
                 if index < len(buckets):
                     outgoing.put(first + index, buckets[index], tensors)
-            roll.report(f"sent/{first}")
+            progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
-                roll.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
+                progress.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
         except BaseException as error:
             if not isinstance(error, RunError):
-                roll.fail(f"{roll.member} failed: {type(error).__name__}: {error}")
+                progress.fail(f"{progress.member} failed: {type(error).__name__}: {error}")
             self._close_outgoing()  # the store stays, to tell the others why
             raise
         self._position += len(buckets)
@@ -200,19 +196,19 @@ class WeightSender:
         """Give the channel up, if there is one; who waits for something on it is told."""
         self._remove_file()
         self._close_outgoing()
-        self._slots_SN = self._roll = None
+        self._slots_SN = self._progress = None
 
     def _offer(self, num_receivers: int, address: str | None) -> dict[str, Any]:
         """On rank 0: keep the store, make the memory, and describe both."""
         bound = address or outward_address()  # the driver looks in too, which may be on another host
-        self._roll = RollCall.host(bound, timeout_s=self._timeout_s)
+        self._progress = SyncProgress.host(bound, timeout_s=self._timeout_s)
         info: dict[str, Any] = {
             "backend": self._backend,
             "address": bound,
-            "port": self._roll.store.port,
+            "port": self._progress.store.port,
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
-            **self.manifest.plain(),
+            **self.manifest.as_json(),
         }
         slot_bytes = self.manifest.largest_bucket_bytes
         if self._backend == "shm":
@@ -222,24 +218,15 @@ class WeightSender:
             info["device_slots"] = export_device_slots(self._slots_SN)
         return info
 
-    def _make_outgoing(self, roll: RollCall) -> Outgoing:
+    def _make_outgoing(self, progress: SyncProgress) -> Outgoing:
         if self._rank not in self.manifest.ranks:
-            return Bystander()
+            return Outgoing()
         if self._backend in SHARED:
             assert self._slots_SN is not None
-            return SharedMemoryWriter(self._slots_SN, roll, dtype=self.manifest.dtype, rank=self._rank)
-        group = broadcast_group(
-            self._backend,
-            roll.store,
-            sender=learner_name(self._rank),
-            rank=0,
-            size=len(self._receivers) + 1,
-            address=self._info["address"],
-            port=self._info["port"],
-            timeout_s=self._timeout_s,
-        )
+            return SharedMemoryWriter(self._slots_SN, progress, dtype=self.manifest.dtype, rank=self._rank)
+        group = broadcast_group(self._info, progress.store, sender=learner_name(self._rank), rank=0)
         return PartBroadcaster(
-            group, roll, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank
+            group, progress, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank
         )
 
     def _close_outgoing(self) -> None:
@@ -259,14 +246,12 @@ class WeightSender:
 
 def _places(model: nn.Module, names: TensorNames) -> dict[str, tuple[nn.Module, str]]:
     """By the names that travel: where the model keeps the parameter, whichever object it is by then."""
-    modules = {clean_name(f"{path}.{name}"): (module, name) for path, module, name in _each(model)}
-    return {hf_name: modules[name] for name, hf_name in names}
-
-
-def _each(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    for path, module in model.named_modules():
-        for name, _ in module.named_parameters(recurse=False):
-            yield path, module, name
+    places = {
+        clean_name(f"{path}.{name}"): (module, name)
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return {hf_name: places[name] for name, hf_name in names}
 
 
 def _boxes(parameter: torch.Tensor) -> dict[int, Box]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -84,18 +84,17 @@ def import_device_slots(arguments: tuple[Any, ...], device: torch.device) -> tor
     return rebuild(*arguments[:INDEX_OF_DEVICE], device.index, *arguments[INDEX_OF_DEVICE + 1 :])
 
 
-def broadcast_group(
-    backend: str, store: TCPStore, *, sender: str, rank: int, size: int, address: str, port: int, timeout_s: float
-) -> Any:
-    """A process group of `sender`, its rank 0, and the receivers, beside any that these processes are in.
+def broadcast_group(info: Mapping[str, Any], store: TCPStore, *, sender: str, rank: int) -> Any:
+    """A process group of `sender`, its rank 0, and a channel's receivers, beside any that these processes are in.
 
     Returns when all have come. gloo listens only at the address that reaches the store, so that on one host all
     stays on loopback.
     """
-    prefixed, timeout = PrefixStore(f"{backend}/{sender}/", store), timedelta(seconds=timeout_s)
-    if backend == "gloo":
+    prefixed, timeout = PrefixStore(f"{info['backend']}/{sender}/", store), timedelta(seconds=info["timeout_s"])
+    size = info["num_receivers"] + 1
+    if info["backend"] == "gloo":
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address, port))]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(info["address"], info["port"]))]
         gloo._timeout = timeout
         return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
     nccl = dist.ProcessGroupNCCL.Options()

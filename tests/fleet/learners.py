@@ -49,6 +49,9 @@ class Recruit:
     def add(self, left: int, right: int) -> int:
         return left + right
 
+    def double(self, number: int) -> int:
+        return 2 * number
+
     def meet(self, late_rank: int, seconds: float) -> None:
         """All meet in a collective, for which one rank is late."""
         if self.process.rank == late_rank:

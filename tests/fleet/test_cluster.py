@@ -77,9 +77,9 @@ with start_cluster(fleet, shape_of(2, 4), say=said.append) as cluster:
     with cluster.placing(shape_of(2, 4)) as placement:
         group = LearnerGroup(Recruit, placement)
         group.wait_ready(120)
-        learners = group.call("whereabouts", timeout_s=60)
-        shard_groups = group.call("shard_groups", timeout_s=60)
-        sums = group.call("sum_of_ranks", timeout_s=60)
+        learners = group.start(Recruit.whereabouts).result(60)
+        shard_groups = group.start(Recruit.shard_groups).result(60)
+        sums = group.start(Recruit.sum_of_ranks).result(60)
         group.shutdown()
     try:
         with cluster.placing(shape_of(4, 4)):

@@ -40,7 +40,7 @@ def placement(local_ray: None) -> Iterator[Placement]:
 
 
 @pytest.fixture(scope="module")
-def group_of_two(placement: Placement) -> Iterator[LearnerGroup]:
+def group_of_two(placement: Placement) -> Iterator[LearnerGroup[Recruit]]:
     group = LearnerGroup(Recruit, placement)
     group.wait_ready(READY_TIMEOUT_S)
     yield group
@@ -48,29 +48,29 @@ def group_of_two(placement: Placement) -> Iterator[LearnerGroup]:
 
 
 @pytest.fixture
-def group(group_of_two: LearnerGroup) -> Iterator[LearnerGroup]:
+def group(group_of_two: LearnerGroup[Recruit]) -> Iterator[LearnerGroup[Recruit]]:
     """Both learners live and are free; a test may leave them in ruins."""
     try:
-        group_of_two.call("sum_of_ranks", timeout_s=3)
+        group_of_two.start(Recruit.sum_of_ranks).result(3)
     except (LearnerLost, RuntimeError):
         group_of_two.restart(timeout_s=60)
         group_of_two.wait_ready(READY_TIMEOUT_S)
     return group_of_two
 
 
-def test_every_rank_answers_in_rank_order(group: LearnerGroup) -> None:
-    assert group.call("add", 10, per_rank=[1, 2], timeout_s=30) == [11, 12]
-    assert group.call("sum_of_ranks", timeout_s=30) == [1, 1]
+def test_every_rank_answers_in_rank_order(group: LearnerGroup[Recruit]) -> None:
+    assert group.start_each(Recruit.double, [1, 2]).result(30) == [2, 4]
+    assert group.start(Recruit.sum_of_ranks).result(30) == [1, 1]
     assert len(set(group.pids())) == 2
 
 
-def test_ray_knows_learners_by_the_name_of_their_class(group: LearnerGroup) -> None:
+def test_ray_knows_learners_by_the_name_of_their_class(group: LearnerGroup[Recruit]) -> None:
     titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in group.pids()]
     assert all(title.startswith("ray::Recruit") for title in titles)
 
 
-def test_a_call_runs_beside_the_driver(group: LearnerGroup) -> None:
-    first, second = group.start("add", 1, 2), group.start("add", 3, 4)
+def test_a_call_runs_beside_the_driver(group: LearnerGroup[Recruit]) -> None:
+    first, second = group.start(Recruit.add, 1, 2), group.start(Recruit.add, 3, 4)
     assert (second.result(30), first.result(30)) == ([7, 7], [3, 3])
 
 
@@ -79,18 +79,18 @@ def test_a_call_runs_beside_the_driver(group: LearnerGroup) -> None:
     [("input", InputError, "row 7 has no prompt"), ("run", RunError, "the disk is full"), ("bug", KeyError, "no such")],
 )
 def test_what_a_learner_raises_arrives_as_it_was(
-    group: LearnerGroup, kind: str, error_type: type[Exception], message: str
+    group: LearnerGroup[Recruit], kind: str, error_type: type[Exception], message: str
 ) -> None:
     with pytest.raises(error_type) as caught:
-        group.call("fail", kind, 1, timeout_s=30)
+        group.start(Recruit.fail, kind, 1).result(30)
     assert type(caught.value) is error_type
     assert message in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_killed_rank_is_named_and_not_those_that_missed_it(group: LearnerGroup) -> None:
+def test_a_killed_rank_is_named_and_not_those_that_missed_it(group: LearnerGroup[Recruit]) -> None:
     pid = group.pids()[1]
-    call = group.start("meet", 1, 600.0)
+    call = group.start(Recruit.meet, 1, 600.0)
     time.sleep(1.0)  # into the barrier
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(LearnerLost, match=rf"rank 1 .*pid {pid}\) was lost during meet: .*killed") as caught:
@@ -98,35 +98,37 @@ def test_a_killed_rank_is_named_and_not_those_that_missed_it(group: LearnerGroup
     assert caught.value.ranks == (1,)
 
 
-def test_a_restarted_group_meets_anew(group: LearnerGroup) -> None:
+def test_a_restarted_group_meets_anew(group: LearnerGroup[Recruit]) -> None:
     before = group.pids()
     group.restart(timeout_s=60)
     group.wait_ready(READY_TIMEOUT_S)
-    assert group.call("sum_of_ranks", timeout_s=60) == [1, 1]
+    assert group.start(Recruit.sum_of_ranks).result(60) == [1, 1]
     assert not set(before) & set(group.pids())
 
 
-def test_a_frozen_rank_is_told_from_those_that_wait_for_it(group: LearnerGroup) -> None:
+def test_a_frozen_rank_is_told_from_those_that_wait_for_it(group: LearnerGroup[Recruit]) -> None:
     with pytest.raises(LearnerLost, match=r"no answer to fail within 3 s .*the process of rank 0 is stopped") as caught:
-        group.call("fail", "freeze", 0, timeout_s=3)
+        group.start(Recruit.fail, "freeze", 0).result(3)
     assert caught.value.ranks == (0,)
 
 
 def test_a_frozen_rank_is_known_long_before_a_step_may_be_over(
-    group: LearnerGroup, monkeypatch: pytest.MonkeyPatch
+    group: LearnerGroup[Recruit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "SILENT_S", 6.0)  # in earnest a minute and a half
     pid = group.pids()[0]
     with pytest.raises(
         LearnerLost, match=rf"rank 0 .*pid {pid}\) was lost during fail, while .+: its process is stopped"
     ) as caught:
-        group.call("fail", "freeze", 0, timeout_s=3600)
+        group.start(Recruit.fail, "freeze", 0).result(3600)
     assert caught.value.ranks == (0,)
 
 
-def test_a_rank_that_works_for_long_is_left_alone(group: LearnerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_works_for_long_is_left_alone(
+    group: LearnerGroup[Recruit], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "SILENT_S", 1.0)
-    group.call("meet", 1, 12.0, timeout_s=60)
+    group.start(Recruit.meet, 1, 12.0).result(60)
 
 
 def test_a_constructor_refuses_in_its_own_words(local_ray: None) -> None:
@@ -158,7 +160,7 @@ with start as cluster, cluster.placing(shape) as places:
     # As the sender of weights does.
     read_mark = ray.remote(num_cpus=0)(lambda: __import__("os").environ["OPEN_INSTRUCT_FLEET"])
     Path("/dev/shm", ray.get(read_mark.remote())).touch()
-    group.start("fail", "freeze", 1)
+    group.start(Recruit.fail, "freeze", 1)
     write_pids(Path("pids.json"), driver=0, learners=group.pids(), engines=[])
     if sys.argv[1] == "wait":
         time.sleep(600)

@@ -75,8 +75,8 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
         engine = actor.options(**placement.engine_options(0)).remote()
         learners = LearnerGroup(Sender, placement)
         learners.wait_ready(120)
-        channel = learners.call("open_channel", timeout_s=TIMEOUT_S)[0]
-        sending = learners.start("send")
+        channel = learners.start(Sender.open_channel).result(TIMEOUT_S)[0]
+        sending = learners.start(Sender.send)
         arrived = ray.get(engine.receive.remote(channel), timeout=TIMEOUT_S)
         met = sending.result(TIMEOUT_S)
     print(json.dumps({"met": met, "channel": channel["address"], "arrived": arrived}))

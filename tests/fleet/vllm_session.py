@@ -73,9 +73,18 @@ def poll_all(engine: Engine, num_keys: int) -> list[Completion]:
     told: dict[int, Completion] = {}
     deadline = time.monotonic() + TIMEOUT_S
     while len(told) < num_keys:
-        told.update(engine.poll(1.0).completions)
+        answers = engine.poll(1.0)
+        if answers.refused:
+            raise ValueError(*answers.refused.values())
+        told.update(answers.completions)
         assert time.monotonic() < deadline
     return [told[key] for key in sorted(told)]
+
+
+def answers_of(engine: Engine, asked: list[GenerationRequest]) -> list[Completion]:
+    """Ask, and wait for all; one that is refused is an error."""
+    engine.begin(dict(enumerate(asked)))
+    return poll_all(engine, len(asked))
 
 
 def during_generation(engine: Engine, asked: list[GenerationRequest], version: int) -> list[Completion]:
@@ -102,7 +111,7 @@ def with_stop_strings(engine: Engine, whole: list[Completion]) -> list[dict[str,
         words = [match[0] for match in re.finditer("[a-z]{2,}", completion.text) if match.start() > 0]
         if words:
             sampling = replace(asked.sampling, stop_strings=(words[0], "never said"))
-            (stopped,) = engine.generate([replace(asked, sampling=sampling)])
+            (stopped,) = answers_of(engine, [replace(asked, sampling=sampling)])
             answers.append({"stop": words[0], "whole": asdict(completion), "stopped": asdict(stopped)})
     return answers
 
@@ -130,7 +139,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     answers: dict[str, Any] = {"start_s": time.monotonic() - began_s}
 
     def generate(name: str, asked: list[GenerationRequest]) -> list[Completion]:
-        completions = engine.generate(asked)
+        completions = answers_of(engine, asked)
         answers[name] = [asdict(completion) for completion in completions]
         return completions
 
@@ -140,7 +149,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     generate("greedy", requests(temperature=0.0))
     answers["stopped"] = with_stop_strings(engine, sampled)
     try:
-        engine.generate([replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS + 1))])
+        answers_of(engine, [replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS + 1))])
     except ValueError as error:
         answers["refused"] = str(error)
     generate("longest", [replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS))])

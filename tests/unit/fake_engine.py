@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
@@ -69,7 +69,7 @@ class FakeCore:
         self.num_steps_begun = 0
         self.version = 0
         self.is_closed = False
-        self._running: dict[str, tuple[GenerationRequest, list[int]]] = {}
+        self._running: dict[int, tuple[GenerationRequest, list[int]]] = {}
         self._allowed: threading.Semaphore | None = None
 
     # For tests
@@ -91,17 +91,17 @@ class FakeCore:
 
     # For the engine
 
-    def add(self, key: str, request: GenerationRequest) -> None:
+    def add(self, key: int, request: GenerationRequest) -> None:
         self._note("add", key)
         if len(request.prompt_token_ids) > MAX_PROMPT_LENGTH:
             raise ValueError("the prompt is too long")
         self._running[key] = (request, [])
 
-    def abort(self, key: str) -> None:
+    def abort(self, key: int) -> None:
         self._note("abort", key)
         del self._running[key]
 
-    def step(self) -> dict[str, Completion]:
+    def step(self) -> Mapping[int, Completion]:
         self.num_steps_begun += 1
         if self._allowed is not None:
             assert self._allowed.acquire(timeout=TIMEOUT_S)
@@ -121,8 +121,8 @@ class FakeCore:
                 )
         return finished
 
-    def call_workers(self, method: str, *args: Any) -> None:
-        self._note(method, *args)
+    def call_workers(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._note(method.__name__, *args)
 
     def weights_changed(self, version: int) -> None:
         self._note("weights_changed", version)
@@ -154,19 +154,20 @@ class InProcessEngine:
         if not self._death.done():
             self._death.set_result(None)
 
-    def tell(self, method: str, *args: Any) -> None:
-        self.told.append((method, args))
+    def tell(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self.told.append((method.__name__, args))
         if not self._death.done():
             with suppress(RunError):  # it goes the way of every answer that nobody fetches
-                getattr(self.engine, method)(*args)
+                method(self.engine, *args, **kwargs)
 
-    def ask(self, method: str, *args: Any, timeout_s: float) -> Any:
-        self.asked.append(method)
+    def ask(self, timeout_s: float, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = method.__name__
+        self.asked.append(name)
         answer: Future[Any] = Future()
 
         def call() -> None:
             try:
-                answer.set_result(getattr(self.engine, method)(*args))
+                answer.set_result(getattr(self.engine, name)(*args, **kwargs))
             except Exception as error:
                 answer.set_exception(error)
 
@@ -174,9 +175,9 @@ class InProcessEngine:
             threading.Thread(target=call, daemon=True).start()
         wait([answer, self._death], timeout_s, FIRST_COMPLETED)
         if self._death.done():
-            raise RunError(f"{self.name} was lost during {method}")
+            raise RunError(f"{self.name} was lost during {name}")
         if not answer.done():
-            raise RunError(f"{self.name} did not answer to {method}")
+            raise RunError(f"{self.name} did not answer to {name}")
         return answer.result()
 
     def kill(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from open_instruct.engines.engine import Engine
+from open_instruct.engines.requests import GenerationRequest
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 from tests.unit.fake_engine import (
@@ -66,6 +67,13 @@ def poll_all(engine: Engine, num_keys: int) -> dict[int, Completion]:
     return told
 
 
+def generate(engine: Engine, *requests: GenerationRequest) -> list[Completion]:
+    """The completions of requests that nobody else asks for meanwhile."""
+    engine.begin(dict(enumerate(requests)))
+    told = poll_all(engine, len(requests))
+    return [told[key] for key in range(len(requests))]
+
+
 @contextmanager
 def held_after(engine: Engine, core: FakeCore, num_steps: int) -> Iterator[None]:
     """Inside the block the engine stands in its next step, with `num_steps` done; then it runs freely."""
@@ -83,15 +91,18 @@ def update(engine: Engine, version: int, *, drain: bool = False) -> None:
 
 class TestGenerate:
     def test_many_threads_ask_at_once_and_each_gets_its_own(self, engine: Engine) -> None:
-        def ask(caller: int) -> bool:
-            asked = [request(10 * caller + i, num_tokens=1 + (caller + i) % 5) for i in range(5)]
-            completions = engine.generate(asked)
-            return [(it.text, len(it.token_ids)) for it in completions] == [
-                (text_of(each), each.sampling.max_tokens) for each in asked
-            ]
+        asked = {10 * c + i: request(10 * c + i, num_tokens=1 + (c + i) % 5) for c in range(64) for i in range(5)}
+
+        def ask(caller: int) -> None:
+            for key in range(10 * caller, 10 * caller + 5):
+                engine.begin({key: asked[key]})
 
         with ThreadPoolExecutor(16) as callers:
-            assert all(callers.map(ask, range(64), timeout=TIMEOUT_S))
+            list(callers.map(ask, range(64), timeout=TIMEOUT_S))
+        told = poll_all(engine, len(asked))
+        assert {key: (it.text, len(it.token_ids)) for key, it in told.items()} == {
+            key: (text_of(each), each.sampling.max_tokens) for key, each in asked.items()
+        }
         health = engine.health()
         assert (health.num_running, health.num_waiting) == (0, 0)
         assert health.num_generated_tokens == sum(1 + (caller + i) % 5 for caller in range(64) for i in range(5))
@@ -107,8 +118,6 @@ class TestGenerate:
 
     def test_a_request_that_cannot_be_is_refused_and_no_other(self, engine: Engine) -> None:
         too_long = request(1, prompt_length=MAX_PROMPT_LENGTH + 1)
-        with pytest.raises(ValueError, match="too long"):
-            engine.generate([too_long])
         engine.begin({5: too_long, 6: request(6)})
         assert poll_all(engine, 1).keys() == {6}
         engine.begin({7: too_long})
@@ -122,6 +131,17 @@ class TestPoll:
         told = poll_all(engine, 30)
         assert {key: it.text for key, it in told.items()} == {key: f"answer {key}" for key in range(30)}
         assert not engine.poll(0.05).completions
+
+    def test_what_ends_while_it_tells_is_told_next(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = engine._ended
+
+        def ended_after_a_poll(answers: Any, told: Any) -> None:
+            engine.poll(0)
+            ended(answers, told)
+
+        monkeypatch.setattr(engine, "_ended", ended_after_a_poll)
+        engine.begin({1: request(1)})
+        assert poll_all(engine, 1).keys() == {1}
 
     def test_waits_for_something_to_tell(self, engine: Engine, core: FakeCore) -> None:
         core.hold()
@@ -139,7 +159,7 @@ class TestCancel:
         with held_after(engine, core, 1):
             engine.cancel([0])
         assert poll_all(engine, 1).keys() == {1}
-        assert [call for call in core.calls if call[0] == "abort"] == [("abort", "0")]
+        assert [call for call in core.calls if call[0] == "abort"] == [("abort", 0)]
         assert not engine.poll(0.02).completions
 
     def test_of_what_waits_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
@@ -175,7 +195,7 @@ class TestUpdate:
         updating.result(TIMEOUT_S)
         # The fourth token was on its way when the update was asked for.
         assert poll_all(engine, 1)[1].versions == (0, 0, 0, 0, 4, 4, 4, 4, 4)
-        assert engine.version == engine.health().version == 4
+        assert engine.health().version == 4
         names = [call[0] for call in core.calls]
         first = names.index("start_update")
         assert names[first : first + 5] == [
@@ -187,12 +207,10 @@ class TestUpdate:
         ]
 
     def test_with_drain_no_completion_is_of_two_versions(self, engine: Engine, core: FakeCore) -> None:
-        asking = ThreadPoolExecutor(8)
-        asked = [asking.submit(engine.generate, [request(number, num_tokens=7)]) for number in range(200)]
         for version in range(1, 6):
+            engine.begin({number: request(number, num_tokens=7) for number in range(40 * version - 40, 40 * version)})
             update(engine, version, drain=True)
-        seen = {future.result(TIMEOUT_S)[0].versions for future in asked}
-        asking.shutdown()
+        seen = {completion.versions for completion in poll_all(engine, 200).values()}
         assert all(len(set(versions)) == 1 for versions in seen)
         assert len(seen) > 1
 
@@ -241,7 +259,7 @@ class TestFailure:
         self, engine: Engine, core: FakeCore, error: BaseException
     ) -> None:
         core.hold()
-        generating = meanwhile(engine.generate, [request(number) for number in range(MAX_NUM_SEQS + 2)])
+        generating = meanwhile(generate, engine, *(request(number) for number in range(MAX_NUM_SEQS + 2)))
         eventually(lambda: core.num_steps_begun == 1)
         polling = meanwhile(engine.poll, TIMEOUT_S)
         draining = meanwhile(engine.begin_update, True)
@@ -252,7 +270,6 @@ class TestFailure:
             with pytest.raises(RunError, match=sentence):
                 future.result(TIMEOUT_S)
         for call in (
-            lambda: engine.generate([request(1)]),
             lambda: engine.begin({1: request(1)}),
             lambda: engine.poll(TIMEOUT_S),
             lambda: engine.begin_update(False),
@@ -266,7 +283,7 @@ class TestFailure:
     def test_of_beginning_a_request_is_the_engines(self, engine: Engine, core: FakeCore) -> None:
         core.failures["add"] = OSError("no memory")
         with pytest.raises(RunError, match="the engine failed: OSError: no memory"):
-            engine.generate([request(1), request(2)])
+            generate(engine, request(1), request(2))
 
     def test_of_a_control_call_that_ends_processes_reaches_its_caller(self, engine: Engine, core: FakeCore) -> None:
         core.failures["receive_weights"] = SystemExit(3)
@@ -287,7 +304,7 @@ class TestFailure:
 class TestShutdown:
     def test_fails_who_waits_and_closes_the_core(self, engine: Engine, core: FakeCore) -> None:
         core.hold()
-        generating = meanwhile(engine.generate, [request(number) for number in range(MAX_NUM_SEQS + 2)])
+        generating = meanwhile(generate, engine, *(request(number) for number in range(MAX_NUM_SEQS + 2)))
         eventually(lambda: core.num_steps_begun == 1)
         ending = meanwhile(engine.shutdown)
         core.release()
@@ -295,11 +312,11 @@ class TestShutdown:
         with pytest.raises(RunError, match="shut down"):
             generating.result(TIMEOUT_S)
         with pytest.raises(RunError, match="shut down"):
-            engine.generate([request(1)])
+            generate(engine, request(1))
         assert core.is_closed
 
     def test_of_an_idle_engine_and_again(self, engine: Engine, core: FakeCore) -> None:
-        engine.generate([request(1)])
+        generate(engine, request(1))
         engine.shutdown()
         engine.shutdown()
         assert core.is_closed

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 
 from open_instruct.engines import engine_pool
+from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
@@ -333,13 +334,13 @@ class TestCallAll:
     def test_calls_each_and_raises_what_one_raised(self, two: Pool) -> None:
         two.made[1].core.failures["start_update"] = RunError("engine 1 has no room")
         with pytest.raises(RunError, match=r"^engine 1 has no room$"):
-            two.pool.call_all("begin_update", False, timeout_s=TIMEOUT_S)
+            two.pool.call_all(TIMEOUT_S, Engine.begin_update, False)
         assert two.made[0].engine.health().is_updating
-        two.pool.call_all("finish_update", 3, timeout_s=TIMEOUT_S)
-        assert [engine.engine.version for engine in two.made] == [3, 3]
+        two.pool.call_all(TIMEOUT_S, Engine.finish_update, 3)
+        assert [engine.engine.health().version for engine in two.made] == [3, 3]
 
     def test_gives_each_its_own(self, two: Pool) -> None:
-        calls = two.pool.start_each("open_channel", [({"n": 0},), ({"n": 1},)], timeout_s=TIMEOUT_S)
+        calls = two.pool.start_each(TIMEOUT_S, Engine.open_channel, [{"n": 0}, {"n": 1}])
         assert two.pool.results(calls) == [None, None]
         assert [engine.core.calls for engine in two.made] == [[("open_channel", {"n": n})] for n in range(2)]
 

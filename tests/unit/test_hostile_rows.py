@@ -16,7 +16,7 @@ from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_templa
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, open_rows
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.replay import check_token_ids
+from open_instruct.rollout.replay import check_trace_fits
 from open_instruct.rollout.traces import read_traces, trace_file
 from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
@@ -218,6 +218,6 @@ def test_a_trace_of_another_vocabulary_is_refused() -> None:
         completions=(completion,),
         verdicts=(Verdict(reward=1.0, scores={}),),
     )
-    check_token_ids([group], 901)
+    check_trace_fits([group], 901)
     with pytest.raises(InputError, match="token 900, and the model has vocab_size 900"):
-        check_token_ids([group], 900)
+        check_trace_fits([group], 900)

@@ -7,7 +7,7 @@ from queue import Queue
 
 import pytest
 
-from open_instruct.cluster.learner_group import LearnerLost
+from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_watch import watching
 
 

@@ -15,7 +15,7 @@ from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
 from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
-from open_instruct.packing.steps import ROW_VALUES, StepPlan, collate, plan_step
+from open_instruct.packing.steps import ROW_VALUES, collate, plan_step
 from open_instruct.records import IGNORE_INDEX, Batch, Document, PackedBatch, Span
 
 PAD = 99
@@ -267,8 +267,8 @@ def test_plan_by_hand_packed() -> None:
         max_microbatches=2,
         packing=True,
     )
-    assert plan == StepPlan(assignments=(((0,), (1,)), ((2, 3), ())))
-    assert plan.num_microbatches == 2
+    assert plan == (((0,), (1,)), ((2, 3), ()))
+    assert len(plan[0]) == 2
 
 
 def test_plan_by_hand_padded_groups_pairs_of_similar_length() -> None:
@@ -280,20 +280,22 @@ def test_plan_by_hand_padded_groups_pairs_of_similar_length() -> None:
         max_microbatches=4,
         packing=False,
     )
-    assert plan == StepPlan(assignments=(((0, 2), (1, 3)),))
+    assert plan == (((0, 2), (1, 3)),)
 
 
 def test_packing_takes_fewer_microbatches_than_padding_where_pairs_are_short() -> None:
     lengths = [10] * 16
     numbers = [
-        plan_step(
-            lengths,
-            num_ranks=2,
-            max_samples_per_microbatch=2,
-            max_tokens_per_microbatch=200,
-            max_microbatches=4,
-            packing=packing,
-        ).num_microbatches
+        len(
+            plan_step(
+                lengths,
+                num_ranks=2,
+                max_samples_per_microbatch=2,
+                max_tokens_per_microbatch=200,
+                max_microbatches=4,
+                packing=packing,
+            )[0]
+        )
         for packing in (True, False)
     ]
     assert numbers == [1, 4]
@@ -308,14 +310,14 @@ def test_ranks_beyond_the_pairs_get_empty_microbatches() -> None:
         max_microbatches=1,
         packing=True,
     )
-    assert plan == StepPlan(assignments=(((1,),), ((0,),), ((),), ((),)))
+    assert plan == (((1,),), ((0,),), ((),), ((),))
 
 
 def test_no_pairs_still_make_one_microbatch() -> None:
     plan = plan_step(
         [], num_ranks=2, max_samples_per_microbatch=1, max_tokens_per_microbatch=1, max_microbatches=1, packing=True
     )
-    assert plan == StepPlan(assignments=(((),), ((),)))
+    assert plan == (((),), ((),))
 
 
 @pytest.mark.parametrize(
@@ -359,18 +361,18 @@ def test_every_plan_keeps_its_promises(step: dict[str, Any]) -> None:
     assert plan == plan_step(**step)
 
     lengths = step["num_tokens_of_sample"]
-    assert len(plan.assignments) == step["num_ranks"]
-    assert 1 <= plan.num_microbatches <= step["max_microbatches"]
-    assert all(len(microbatches) == plan.num_microbatches for microbatches in plan.assignments)
+    assert len(plan) == step["num_ranks"]
+    assert 1 <= len(plan[0]) <= step["max_microbatches"]
+    assert all(len(microbatches) == len(plan[0]) for microbatches in plan)
     # As few microbatches as the busiest rank needs: some rank fills them all.
     if lengths:
-        assert any(all(microbatches) for microbatches in plan.assignments)
+        assert any(all(microbatches) for microbatches in plan)
 
-    planned = [pair for microbatches in plan.assignments for microbatch in microbatches for pair in microbatch]
+    planned = [pair for microbatches in plan for microbatch in microbatches for pair in microbatch]
     assert sorted(planned) == list(range(len(lengths)))
 
     pairs_of_rank, tokens_of_rank = [], []
-    for microbatches in plan.assignments:
+    for microbatches in plan:
         pairs_of_rank.append(sum(map(len, microbatches)))
         tokens_of_microbatch = [sum(lengths[pair] for pair in microbatch) for microbatch in microbatches]
         tokens_of_rank.append(sum(tokens_of_microbatch))

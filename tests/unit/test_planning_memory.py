@@ -26,7 +26,6 @@ from open_instruct.planning.memory.phases import (
     NUM_SYNC_SLOTS,
     READ_CHUNK_BYTES,
     memory_by_phase,
-    peak_phase,
 )
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
@@ -240,7 +239,7 @@ LAYOUT = resolve_layout([8, 8])
 
 
 def total(shape: ModelShape, layout: Any = LAYOUT, **changes: Any) -> int:
-    return peak_phase(memory_by_phase(shape, layout, replace(WORKLOAD, **changes))).total_bytes
+    return max(phase.total_bytes for phase in memory_by_phase(shape, layout, replace(WORKLOAD, **changes)))
 
 
 def test_what_saves_memory_saves_memory() -> None:

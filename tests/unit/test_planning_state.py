@@ -202,7 +202,8 @@ def test_parameters_are_those_of_the_model(family: str, is_tied: bool) -> None:
     assert {parameter.name: parameter.shape for parameter in shape.parameters} == parameter_shapes(model)
     assert [parameter.name for parameter in shape.parameters] == list(parameter_shapes(model))
     assert shape.num_params == model.num_params
-    assert shape.num_params == shape.params_of_root + shape.num_layers * shape.params_of_block
+    outside, of_block = (sum(p.num_params for p in shape.parameters if p.layer == layer) for layer in (None, 0))
+    assert shape.num_params == outside + shape.num_layers * of_block
 
 
 @pytest.mark.parametrize("family", FAMILIES)

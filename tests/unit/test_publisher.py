@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from open_instruct.cluster.learner_group import LearnerGroup, LearnerLost
+from open_instruct.cluster.learner_call import LearnerLost
+from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
@@ -28,18 +30,15 @@ class FakeLearners:
         self.calls = calls
         self.effects: dict[str, list[Callable[[], None]]] = {}
 
-    def start(self, method: str, *args: Any) -> FakeLearners:
-        self.calls.append((method, *args))
-        effects = self.effects.get(method)
+    def start(self, method: Callable[..., Any], *args: Any) -> FakeLearners:
+        self.calls.append((method.__name__, *args))
+        effects = self.effects.get(method.__name__)
         self._effect = effects.pop(0) if effects else (lambda: None)
         return self
 
     def result(self, timeout_s: float) -> list[Any]:
         self._effect()
         return [{"port": 7}]  # what a channel has, and else is not looked at
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return self.start(method, *args).result(timeout_s)
 
 
 class Stage:
@@ -67,7 +66,7 @@ class Stage:
             weight_sync_timeout_s=int(TIMEOUT_S),
             vllm_tensor_parallel_size=tensor_size,
         )
-        self.publisher = WeightPublisher(cast(LearnerGroup, self.learners), fleet, drain=drain)
+        self.publisher = WeightPublisher(cast(LearnerGroup[LearnerProcess], self.learners), fleet, drain=drain)
         self.pool = EnginePool(
             list(self.made),
             make_engine=self._make,
@@ -121,9 +120,9 @@ def dies_in(engine: InProcessEngine, method: str) -> None:
     """It will be lost when its workers are to run `method`, without a word, and as often as it is asked."""
     call_workers = engine.core.call_workers
 
-    def dying(called: str, *args: Any) -> None:
+    def dying(called: Callable[..., None], *args: Any) -> None:
         call_workers(called, *args)
-        if called == method:
+        if called.__name__ == method:
             engine.die()
             threading.Event().wait(TIMEOUT_S)
 
@@ -134,8 +133,8 @@ def hangs_in(engine: InProcessEngine, method: str, *, until: threading.Event) ->
     """As an engine does that waits for a learner."""
     call_workers = engine.core.call_workers
 
-    def hanging(called: str, *args: Any) -> None:
-        assert called != method or until.wait(TIMEOUT_S)
+    def hanging(called: Callable[..., None], *args: Any) -> None:
+        assert called.__name__ != method or until.wait(TIMEOUT_S)
         call_workers(called, *args)
 
     engine.core.call_workers = hanging  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.replay import Replay, on_one_process, parse_replay, replayed_flags
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
-from open_instruct.rollout.replay import agreement, recorded_row, table, weights_before
+from open_instruct.rollout.replay import differences, recorded_row, table, weights_before
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
 LARGE = ["--num_learners_per_node", "8", "8", "--tensor_parallel_degree", "2", "--fsdp_shard_degree", "4"]
@@ -153,8 +153,8 @@ def test_the_table() -> None:
     assert table({"recorded": None, "recomputed": recomputed}).splitlines()[1].split() == ["loss", "0.25"]
 
 
-def test_agreement() -> None:
+def test_differences() -> None:
     recorded = {"loss": 0.5, "grad_norm": 2.0}
-    assert "by 0.0e+00 in loss, by 0.0e+00" in agreement(recorded, recorded)
-    assert "by 2.5e-01 in loss, by 5.0e-01 of itself" in agreement(recorded, {"loss": 0.25, "grad_norm": 3.0})
-    assert "by 1.0e+00 of itself" in agreement({"loss": 0.0, "grad_norm": 0.0}, {"loss": 0.0, "grad_norm": 1.0})
+    assert "by 0.0e+00 in loss, by 0.0e+00" in differences(recorded, recorded)
+    assert "by 2.5e-01 in loss, by 5.0e-01 of itself" in differences(recorded, {"loss": 0.25, "grad_norm": 3.0})
+    assert "by 1.0e+00 of itself" in differences({"loss": 0.0, "grad_norm": 0.0}, {"loss": 0.0, "grad_norm": 1.0})

@@ -111,7 +111,7 @@ def test_every_rank_knows_the_counts_of_all() -> None:
     for num_ranks in (1, 2, 4):
         for step in steps_of(samples, num_ranks, num_mini_batches=2):
             counts = [
-                (minibatch.num_completions_global, minibatch.num_label_tokens_global, minibatch.num_tokens_global)
+                (minibatch.counts["rows"], minibatch.counts["labels"], minibatch.counts["tokens"])
                 for minibatch in step.minibatches
             ]
             assert counts == [(2, 8, 14), (3, 6, 15)]
@@ -122,14 +122,14 @@ def test_fewer_completions_than_ranks_leave_some_with_an_empty_microbatch() -> N
     steps = steps_of([sample(3, 2), sample(3, 6)], 4)
     sizes = [[len(microbatch) for microbatch in step.minibatches[0].microbatches] for step in steps]
     assert sorted(sizes) == [[0], [0], [1], [1]]
-    assert {step.minibatches[0].num_completions_global for step in steps} == {2}
+    assert {step.minibatches[0].counts["rows"] for step in steps} == {2}
 
 
 def test_a_step_of_nothing_is_one_empty_microbatch_everywhere() -> None:
     for step in steps_of([], 2, num_mini_batches=3):
         (minibatch,) = step.minibatches
         assert minibatch.microbatches == ((),)
-        assert (minibatch.num_completions_global, minibatch.num_label_tokens_global, step.num_tokens_global) == (
+        assert (minibatch.counts["rows"], minibatch.counts["labels"], step.num_tokens_global) == (
             0,
             0,
             0,

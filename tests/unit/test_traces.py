@@ -81,7 +81,6 @@ def unlearned(batch: RolloutStepBatch) -> StepSamples:
         is_used=tuple((True,) * len(group.completions) for group in batch.groups),
         metrics={},
         num_tokens=0,
-        num_generated_tokens=0,
     )
 
 

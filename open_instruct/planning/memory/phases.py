@@ -12,7 +12,7 @@ Sources of the rest:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from open_instruct.parallel.training_state import MASTER_BYTES
@@ -61,25 +61,20 @@ def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) 
     A phase that the run does not have is left out. A step after the first is meant: optimizer states are there.
     Rows are taken to be full.
     """
-    plan = _Plan(shape, layout, workload.with_full_rows())
-    moments: dict[str, Iterable[Moment]] = {"load": [plan.load()]}
+    run = _Moments(shape, layout, workload.with_full_rows())
+    moments: dict[str, Iterable[Moment]] = {"load": [run.load()]}
     if workload.reference_pass_tokens:
-        moments["reference pass"] = plan.reference_pass()
-    during_step = plan.held(gradients=plan.passes.accumulates)
+        moments["reference pass"] = run.reference_pass()
+    during_step = run.held(gradients=run.passes.accumulates)
     moments |= {
-        "forward": plan.passes.forward(during_step),
-        "backward": plan.passes.backward(during_step),
-        "optimizer step": [plan.optimizer_step()],
+        "forward": run.passes.forward(during_step),
+        "backward": run.passes.backward(during_step),
+        "optimizer step": [run.optimizer_step()],
     }
     if workload.num_engines:
-        moments["weight sync"] = [plan.weight_sync()]
-    moments["export"] = [plan.export()]
+        moments["weight sync"] = [run.weight_sync()]
+    moments["export"] = [run.export()]
     return tuple(_phase(name, of_phase) for name, of_phase in moments.items())
-
-
-def peak_phase(phases: Sequence[Phase]) -> Phase:
-    """The phase that needs most."""
-    return max(phases, key=lambda phase: phase.total_bytes)
 
 
 def _phase(name: str, moments: Iterable[Moment]) -> Phase:
@@ -87,7 +82,7 @@ def _phase(name: str, moments: Iterable[Moment]) -> Phase:
     return Phase(name=name, parts=tuple((label, num_bytes) for label, num_bytes in worst.items() if num_bytes))
 
 
-class _Plan:
+class _Moments:
     def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
         self.shape, self.layout, self.workload = shape, layout, workload
         self.passes = Passes(shape, layout, workload)

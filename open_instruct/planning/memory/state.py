@@ -45,7 +45,10 @@ def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, r
     """Bytes of parameters, gradients and optimizer states on `rank`, after a first step. Rank 0 never has least."""
     copy_bytes = cast_copy_bytes(layout, workload)
     parameters = gradients = optimizer = 0
-    for parameter, count in _distinct(shape):
+    for parameter in shape.parameters:
+        if parameter.layer not in (None, 0):
+            continue  # all blocks are alike
+        count = 1 if parameter.layer is None else shape.num_layers
         local = local_size(parameter, layout, rank=rank)
         parameters += count * local.padded * (MASTER_BYTES + copy_bytes)
         gradients += count * local.padded * GRADIENT_BYTES
@@ -99,13 +102,3 @@ def _local_size(
     width = prod(others)
     padded = ceil(rows / num_shards) * width
     return LocalSize(own=chunk_rows(rows, num_shards, shard_rank) * width, padded=padded, gathered=padded * num_shards)
-
-
-@lru_cache(maxsize=64)
-def _distinct(shape: ModelShape) -> tuple[tuple[ParameterShape, int], ...]:
-    """Every parameter outside the blocks once, and those of the first block as often as there are blocks."""
-    return tuple(
-        (parameter, 1 if parameter.layer is None else shape.num_layers)
-        for parameter in shape.parameters
-        if parameter.layer in (None, 0)
-    )

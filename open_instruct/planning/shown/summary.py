@@ -54,7 +54,7 @@ def device_text(device: Device) -> str:
     return f"{memory}, speeds of an H100" if device.name.startswith(MEMORY) else f"{device.name.upper()}, {memory}"
 
 
-def verdict(plan: Plan) -> str:
+def fit_line(plan: Plan) -> str:
     """Whether it fits, in one line."""
     peak, memory = gib(plan.peak.total_bytes), gib(plan.memory_bytes)
     needs = f"needs {peak} of {memory} GiB on each GPU (most in: {plan.peak.name})"

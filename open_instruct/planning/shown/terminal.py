@@ -56,7 +56,7 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
 
 def _head(plan: Plan) -> Iterator[Text]:
     yield from _wrapped(summary.headline(plan), style="bold")
-    yield from _wrapped(summary.verdict(plan), style="bold green" if plan.fits else "bold red")
+    yield from _wrapped(summary.fit_line(plan), style="bold green" if plan.fits else "bold red")
     for line in summary.work_lines(plan):
         yield from _wrapped(line, style="dim")
     yield Text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -53,7 +53,7 @@ class Unit:
         return sum(parameter.num_params for parameter in self.parameters)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """What decides how large a model is and what it computes.
 
@@ -74,33 +74,62 @@ class ModelShape:
     windows: tuple[int | None, ...]
     checkpoint_bytes_per_param: int = 2
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
-        """All parameters, in the order of the real model. With tied embeddings there is no matrix of the head."""
-        return _parameters(self)
+        """All parameters, in the order of the real model. With tied embeddings there is no matrix of the head.
 
-    @property
+        Source: the modules of OLMo-core's `Transformer` in the order they register parameters, and its `apply_tp`.
+        Matrices that put out heads or features of the feed-forward are split by rows, those that take them by columns,
+        embeddings and head by vocabulary. Norms are whole on every tensor rank.
+        """
+        d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
+        norms = {"none": None, "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
+        block: list[tuple[str, tuple[int, ...], int | None]] = [
+            ("attention.w_q", (q_width, d_model), 0),
+            ("attention.w_k", (kv_width, d_model), 0),
+            ("attention.w_v", (kv_width, d_model), 0),
+            ("attention.w_out", (d_model, q_width), 1),
+        ]
+        if norms is not None:
+            block += [("attention.q_norm", (norms[0],), None), ("attention.k_norm", (norms[1],), None)]
+        block += [
+            ("attention_norm", (d_model,), None),
+            ("feed_forward.w1", (d_ff, d_model), 0),
+            ("feed_forward.w2", (d_model, d_ff), 1),
+            ("feed_forward.w3", (d_ff, d_model), 0),
+            ("feed_forward_norm", (d_model,), None),
+        ]
+        vocabulary = (self.vocab_size, d_model)
+        parameters = [ParameterShape(name="embeddings.weight", shape=vocabulary, tensor_axis=0)]
+        parameters += [
+            ParameterShape(name=f"blocks.{layer}.{name}.weight", shape=size, layer=layer, tensor_axis=axis)
+            for layer in range(self.num_layers)
+            for name, size, axis in block
+        ]
+        parameters.append(ParameterShape(name="lm_head.norm.weight", shape=(d_model,)))
+        if not self.is_tied:
+            parameters.append(ParameterShape(name="lm_head.w_out.weight", shape=vocabulary, tensor_axis=0))
+        return tuple(parameters)
+
+    @cached_property
     def units(self) -> tuple[Unit, ...]:
         """FSDP's units, in the order in which a forward pass gathers them.
 
         Source: `Transformer.apply_fsdp` of OLMo-core with the wrapping strategy "blocks". The root unit is what is
         left: the last norm and the head's matrix, and the embeddings where they are tied to it; else they are a unit.
         """
-        return _units(self)
+        embeddings, *rest = self.parameters
+        root = tuple(parameter for parameter in rest if parameter.layer is None)
+        if self.is_tied:
+            first = [Unit(name="root", parameters=(embeddings, *root))]
+        else:
+            first = [Unit(name="root", parameters=root), Unit(name="embeddings", parameters=(embeddings,))]
+        blocks = groupby((parameter for parameter in rest if parameter.layer is not None), lambda each: each.layer)
+        return (*first, *(Unit(name=f"blocks.{layer}", parameters=tuple(block)) for layer, block in blocks))
 
     @property
     def num_params(self) -> int:
         return sum(parameter.num_params for parameter in self.parameters)
-
-    @property
-    def params_of_block(self) -> int:
-        """Parameters of one block; all blocks are alike."""
-        return sum(parameter.num_params for parameter in self.parameters if parameter.layer == 0)
-
-    @property
-    def params_of_root(self) -> int:
-        """Parameters outside the blocks: embeddings, last norm, head."""
-        return sum(parameter.num_params for parameter in self.parameters if parameter.layer is None)
 
     @property
     def is_olmo(self) -> bool:
@@ -172,52 +201,3 @@ def _windows(fields: dict[str, Any], family: Family, num_layers: int, where: str
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise InputError(f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries")
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
-
-
-@lru_cache(maxsize=64)
-def _parameters(shape: ModelShape) -> tuple[ParameterShape, ...]:
-    """Source: the modules of OLMo-core's `Transformer` in the order they register parameters, and its `apply_tp`.
-
-    Matrices that put out heads or features of the feed-forward are split by rows, those that take them by columns,
-    embeddings and head by vocabulary. Norms are whole on every tensor rank.
-    """
-    d_model, d_ff, q_width, kv_width = shape.d_model, shape.d_ff, shape.q_width, shape.kv_width
-    norms = {"none": None, "head": (shape.head_dim, shape.head_dim), "full": (q_width, kv_width)}[shape.qk_norm]
-    block: list[tuple[str, tuple[int, ...], int | None]] = [
-        ("attention.w_q", (q_width, d_model), 0),
-        ("attention.w_k", (kv_width, d_model), 0),
-        ("attention.w_v", (kv_width, d_model), 0),
-        ("attention.w_out", (d_model, q_width), 1),
-    ]
-    if norms is not None:
-        block += [("attention.q_norm", (norms[0],), None), ("attention.k_norm", (norms[1],), None)]
-    block += [
-        ("attention_norm", (d_model,), None),
-        ("feed_forward.w1", (d_ff, d_model), 0),
-        ("feed_forward.w2", (d_model, d_ff), 1),
-        ("feed_forward.w3", (d_ff, d_model), 0),
-        ("feed_forward_norm", (d_model,), None),
-    ]
-    vocabulary = (shape.vocab_size, d_model)
-    parameters = [ParameterShape(name="embeddings.weight", shape=vocabulary, tensor_axis=0)]
-    parameters += [
-        ParameterShape(name=f"blocks.{layer}.{name}.weight", shape=size, layer=layer, tensor_axis=axis)
-        for layer in range(shape.num_layers)
-        for name, size, axis in block
-    ]
-    parameters.append(ParameterShape(name="lm_head.norm.weight", shape=(d_model,)))
-    if not shape.is_tied:
-        parameters.append(ParameterShape(name="lm_head.w_out.weight", shape=vocabulary, tensor_axis=0))
-    return tuple(parameters)
-
-
-@lru_cache(maxsize=64)
-def _units(shape: ModelShape) -> tuple[Unit, ...]:
-    embeddings, *rest = _parameters(shape)
-    root = tuple(parameter for parameter in rest if parameter.layer is None)
-    if shape.is_tied:
-        first = [Unit(name="root", parameters=(embeddings, *root))]
-    else:
-        first = [Unit(name="root", parameters=root), Unit(name="embeddings", parameters=(embeddings,))]
-    blocks = groupby((parameter for parameter in rest if parameter.layer is not None), lambda each: each.layer)
-    return (*first, *(Unit(name=f"blocks.{layer}", parameters=tuple(block)) for layer, block in blocks))

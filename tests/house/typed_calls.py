@@ -1,0 +1,47 @@
+"""Calls across processes are checked: `make lint` has mypy read this file, and nothing runs it.
+
+A wrong call is one that mypy refuses. It stands beside an `ignore`, and mypy refuses an `ignore` that nothing needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+from open_instruct.cluster.learner_group import LearnerGroup
+from open_instruct.cluster.learner_process import LearnerProcess
+from open_instruct.engines.answers import EngineAnswers
+from open_instruct.engines.core import WeightWorker
+from open_instruct.engines.engine import Engine
+from open_instruct.engines.engine_host import RayEngine
+from open_instruct.engines.engine_pool import EngineHandle, EnginePool
+from open_instruct.engines.vllm_core import VLLMCore
+from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess
+from open_instruct.packing.rollouts import RankStep
+from open_instruct.weights.receiver import WeightReceiver
+
+LEARNER: type[LearnerProcess] = PolicyTrainerOLMoCoreProcess
+WORKER: type[WeightWorker] = WeightReceiver
+
+
+def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) -> None:
+    assert_type(learners.start_each(LearnerProcess.step, work).result(1.0), list[dict[str, float]])
+    assert_type(learners.start(LearnerProcess.open_weight_channel, 2).result(1.0), list[dict[str, Any]])
+    learners.start(LearnerProcess.send_weights, "3")  # type: ignore[arg-type]
+    learners.start(LearnerProcess.send_weights)  # type: ignore[call-arg]
+    learners.start_each(LearnerProcess.step, [3])  # type: ignore[arg-type]
+    learners.start("send_weights", 3)  # type: ignore[arg-type]
+    learners.start(Engine.health)  # type: ignore[arg-type]
+
+
+def to_engines(pool: EnginePool, engine: RayEngine) -> None:
+    handle: EngineHandle = engine
+    assert_type(handle.ask(1.0, Engine.poll, 0.5), EngineAnswers)
+    assert_type(pool.call_all(1.0, Engine.begin_update, True), list[None])
+    handle.tell(Engine.cancel, 7)  # type: ignore[arg-type]
+    pool.start_all(1.0, Engine.finish_update)  # type: ignore[call-arg]
+    pool.start_each(1.0, Engine.open_channel, [7])  # type: ignore[arg-type]
+
+
+def to_weight_workers(core: VLLMCore) -> None:
+    core.call_workers(WeightWorker.receive_weights)
+    core.call_workers(WeightWorker.open_channel)  # type: ignore[call-arg]
