@@ -28,21 +28,24 @@ _server = multiprocessing.get_context("forkserver")
 class Forked:
     """A process that calls `function(*arguments)`, of the top of a module; what that returns is the exit code.
 
-    It leads a session, works in the repository, and has the environment of this process and what `environment` adds,
-    which counts for modules that are loaded from now on. All that it and its children say is kept for `communicate`.
+    It leads a session, works in `cwd`, and has the environment of this process and what `environment` adds, which
+    counts for modules that are loaded from now on. All that it and its children say is kept for `communicate`.
     """
 
     def __init__(
-        self, function: Callable[..., int], *arguments: Any, environment: Mapping[str, str] | None = None
+        self,
+        function: Callable[..., int],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
     ) -> None:
-        descriptor, self._said = tempfile.mkstemp(prefix="said_")
-        os.close(descriptor)
+        self._said = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (it goes with the object)
         _server.set_forkserver_preload(["tests.ranks.preloaded"])
         ours = dict(os.environ)
         os.environ.update(WHEN_LOADED)  # of the server, which the first process starts
         try:
             theirs = {**os.environ, **(environment or {})}
-            self._process = _server.Process(target=_become, args=(function, arguments, theirs, self._said))
+            self._process = _server.Process(target=_become, args=(function, arguments, theirs, cwd, self._said.name))
             self._process.start()
         finally:
             os.environ.clear()
@@ -70,22 +73,22 @@ class Forked:
 
     def said(self) -> str:
         """Until now."""
-        return Path(self._said).read_text(errors="replace")
+        self._said.seek(0)
+        return self._said.read()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill what is left of it and its session, and forget what it said."""
+        """Kill what is left of it and of its session."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
-        Path(self._said).unlink(missing_ok=True)
 
 
 def _become(
-    function: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], said: str
+    function: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], cwd: Path, said: str
 ) -> None:
     os.setsid()
     file = os.open(said, os.O_WRONLY | os.O_APPEND)
@@ -95,5 +98,6 @@ def _become(
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(REPOSITORY)
+    tempfile.tempdir = None  # the server may have looked it up
+    os.chdir(cwd)
     raise SystemExit(function(*arguments))

@@ -5,6 +5,7 @@ The file is run as the main program, torchrun is the true one; only that no Pyth
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import signal
@@ -14,14 +15,31 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.fork_server import Forked
+from tests.ranks.fork_server import REPOSITORY, Forked
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 
-def start(words: list[str], **environment: str) -> Forked:
-    """Start what `python WORDS` would; torchrun, as in `[*TORCHRUN, "--nproc_per_node", "2", "FILE", ...]`, too."""
-    return Forked(_run_program, words, environment=environment)
+def start(
+    words: list[str],
+    *,
+    environment: dict[str, str] | None = None,
+    cwd: Path = REPOSITORY,
+    constants: dict[str, Any] | None = None,
+) -> Forked:
+    """Start what `python WORDS` would; torchrun, as in `[*TORCHRUN, "--nproc_per_node", "2", "FILE", ...]`, too.
+
+    `constants` of modules ("package.module:NAME") are what they say in it, and in the ranks.
+    """
+    return Forked(_with_constants, constants or {}, words, environment=environment, cwd=cwd)
+
+
+def _with_constants(constants: dict[str, Any], words: list[str]) -> int:
+    for place, value in constants.items():
+        module, _, name = place.partition(":")
+        assert hasattr(importlib.import_module(module), name)
+        setattr(sys.modules[module], name, value)
+    return _run_program(words)
 
 
 def _run_program(words: list[str]) -> int:
