@@ -35,7 +35,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.fork_server import Forked
+from tests.ranks.fork_server import REPOSITORY, Forked
+
+__all__ = ["REPOSITORY", "RanksFailed", "run_ranks"]
 
 SHOWN_CHARACTERS = 6000
 DUMP_BEFORE_TIMEOUT_S = 3.0
