@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.verifiers.verifier import Verifier
+from tests.ranks import programs
+from tests.ranks.fork_server import REPOSITORY, Forked
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
 NUM_STEPS = 4
 NUM_PROMPTS_PER_STEP = 2
@@ -41,9 +42,12 @@ def write_prompts(path: Path, num_rows: int) -> Path:
     return path
 
 
+Process = subprocess.Popen[str] | Forked
+
+
 @dataclass(kw_only=True)
 class GRPOCase:
-    """One command, run as its users run it, in a process of its own."""
+    """One command, run as its users run it; its driver is forked where everything is imported already."""
 
     model: Path
     prompts: Path
@@ -71,14 +75,17 @@ class GRPOCase:
         words = [str(REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py")]
         for name, value in flags.items():
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-        return [sys.executable, *words]
+        return words
 
-    def start(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    def start(self) -> Forked:
+        return programs.start(self.command(), environment={"PYTHONPATH": str(REPOSITORY)}, cwd=self.output_dir.parent)
+
+    def start_python(self) -> subprocess.Popen[str]:
+        """As `start`, but a Python that has imported nothing yet."""
         return subprocess.Popen(
-            self.command(),
+            [sys.executable, *self.command()],
             cwd=self.output_dir.parent,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -95,7 +102,7 @@ class GRPOCase:
     def pids(self) -> dict[str, Any]:
         return json.loads((self.output_dir / "pids.json").read_text())
 
-    def when_step(self, step: int, process: subprocess.Popen[str], then: Callable[[], None]) -> None:
+    def when_step(self, step: int, process: Process, then: Callable[[], None]) -> None:
         """Call `then` as soon as the row of `step` is there."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while not any(row["step"] >= step for row in self.rows()):
@@ -105,7 +112,7 @@ class GRPOCase:
         then()
 
 
-def finished(process: subprocess.Popen[str], *, exit_code: int) -> str:
+def finished(process: Process, *, exit_code: int) -> str:
     try:
         said, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -32,7 +32,7 @@ def test_only_caches_are_left_in_home_and_in_a_deep_folder_for_temporary_files(
         output_dir=tmp_path / "out",
         flags={"total_episodes": 16, "cache_dir": tmp_path / "cache"},
     )
-    process = case.start()
+    process = case.start_python()  # where caches lie is settled by imports
     fleet_folders: set[Path] = set()
     case.when_step(
         1, process, lambda: fleet_folders.add(Path(variables_of(case.pids()["engines"][0])[FOLDER_VARIABLE]))

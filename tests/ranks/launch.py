@@ -14,8 +14,8 @@ start can be tested too) and returns something JSON can say::
         torch.distributed.all_reduce(number)
         return int(number)
 
-One process imports the job's module and forks the ranks, so the imports are paid for once: import at
-the top of the job's module what every rank needs, but start no thread and no process group there.
+The job's module is imported once, in a launcher from the fork server, which forks the ranks: import at
+the top of it what every rank needs, but start no thread and no process group there.
 All ranks are killed at the first failure or at the timeout, and the failing rank's stderr (at the
 timeout: every rank's, with the line it hangs in) is shown.
 """
@@ -35,9 +35,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
+from tests.ranks.fork_server import REPOSITORY, Forked
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+__all__ = ["REPOSITORY", "RanksFailed", "run_ranks"]
+
 SHOWN_CHARACTERS = 6000
 DUMP_BEFORE_TIMEOUT_S = 3.0
 
@@ -59,7 +60,7 @@ def run_ranks(
 
     Each rank sees what torchrun would set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NUM_NODES,
     FS_LOCAL_RANK, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS=1. `num_nodes` splits the ranks evenly
-    into pretended nodes; `environment` is added before anything is imported. Arguments and results
+    into pretended nodes; `environment` is added before the job's module is imported. Arguments and results
     pass through JSON.
 
     Raises:
@@ -75,26 +76,15 @@ def run_ranks(
             "folder": folder,
             "dump_after_s": max(1.0, timeout_s - DUMP_BEFORE_TIMEOUT_S),
         }
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks.launch", json.dumps(job)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(environment or {})},
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        launcher = Forked(_main, json.dumps(job), environment=environment)
         try:
-            output, _ = launcher.communicate(timeout=timeout_s)
+            output, _ = launcher.communicate(timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.communicate()
+            launcher.end()
             logs = "\n".join(_log_of(folder, rank) for rank in range(num_ranks))
             raise RanksFailed(f"{target} on {num_ranks} ranks did not finish in {timeout_s:g} s\n{logs}") from None
         finally:
-            if launcher.poll() is None:
-                os.killpg(launcher.pid, signal.SIGKILL)
-                launcher.wait()
+            launcher.end()
         if launcher.returncode != 0:
             failed = Path(folder, "failed_rank")
             log = _log_of(folder, int(failed.read_text())) if failed.exists() else output[-SHOWN_CHARACTERS:]
@@ -151,7 +141,9 @@ def _run_rank(job: dict[str, Any], function: Any, rank: int, port: int) -> int:
     return 0
 
 
-def _main(job: dict[str, Any]) -> int:
+def _main(words: str) -> int:
+    """The launcher; the exit code."""
+    job: dict[str, Any] = json.loads(words)
     module, _, name = job["target"].partition(":")
     function = getattr(importlib.import_module(module), name)
     port = _free_port()
@@ -178,7 +170,3 @@ def _main(job: dict[str, Any]) -> int:
                 os.kill(other, signal.SIGKILL)
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(json.loads(sys.argv[1])))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch import REPOSITORY
+from tests.ranks import programs
+from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.train_case import TrainCase, free_ports
 
 NUM_STEPS = 12
@@ -20,27 +19,19 @@ TIMEOUT_S = 150.0
 ENTRY = str(REPOSITORY / "open_instruct" / "dpo.py")
 
 
-def start(command: list[str], *, ranks: int) -> subprocess.Popen[str]:
+def start(command: list[str], *, ranks: int) -> Forked:
     """The command a user gives: plain Python for one rank, torchrun for more."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    program = [sys.executable] if ranks == 1 else [*torchrun, "--master_port", str(free_ports(1)[0])]
-    return subprocess.Popen(
-        [*program, ENTRY, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    torchrun = [*programs.TORCHRUN, "--nproc_per_node", str(ranks), "--master_port", str(free_ports(1)[0])]
+    return programs.start([*(torchrun if ranks > 1 else ()), ENTRY, *command])
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: Forked) -> str:
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     return output
 
 
-def wait_for_rows(metrics: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_rows(metrics: Path, count: int, process: Forked) -> None:
     """Until `metrics` has that many rows, so that a checkpoint lies behind and steps lie ahead."""
     deadline = time.monotonic() + TIMEOUT_S
     while not metrics.exists() or metrics.read_text().count("\n") < count:
@@ -49,7 +40,7 @@ def wait_for_rows(metrics: Path, count: int, process: subprocess.Popen[str]) -> 
         time.sleep(0.005)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: Forked) -> None:
     """SIGKILL the launcher and every rank: torchrun gives each rank a session of its own."""
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (process.pid, *map(int, ranks)):

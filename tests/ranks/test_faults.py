@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 
+from open_instruct.parallel import peers
 from open_instruct.toys.synthetic import write_synthetic_preferences
-from tests.ranks.launch import REPOSITORY
+from tests.ranks import programs
+from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.train_case import TrainCase, free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -28,13 +30,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 TIMEOUT_S = 240.0
 # A run that takes long enough to be met anywhere in it.
 MANY_STEPS = 4000
+# From the line that tells of a long pass into the pass itself.
+INTO_IT_S = 0.5
 
 
-def start(command: list[str], *, ranks: int = 1, entry: str = "dpo", **options: Any) -> subprocess.Popen[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    program = [sys.executable] if ranks == 1 else [*torchrun, "--master_port", str(free_ports(1)[0])]
+Process = subprocess.Popen[str] | Forked
+
+
+def words_of(command: list[str], ranks: int) -> list[str]:
+    torchrun = [*programs.TORCHRUN, "--nproc_per_node", str(ranks), "--master_port", str(free_ports(1)[0])]
+    return [*(torchrun if ranks > 1 else ()), str(REPOSITORY / "open_instruct" / "dpo.py"), *command]
+
+
+def start(command: list[str], *, ranks: int = 1, constants: dict[str, Any] | None = None) -> Forked:
+    return programs.start(words_of(command, ranks), constants=constants)
+
+
+def start_python(command: list[str], *, ranks: int = 1, **options: Any) -> subprocess.Popen[str]:
+    """As `start`, but a Python that has imported nothing yet."""
     return subprocess.Popen(
-        [*program, str(REPOSITORY / "open_instruct" / f"{entry}.py"), *command],
+        [sys.executable, *words_of(command, ranks)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -44,21 +59,13 @@ def start(command: list[str], *, ranks: int = 1, entry: str = "dpo", **options: 
     )
 
 
-def pids_of(process: subprocess.Popen[str]) -> list[int]:
-    """The ranks that torchrun has started, in rank order."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = {}
-    for child in map(int, children):
-        with suppress(OSError):
-            for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                if entry.startswith(b"RANK="):
-                    ranks[int(entry.removeprefix(b"RANK="))] = child
-    return [ranks[rank] for rank in sorted(ranks)]
+def pids_of(process: Process) -> list[int]:
+    """The ranks that torchrun has started, in rank order, which is that of its children."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 @contextmanager
-def running(*arguments: Any, **named: Any) -> Iterator[subprocess.Popen[str]]:
-    process = start(*arguments, **named)
+def running(process: Process) -> Iterator[Process]:
     try:
         yield process
     finally:
@@ -69,12 +76,12 @@ def running(*arguments: Any, **named: Any) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def said_by(process: subprocess.Popen[str]) -> str:
+def said_by(process: Process) -> str:
     said, _ = process.communicate(timeout=TIMEOUT_S)
     return said
 
 
-def once(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def once(is_so: Callable[[], bool], process: Process) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert process.poll() is None, process.communicate()[0]
@@ -98,11 +105,11 @@ def our_lines(said: str) -> list[str]:
 
 
 class TestLostRanks:
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_killed_rank_is_named(self, dpo_case: TrainCase, rank: int) -> None:
+    @pytest.mark.parametrize(("rank", "start_ranks"), [(0, start_python), (1, start)], ids=["0", "1"])
+    def test_a_killed_rank_is_named(self, dpo_case: TrainCase, rank: int, start_ranks: Callable[..., Process]) -> None:
         out = dpo_case.folder / f"killed_{rank}"
         command = dpo_case.command(out.name, ranks=3, batch=1, max_train_steps=MANY_STEPS, checkpointing_steps=2)
-        with running(command, ranks=3) as process:
+        with running(start_ranks(command, ranks=3)) as process:
             once(lambda: rows_in(out) >= 3, process)
             pid = pids_of(process)[rank]
             os.kill(pid, signal.SIGKILL)
@@ -117,9 +124,11 @@ class TestLostRanks:
         assert "gloo" not in said and "Connection closed" not in said
 
     def test_a_stopped_rank_is_named_within_two_minutes(self, dpo_case: TrainCase) -> None:
+        assert peers.SILENT_S < 120
+        silence = {"open_instruct.parallel.peers:SILENT_S": 8.0}  # for as long as that, but not as long as in earnest
         out = dpo_case.folder / "stopped_rank"
         command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
-        with running(command, ranks=2) as process:
+        with running(start(command, ranks=2, constants=silence)) as process:
             once(lambda: rows_in(out) >= 2, process)
             pid = pids_of(process)[1]
             os.kill(pid, signal.SIGSTOP)
@@ -132,7 +141,7 @@ class TestLostRanks:
     def test_a_rank_that_fails_alone_is_quoted_by_rank_0(self, dpo_case: TrainCase) -> None:
         out = dpo_case.folder / "fails_alone"
         command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
-        with running(command, ranks=2) as process:
+        with running(start(command, ranks=2)) as process:
             once(lambda: rows_in(out) >= 2, process)
             os.kill(pids_of(process)[1], signal.SIGUSR1)  # ends a process that has no handler for it
             said = said_by(process)
@@ -141,8 +150,9 @@ class TestLostRanks:
 
 class TestSignals:
     def stopped(self, command: list[str], out: Path, words: str, number: int) -> tuple[int, str]:
-        with running(command) as process:
+        with running(start(command)) as process:
             once(lambda: logged(out, words), process)
+            time.sleep(INTO_IT_S)
             process.send_signal(number)
             said = said_by(process)
         return process.returncode, said
@@ -150,7 +160,7 @@ class TestSignals:
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
     def test_before_anything_is_there(self, dpo_case: TrainCase, number: int, code: int) -> None:
         out = dpo_case.folder / f"early_{number}"
-        with running(dpo_case.command(out.name)) as process:
+        with running(start_python(dpo_case.command(out.name))) as process:
             once(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes(), process)
             process.send_signal(number)
             said = said_by(process)
@@ -175,8 +185,9 @@ class TestSignals:
         write_synthetic_preferences(rows, num_rows=6000, seed=3)
         out = dpo_case.folder / "in_reference_of_two"
         command = dpo_case.command(out.name, ranks=2, mixer_list=[rows, "1.0"], batch=1)
-        with running(command, ranks=2) as process:
+        with running(start(command, ranks=2)) as process:
             once(lambda: logged(out, "to compute"), process)
+            time.sleep(INTO_IT_S)
             process.send_signal(signal.SIGTERM)
             said = said_by(process)
         lines = [line for line in our_lines(said) if line.startswith("dpo.py:")]
@@ -224,7 +235,7 @@ class TestFullDisk:
 
         command = dpo_case.command(out.name, max_train_steps=MANY_STEPS, checkpointing_steps=MANY_STEPS)
         said_by(start([*command, "--cache_logprobs_only"]))  # which needs larger files
-        process = start(command, preexec_fn=limit)
+        process = start_python(command, preexec_fn=limit)
         said = said_by(process)
         assert process.returncode == 1, said
         self.check(said)
@@ -240,7 +251,7 @@ class TestFullDisk:
 def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: TrainCase) -> None:
     out = dpo_case.folder / "two_runs"
     command = dpo_case.command(out.name, max_train_steps=MANY_STEPS)
-    with running(command) as first:
+    with running(start(command)) as first:
         once(lambda: rows_in(out) >= 1, first)
         second = start(command)
         said = said_by(second)
@@ -253,5 +264,5 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: T
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()[:-1]]
     assert steps == list(range(1, len(steps) + 1))
     # Its predecessor is dead, so the next one is refused nothing.
-    with running(command) as third:
+    with running(start(command)) as third:
         once(lambda: rows_in(out) >= 1, third)

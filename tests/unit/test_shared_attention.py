@@ -57,7 +57,7 @@ def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Segments, lef
     return torch.stack(outputs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(rows, st.sampled_from(LEFTS))
 def test_tiles_and_the_plain_version_are_the_definition(families: list[Any], left: int) -> None:
     of = segments(families)

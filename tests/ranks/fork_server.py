@@ -1,0 +1,103 @@
+"""Processes that have imported everything already: forked from one that does nothing else.
+
+A new Python is at work for seven seconds until it has imported torch, OLMo-core and transformers. The server imports
+them once a test session (`preloaded`), starts no thread and no process group, and forks a process for each that is
+asked for. What a test then has in hand is used like `subprocess.Popen`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Read by libraries when they are loaded, and so the same for all that is forked.
+WHEN_LOADED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+_server = multiprocessing.get_context("forkserver")
+
+
+class Forked:
+    """A process that calls `function(*arguments)`, of the top of a module; what that returns is the exit code.
+
+    It leads a session, works in `cwd`, and has the environment of this process and what `environment` adds, which
+    counts for modules that are loaded from now on. All that it and its children say is kept for `communicate`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., int],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
+    ) -> None:
+        self._said = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (it goes with the object)
+        _server.set_forkserver_preload(["tests.ranks.preloaded"])
+        ours = dict(os.environ)
+        os.environ.update(WHEN_LOADED)  # of the server, which the first process starts
+        try:
+            theirs = {**os.environ, **(environment or {})}
+            self._process = _server.Process(target=_become, args=(function, arguments, theirs, cwd, self._said.name))
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(ours)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for its end; what it said."""
+        self.wait(timeout)
+        return self.said(), None
+
+    def said(self) -> str:
+        """Until now."""
+        self._said.seek(0)
+        return self._said.read()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kill what is left of it and of its session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
+
+
+def _become(
+    function: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], cwd: Path, said: str
+) -> None:
+    os.setsid()
+    file = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # the server may have looked it up
+    os.chdir(cwd)
+    raise SystemExit(function(*arguments))

@@ -1,0 +1,93 @@
+"""Commands of users, but forked where everything is imported already: `python FILE ...`, and torchrun of it.
+
+The file is run as the main program, torchrun is the true one; only that no Python is started anew is different.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.ranks.fork_server import REPOSITORY, Forked
+
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+def start(
+    words: list[str],
+    *,
+    environment: dict[str, str] | None = None,
+    cwd: Path = REPOSITORY,
+    constants: dict[str, Any] | None = None,
+) -> Forked:
+    """Start what `python WORDS` would; torchrun, as in `[*TORCHRUN, "--nproc_per_node", "2", "FILE", ...]`, too.
+
+    `constants` of modules ("package.module:NAME") are what they say in it, and in the ranks.
+    """
+    return Forked(_with_constants, constants or {}, words, environment=environment, cwd=cwd)
+
+
+def _with_constants(constants: dict[str, Any], words: list[str]) -> int:
+    for place, value in constants.items():
+        module, _, name = place.partition(":")
+        assert hasattr(importlib.import_module(module), name)
+        setattr(sys.modules[module], name, value)
+    return _run_program(words)
+
+
+def _run_program(words: list[str]) -> int:
+    if words[: len(TORCHRUN)] == TORCHRUN:
+        return _torchrun(words[len(TORCHRUN) :])
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _torchrun(words: list[str]) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    def fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return _ForkedRank(args, env)
+
+    SubprocessHandler._popen = fork_rank  # type: ignore[method-assign]
+    run.main(words)
+    return 0
+
+
+class _ForkedRank(subprocess.Popen[bytes]):
+    """`python -u FILE ...` as a fork of torchrun."""
+
+    def __init__(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
+        _, unbuffered, *self._words = command
+        assert unbuffered == "-u"
+        self._environment = environment
+        super().__init__(command)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                    signal.signal(number, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.environ.clear()
+                os.environ.update(self._environment)
+                code = _run_program(self._words)
+            except SystemExit as error:
+                code = error.code if isinstance(error.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        self._child_created = True
