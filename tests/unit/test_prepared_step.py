@@ -12,11 +12,11 @@ from open_instruct.config.sections import OptimSection
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.models.build import build_model
-from open_instruct.models.tiny import Size, tiny_config
 from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
 from open_instruct.packing.steps import step_batch
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.records import Batch, Metric, StepBatch
+from open_instruct.toys.tiny import Size, tiny_config
 from tests.unit.test_finite import Recorder
 from tests.unit.test_training_pieces import CPU, make_pairs, shape_of
 
