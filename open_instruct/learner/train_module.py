@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ from open_instruct.learner.reference_policy import Reference
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
-from open_instruct.objectives.objective import BoundLoss, LossOutputs
-from open_instruct.parallel.reduce import reduce_metrics
+from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.parallel.reduce import gather_rows, reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
                         batch,
                         values={
                             **batch.values,
-                            **{name: self._logprobs_N(model, batch.packed) for name, model in models.items()},
+                            **{name: self._scores(model, batch.packed).logprobs_N for name, model in models.items()},
                         },
                     )
                     for batch in update.microbatches
@@ -172,8 +173,18 @@ class ObjectiveTrainModule(TransformerTrainModule):
             reshard(self.reference.model)
         return filled
 
-    def _logprobs_N(self, model: Transformer, packed: PackedBatch) -> torch.Tensor:
-        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature).logprobs_N
+    def _scores(self, model: Transformer, packed: PackedBatch) -> TokenLogprobs:
+        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
+
+    @torch.no_grad()
+    def prepared(self, step: StepBatch) -> StepBatch:
+        """The step as its loss is to see it: see `BoundLoss.prepare`."""
+        if self.loss.prepare is None:
+            return step
+        self._set_model_mode("eval")
+        scores = [self._scores(self.computing_model, batch.packed) for batch in step.microbatches]
+        reshard(self.model)
+        return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
 
     def pre_train(self) -> None:
         # OLMo-core checks here that batches divide evenly in tokens; ours are planned in documents.
@@ -185,7 +196,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
     def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
         """Forward and backward over this rank's microbatches, then one all-reduce for all metrics."""
         assert not dry_run, "the loader has no mock batch"
-        step: StepBatch = batch["step"]
+        step = self.prepared(batch["step"])
         self._has_nothing_to_learn = step.counts["rows"] == 0
         self._set_model_mode("train")
         # FSDP averages gradients over the data-parallel ranks; the denominators are global already. Ranks that split a

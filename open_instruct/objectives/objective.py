@@ -9,13 +9,13 @@ Legend: N labelled tokens of a microbatch or rows of a data set, D documents of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.records import Batch, Metric
+from open_instruct.records import Batch, Metric, StepBatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,6 +47,10 @@ class LossOutputs:
     metrics: Mapping[str, Metric]
 
 
+# Of a tensor (rows, ...) of each data-parallel rank, however many rows it has: those of all ranks, in their order.
+Gather = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLoss:
     """The loss of a run: an objective's, with the settings of its flags.
@@ -54,9 +58,15 @@ class BoundLoss:
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
     divides the logits; `with_entropy` asks for the entropy at every label. `first_loss` is the loss of a policy that
     equals its reference, where that is a number; `remedy` says what it means that the first step had another.
+
+    `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
+    the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
+    first of them is learned from, and returns the step that is to be learned: with `values` more, documents fewer.
+    Every rank calls it, also one without rows.
     """
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
+    prepare: Callable[[StepBatch, Sequence[TokenLogprobs], Gather], StepBatch] | None = None
     temperature: float = 1.0
     with_entropy: bool = False
     first_loss: float | None = None

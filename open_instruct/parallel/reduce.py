@@ -1,4 +1,4 @@
-"""Every metric of a step, reduced over ranks in one all-reduce."""
+"""Every metric of a step, reduced over ranks in one all-reduce; and rows of all ranks, where there are few."""
 
 from __future__ import annotations
 
@@ -56,3 +56,11 @@ def reduce_metrics(
             total, weight_sum = next(numbers), next(numbers)
             reduced[name] = total / weight_sum if weight_sum > 0 else float("nan")
     return reduced
+
+
+def gather_rows(values: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them, also none."""
+    parts = [values] * (dist.get_world_size(group) if dist.is_initialized() else 1)
+    if len(parts) > 1:
+        dist.all_gather_object(parts, values.cpu(), group=group)
+    return torch.cat(parts).to(values.device)
