@@ -27,6 +27,7 @@ UPSTREAM_FLAGS: dict[str, str] = {
     "dpo_loss_type": "is called --loss_type here",
     "dpo_gamma_beta_ratio": "is called --gamma_beta_ratio here",
     "dpo_label_smoothing": "is called --label_smoothing here",
+    "rpo_alpha": "is a sum of two losses here: --loss_type dpo sft --loss_weights 1 ALPHA",
     "dataset_mixer_list": "is called --mixer_list here",
     "dataset_mixer_list_splits": "is called --mixer_list_splits here",
     "dataset_mixer": "is a list of words here: --mixer_list NAME AMOUNT NAME AMOUNT",

@@ -21,7 +21,7 @@ from open_instruct.run.console import Console
 
 
 class Scorer:
-    """Scores rows by the forward pass that trains them, cut into steps as in training.
+    """Scores rows by the forward pass that trains them, cut into steps and summed over replies as in training.
 
     Every data-parallel rank calls `score` together and gets the same array.
     """
@@ -30,6 +30,7 @@ class Scorer:
         self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
         self.device = policy.device
+        self.ld_alpha = policy.loss.ld_alpha
         self.shape = shape
         self.console = console
 
@@ -51,7 +52,7 @@ class Scorer:
                 indices = [rows[j] for j in order[start : start + num_rows_per_step]]
                 step = step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
                 for batch in step.microbatches:
-                    logprobs = sequence_logprobs(self.model, batch.packed, device=self.device)
+                    logprobs = sequence_logprobs(self.model, batch.packed, device=self.device, ld_alpha=self.ld_alpha)
                     positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
                     values_ND[positions.to(self.device)] = logprobs.sums_S.view(num_documents, -1).T.float()
                 on_progress(min(start + num_rows_per_step, len(order)), len(order))

@@ -8,7 +8,6 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,6 +132,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             device=self.device,
             temperature=self.loss.temperature,
             with_entropy=self.loss.with_entropy,
+            with_collisions=self.loss.with_collisions,
         )
         values = {name: value.to(self.device) for name, value in batch.values.items()}
         return self.loss.function(scores, replace(batch, values=values), counts)
@@ -184,7 +184,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self._set_model_mode("eval")
         scores = [self._scores(self.computing_model, batch.packed) for batch in step.microbatches]
         reshard(self.model)
-        return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
+        return self.loss.prepare(step, scores, lambda rows: gather_rows(rows, group=self.dp_process_group))
 
     def pre_train(self) -> None:
         # OLMo-core checks here that batches divide evenly in tokens; ours are planned in documents.
