@@ -117,7 +117,10 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         scores = {}
         heldout_reference_ND = None
         if objective.needs_reference(config):
-            cache = open_reference_cache(cache_root(config.data.cache_dir), pretrained, model=config.model, shape=shape)
+            folder = cache_root(config.data.cache_dir) / "reference_logprobs"
+            if policy.loss.ld_alpha is not None:
+                folder /= f"ld-{policy.loss.ld_alpha}"
+            cache = open_reference_cache(folder, pretrained, model=config.model, shape=shape)
             scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
             if heldout_rows is not None:
                 heldout_reference_ND = reference_logprobs(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.losses import PREFERENCE_LOSSES, SMOOTHED
+from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER, SMOOTHING
 from open_instruct.config.sections import (
     LoggingSection,
     MemorySection,
@@ -19,6 +19,20 @@ from open_instruct.config.sections import (
     RunSection,
 )
 from open_instruct.config.validation import changed, refuse, training_problems, training_warnings
+
+# What they give a loss, and which value is none of it.
+CHANGING_FLAGS = {
+    SMOOTHING: ("label smoothing", 0),
+    SHORTER: ("sums over replies to desensitize", None),
+    DIVERGENCE: ("divergence to choose", F_DIVERGENCES[0]),
+}
+# Which loss has what.
+FLAGS_OF_ONE_LOSS = {
+    "gamma_beta_ratio": ("simpo", "a target margin"),
+    "cpo_alpha": ("cpo", "a weight of the chosen reply"),
+    "discopop_tau": ("discopop", "two parts to go between"),
+    "weight_alignment": ("wpo", "weights to align"),
+}
 
 
 @dataclass(kw_only=True)
@@ -54,25 +68,43 @@ def validate_dpo(config: DPOConfig) -> list[str]:
 
 
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
-    if loss.loss_type not in PREFERENCE_LOSSES:
-        yield f"--loss_type {loss.loss_type}: there is no such loss; choose one of {', '.join(PREFERENCE_LOSSES)}"
+    names = loss.names
+    unknown = [name for name in names if name not in PREFERENCE_LOSSES]
+    if unknown:
+        yield f"--loss_type {spelled(unknown)}: there is no such loss; choose one of {', '.join(PREFERENCE_LOSSES)}"
         return
-    if 0 < loss.label_smoothing < 0.5 and not PREFERENCE_LOSSES[loss.loss_type].has_smoothing:
+    given = f"--loss_type {spelled(names)}"
+    if len(set(names)) < len(names):
+        yield f"{given} names a loss twice: name it once, with the sum of its --loss_weights"
+    if loss.loss_weights and (len(loss.loss_weights) != len(names) or min(loss.loss_weights) <= 0):
+        yield f"--loss_weights {spelled(loss.loss_weights)}: give a number above 0 for each of {given}, in their order"
+    for flag, (what, off) in CHANGING_FLAGS.items():
+        value, readers = getattr(loss, flag), [name for name in names if flag in PREFERENCE_LOSSES[name].reads]
+        # A loss without it beside one that has it is smoothed no less; the others change what all are computed from.
+        if value != off and not (readers if flag == SMOOTHING else readers == names):
+            having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
+            yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
+    if loss.label_smoothing == 0 and "exo_pair" in names:
+        yield "--label_smoothing 0: exo_pair has no value there; give --label_smoothing 0.001, as its paper does"
+    if loss.cache_logprobs_only and not needs_reference(loss):
         yield (
-            f"--label_smoothing {spelled(loss.label_smoothing)}: --loss_type {loss.loss_type} has no label smoothing; "
-            f"use 0, or one of {', '.join(SMOOTHED)}"
-        )
-    if loss.cache_logprobs_only and not PREFERENCE_LOSSES[loss.loss_type].needs_reference:
-        yield (
-            f"--cache_logprobs_only: --loss_type {loss.loss_type} has no reference, so there is nothing to compute; "
+            f"--cache_logprobs_only: {given} has no reference, so there is nothing to compute; "
             "leave the flag out, or choose another loss"
         )
 
 
+def needs_reference(loss: PreferenceLossSection) -> bool:
+    return any(PREFERENCE_LOSSES[name].needs_reference for name in loss.names)
+
+
 def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
     """Flags that were given and would be read by nothing."""
-    if not PREFERENCE_LOSSES[config.loss.loss_type].has_margin:
-        for given in changed(config, "gamma_beta_ratio"):
-            yield f"{given}: only --loss_type simpo has a target margin; leave it out or use simpo"
+    for flag, (name, what) in FLAGS_OF_ONE_LOSS.items():
+        if not any(flag in PREFERENCE_LOSSES[each].reads for each in config.loss.names):
+            for given in changed(config, flag):
+                yield f"{given}: only --loss_type {name} has {what}; leave it out or use {name}"
+    if config.loss.f_divergence_type != "alpha_divergence":
+        for given in changed(config, "f_alpha_divergence_coef"):
+            yield f"{given}: is read only with --f_divergence_type alpha_divergence; leave it out"
     if config.data.prefix_sharing == "on" and not config.data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"

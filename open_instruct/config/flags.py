@@ -70,14 +70,15 @@ class Flag:
     default: Any
     help: str
     item_kind: type = str  # of a list's items
+    or_one: bool = False  # of a list: a single word is that word, no list of one
     resume: str = "same"  # see `sections.Resume`
 
     @property
     def metavar(self) -> str:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
-            return "|".join(self.choices)
-        of_list = "INT ..." if self.item_kind is int else "WORD ..."
+            return "|".join(self.choices) + " ..." * self.or_one
+        of_list = {int: "INT ...", float: "FLOAT ...", str: "WORD ..."}[self.item_kind]
         return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: of_list}[self.kind]
 
     @property
@@ -91,7 +92,9 @@ class Flag:
                 int: "a whole number",
                 float: "a number",
                 str: "a word",
-                list: "a list of whole numbers" if self.item_kind is int else "a list of words",
+                list: {int: "a list of whole numbers", float: "a list of numbers"}.get(
+                    self.item_kind, "a list of words"
+                ),
             }[self.kind]
         return f"{what}, or none" if self.optional else what
 
@@ -103,8 +106,9 @@ class Flag:
         """
         if not all(map(_is_text, words)):
             raise InputError("holds a null byte or one that is not UTF-8; give text")
-        if self.kind is list:
-            return [self._item_of(word) for word in words]
+        if self.kind is list and (words or not self.or_one):
+            items = [self._item_of(word) for word in words]
+            return items[0] if self.or_one and len(items) == 1 else items
         if not words:
             raise InputError(f"needs a value: {self.accepted}")
         if len(words) > 1:
@@ -128,7 +132,7 @@ class Flag:
 
     def _item_of(self, word: str) -> Any:
         item = word if self.item_kind is str else _finite_number(self.item_kind, word)
-        if item is None:
+        if item is None or (self.choices and word not in self.choices):
             raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
         return item
 
@@ -188,7 +192,7 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
         hints = get_type_hints(section_class)
         for field in fields(section_class):
             assert field.name not in flags, f"flag {field.name} is in two sections"
-            kind, item_kind, choices, optional = _read_type(hints[field.name])
+            kind, item_kind, choices, optional, or_one = _read_type(hints[field.name])
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             required = default is MISSING
             flags[field.name] = Flag(
@@ -202,23 +206,28 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 default=None if required else default,
                 help=field.metadata["help"],
                 item_kind=item_kind,
+                or_one=or_one,
                 resume=field.metadata["resume"],
             )
     return flags
 
 
-def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool]:
-    """(kind, kind of a list's items, choices, optional) of a field's annotation, limited to what sections.py allows."""
-    optional = False
+def _read_type(hint: Any) -> tuple[type, type, tuple[str, ...], bool, bool]:
+    """(kind, kind of a list's items, choices, optional, or one item) of a field's annotation.
+
+    It is limited to what sections.py allows.
+    """
+    optional = or_one = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
-        assert len(members) == 1, f"a flag has one type, or one type and None: {hint}"
-        (hint,), optional = members, True
+        optional, or_one = len(members) < len(get_args(hint)), members == [str, list[str]]
+        assert len(members) == 1 or or_one, f"a flag has one type, or one type and None: {hint}"
+        hint = members[-1]
     if get_origin(hint) is Literal:
-        return str, str, get_args(hint), optional
+        return str, str, get_args(hint), optional, False
     if get_origin(hint) is list:
         (item,) = get_args(hint)
-        assert item in (str, int), f"a list flag is list[str] or list[int]: {hint}"
-        return list, item, (), optional
+        assert item in (str, int, float), f"a list flag is list[str], list[int] or list[float]: {hint}"
+        return list, item, (), optional, or_one
     assert hint in (str, int, float, bool), f"a flag's type is str, int, float, bool, Literal or a list: {hint}"
-    return hint, str, (), optional
+    return hint, str, (), optional, False

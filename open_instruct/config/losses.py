@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+LOG_2 = math.log(2.0)
+SMOOTHING, SHORTER, DIVERGENCE = "label_smoothing", "ld_alpha", "f_divergence_type"
+# Those of --f_divergence_type; the first is DPO's.
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,39 +24,62 @@ class PreferenceLoss:
     Attributes:
         papers: their numbers on arXiv.
         beta: the --beta it takes by default. A loss of means over tokens wants a larger one than a loss of sums.
+        reads: flags that not every loss reads.
         per_token: whether log-probs are averaged over the reply, or added up.
         needs_reference: whether log-probs are compared with those of the start model.
-        has_smoothing: whether it reads --label_smoothing.
-        has_margin: whether it reads --gamma_beta_ratio.
-        first_loss: of a beta, the loss of a policy that equals its reference; None where that depends on the policy.
+        of_global_batch: whether a pair's loss depends on the other pairs of the global batch.
+        first_loss: of a beta and a label smoothing, the loss of a policy that equals its reference; None where that
+            depends on the policy.
     """
 
     papers: tuple[str, ...]
-    beta: float
+    beta: float = 0.1
+    reads: tuple[str, ...] = ()
     per_token: bool = False
     needs_reference: bool = True
-    has_smoothing: bool = True
-    has_margin: bool = False
-    first_loss: Callable[[float], float] | None = None
+    of_global_batch: bool = False
+    first_loss: Callable[[float, float], float] | None = None
 
+
+_SUMMED = PreferenceLoss(papers=(), reads=(SHORTER,))
+_OF_MARGIN = replace(_SUMMED, reads=(SHORTER, DIVERGENCE))
+_LOGISTIC = replace(_OF_MARGIN, reads=(SMOOTHING, SHORTER, DIVERGENCE), first_loss=lambda *_: LOG_2)
+_SORTED = replace(_LOGISTIC, reads=(SMOOTHING, SHORTER), of_global_batch=True)
+_FREE = PreferenceLoss(papers=(), needs_reference=False)
 
 PREFERENCE_LOSSES = {
-    "dpo": PreferenceLoss(papers=("2305.18290",), beta=0.1, first_loss=lambda beta: math.log(2.0)),
-    "dpo_norm": PreferenceLoss(papers=("2411.15124",), beta=5.0, per_token=True, first_loss=lambda beta: math.log(2.0)),
-    "simpo": PreferenceLoss(papers=("2405.14734",), beta=2.0, per_token=True, needs_reference=False, has_margin=True),
-    "wpo": PreferenceLoss(papers=("2406.11827",), beta=0.1),
+    "dpo": replace(_LOGISTIC, papers=("2305.18290",)),
+    "dpo_norm": replace(_LOGISTIC, papers=("2411.15124",), beta=5.0, per_token=True, reads=(SMOOTHING, DIVERGENCE)),
+    "simpo": replace(_FREE, papers=("2405.14734",), beta=2.0, per_token=True, reads=(SMOOTHING, "gamma_beta_ratio")),
+    "wpo": PreferenceLoss(papers=("2406.11827",), reads=(SMOOTHING, DIVERGENCE, "weight_alignment")),
     "ipo": PreferenceLoss(
         papers=("2310.12036",),
         beta=1.0,
         per_token=True,
-        has_smoothing=False,
-        first_loss=lambda beta: 1.0 / (4.0 * beta**2),
+        reads=(DIVERGENCE,),
+        first_loss=lambda beta, _: 1 / (4 * beta**2),
     ),
-    "hinge": PreferenceLoss(
-        papers=("2305.10425", "2309.06657"), beta=0.1, has_smoothing=False, first_loss=lambda beta: 1.0
+    "hinge": replace(_OF_MARGIN, papers=("2305.10425", "2309.06657"), first_loss=lambda *_: 1.0),
+    "robust": replace(_LOGISTIC, papers=("2403.00409",)),
+    "exo_pair": replace(_LOGISTIC, papers=("2402.00856",), first_loss=lambda _, e: -LOG_2 - math.log(e - e * e) / 2),
+    "nca_pair": replace(_SUMMED, papers=("2402.05369",), first_loss=lambda *_: 2 * LOG_2),
+    "bco_pair": replace(_SUMMED, papers=("2404.04656",), first_loss=lambda *_: 2 * LOG_2),
+    "sppo_hard": replace(_SUMMED, papers=("2405.00675",), first_loss=lambda beta, _: 1 / (2 * beta**2)),
+    "aot": replace(_SORTED, papers=("2406.05882",)),
+    "aot_unpaired": replace(_SORTED, papers=("2406.05882",)),
+    "apo_zero": replace(_SUMMED, papers=("2408.06266",), first_loss=lambda *_: 1.0),
+    "apo_down": replace(_SUMMED, papers=("2408.06266",), first_loss=lambda *_: 1.0),
+    "discopop": replace(
+        _OF_MARGIN,
+        papers=("2406.08414",),
+        reads=(SHORTER, DIVERGENCE, "discopop_tau"),
+        first_loss=lambda *_: 0.5 + LOG_2 / 2,
     ),
+    "sft": replace(_FREE, papers=("2404.19733",), per_token=True),
+    "cpo": replace(_FREE, papers=("2401.08417",), reads=(SMOOTHING, "cpo_alpha")),
+    "orpo": replace(_FREE, papers=("2403.07691",), per_token=True),
 }
-SMOOTHED = [name for name, loss in PREFERENCE_LOSSES.items() if loss.has_smoothing]
+SMOOTHED = [name for name, loss in PREFERENCE_LOSSES.items() if SMOOTHING in loss.reads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

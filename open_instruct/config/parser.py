@@ -165,13 +165,13 @@ def _yaml_value(flag: Flag, node: Any, origin: str, problems: list[str]) -> Any:
         if flag.optional:
             return None
         problems.append(f"{origin} needs a value: {flag.accepted}")
-    elif is_scalar and flag.kind is not list:
+    elif is_scalar and (flag.kind is not list or flag.or_one):
         return _value(flag, [node.value], origin, problems)
     elif is_list and flag.kind is list and all(_is_word(item) for item in node.value):
         return _value(flag, [item.value for item in node.value], origin, problems)
     else:
-        items = "8, 8" if flag.item_kind is int else "rows.jsonl, 1.0"
-        such_as = f", such as [{items}]" if flag.kind is list else ""
+        items = {int: "8, 8", float: "1.0, 0.5"}.get(flag.item_kind, "rows.jsonl, 1.0")
+        such_as = f", such as [{items}]" if flag.kind is list and not flag.or_one else ""
         problems.append(f"{origin} takes {flag.accepted}{such_as}, not {_node_kind(node)}")
     return None
 

@@ -2,7 +2,8 @@
 
 Field names are flag names. Every field is made by `flag(help, default)`, or by `free_flag` where a run that resumes may
 have another value; a field without a default must be given. Types are limited to what one command line word (or a list
-of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]` and `list[int]`.
+of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `list[int]`, `list[float]`, and
+`str | list[str]` for what is one word mostly.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from open_instruct.config.flags import Limits
-from open_instruct.config.losses import PREFERENCE_LOSSES, SMOOTHED
+from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
 
 PrefixSharing = Literal["auto", "on", "off"]
 
@@ -84,10 +85,14 @@ class PreferenceDataSection(DataSection):
 class PreferenceLossSection:
     """Loss"""
 
-    loss_type: str = flag("the preference loss", "dpo_norm", choices=PREFERENCE_LOSSES)
+    loss_type: str | list[str] = flag(
+        "the preference loss, or several to add up", "dpo_norm", choices=PREFERENCE_LOSSES
+    )
+    loss_weights: list[float] = flag("one for each of several --loss_type; default: 1 each", [])
     beta: float = flag(
         "strength of the pull towards the reference policy (scale of the reward); default: the loss's own, "
-        + ", ".join(f"{loss.beta} for {name}" for name, loss in PREFERENCE_LOSSES.items()),
+        + "".join(f"{loss.beta} for {name}, " for name, loss in PREFERENCE_LOSSES.items() if loss.beta != 0.1)
+        + "0.1 for the others",
         None,
         above=0,
     )
@@ -99,12 +104,29 @@ class PreferenceLossSection:
         note=" (at 0.5 the label says nothing)",
     )
     gamma_beta_ratio: float = flag("simpo: target margin divided by beta", 0.3, minimum=0)
+    cpo_alpha: float = flag("cpo: weight of the chosen reply's mean -log p", 1.0, minimum=0)
+    discopop_tau: float = flag("discopop: temperature of the change between its two parts", 0.05, above=0, maximum=1)
+    weight_alignment: bool = flag("wpo: measure each token's probability by what the policy expects of one", False)
+    ld_alpha: float | None = flag("weight of the tokens by which a reply is the longer one", None, minimum=0, maximum=1)
+    f_divergence_type: str = flag(
+        "divergence from the reference that is penalised", "reverse_kl", choices=F_DIVERGENCES
+    )
+    f_alpha_divergence_coef: float = flag("alpha of the alpha_divergence", 0.5, above=0, below=1)
     cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
 
     def __post_init__(self) -> None:
         # At once, so that config.yaml, and what a resumed run is compared with, have the number.
         if self.beta is None:
-            self.beta = PREFERENCE_LOSSES[self.loss_type].beta
+            self.beta = PREFERENCE_LOSSES[self.leading].beta
+
+    @property
+    def names(self) -> list[str]:
+        return [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
+    def leading(self) -> str:
+        """Of several losses the one that has the say in beta and rewards: the first that has a reference, if any."""
+        return next((name for name in self.names if PREFERENCE_LOSSES[name].needs_reference), self.names[0])
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
 from open_instruct.models.context_parallel import ContextGroup, context_of
-from open_instruct.models.logprob_head import head_settings
+from open_instruct.models.logprob_head import HeadSettings, head_settings
 from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions
@@ -26,6 +26,7 @@ def token_logprobs(
     device: torch.device,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_collisions: bool = False,
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
@@ -50,7 +51,7 @@ def token_logprobs(
     if kept is not None:
         kwargs["logits_to_keep"] = kept.positions_BK.to(device)
 
-    with head_settings(model, temperature=temperature, with_entropy=with_entropy):
+    with head_settings(model, HeadSettings(temperature, with_entropy, with_collisions)):
         output = model(
             batch.input_ids_BT.to(device),
             labels=batch.labels_BT.to(device),
@@ -59,18 +60,22 @@ def token_logprobs(
             return_logits=False,
             **kwargs,
         )
-    losses, entropies = _gathered(output.loss), _gathered(output.entropy) if with_entropy else None
-    sequence_ids = batch.sequence_ids_BT if kept is None else kept.sequence_ids_BK
-    if context is not None:
-        sequence_ids = whole.sequence_ids_BT
-        losses = _whole_row(losses, kept, batch, context)
-        entropies = None if entropies is None else _whole_row(entropies, kept, batch, context)
+    sequence_ids = whole.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK
     # Computed on the CPU, where the ids are: no wait for the device.
     labelled_N = (sequence_ids.flatten() >= 0).nonzero().squeeze(1)
+
+    def of_labels(values: torch.Tensor) -> torch.Tensor:
+        # Tensor-parallel ranks hold a part each.
+        values = values.full_tensor() if isinstance(values, DTensor) else values
+        if context is not None:
+            values = _whole_row(values, kept, batch, context)
+        return values.flatten().index_select(0, labelled_N.to(values.device))
+
     return TokenLogprobs(
-        logprobs_N=-_selected(losses, labelled_N),
+        logprobs_N=-of_labels(output.loss),
         sequence_ids_N=sequence_ids.flatten()[labelled_N].to(device),
-        entropy_N=None if entropies is None else _selected(entropies, labelled_N),
+        entropy_N=None if output.entropy is None else of_labels(output.entropy),
+        collision_logprobs_N=None if output.collision_logprobs is None else of_labels(output.collision_logprobs),
     )
 
 
@@ -94,13 +99,3 @@ def _whole_row(
     positions_K = kept.positions_BK.flatten().to(values.device)
     values_T = values.new_zeros(part.input_ids_BT.numel()).index_copy(0, positions_K, values.flatten())
     return context.whole_row(values_T)
-
-
-def _gathered(values: torch.Tensor) -> torch.Tensor:
-    """The values of all positions, where tensor-parallel ranks hold a part each."""
-    return values.full_tensor() if isinstance(values, DTensor) else values
-
-
-def _selected(values: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-    """The values at flat positions."""
-    return values.flatten().index_select(0, positions_N.to(values.device))

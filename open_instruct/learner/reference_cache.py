@@ -4,6 +4,7 @@ A row's key covers its token ids and spans (so the tokenizer, the template and t
 name covers the weights, the configuration, the precision, and how rows are laid out: padded, packed, or with shared
 prompts, which differ by rounding. What is kept is the sum over the reply, so that losses
 which average divide by the length themselves and share the same file.
+Sums in which tokens do not all count are kept in a folder of their own.
 """
 
 from __future__ import annotations
@@ -101,11 +102,11 @@ def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: Referenc
 
 
 def open_reference_cache(
-    cache_folder: Path, pretrained: Pretrained, *, model: ModelSection, shape: BatchShape
+    folder: Path, pretrained: Pretrained, *, model: ModelSection, shape: BatchShape
 ) -> ReferenceCache:
     """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
     cache = ReferenceCache(
-        cache_folder / "reference_logprobs",
+        folder,
         model_fingerprint=with_config(pretrained.weights_fingerprint, pretrained.hf_config.to_dict()),
         precision=model.param_dtype,
         laid_out=f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.backend import Learner
-from open_instruct.losses.logprobs import sum_by_sequence
+from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
@@ -21,7 +21,7 @@ from open_instruct.run.console import Console
 
 
 class Scorer:
-    """Scores rows by the forward pass that trains them, cut into steps as in training.
+    """Scores rows by the forward pass that trains them, cut into steps and summed over replies as in training.
 
     Every data-parallel rank calls `score` together and gets the same array.
     """
@@ -31,6 +31,7 @@ class Scorer:
         self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
         self.device = policy.device
+        self.ld_alpha = policy.loss.ld_alpha
         self.shape = shape
         self.console = console
 
@@ -53,7 +54,9 @@ class Scorer:
                 step = step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
                 for batch in step.microbatches:
                     scores = self.policy.scores(batch.packed)
-                    sums_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
+                    sums_S, _ = sum_by_reply(
+                        scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences, self.ld_alpha
+                    )
                     positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
                     values_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
                 on_progress(min(start + num_rows_per_step, len(order)), len(order))

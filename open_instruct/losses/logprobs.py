@@ -41,6 +41,29 @@ def sum_by_sequence(
     return sums[:num_sequences].to(result_dtype), counts[:num_sequences]
 
 
+def sum_by_reply(
+    logprobs_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int, ld_alpha: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sum_by_sequence` of pairs, in which only `ld_alpha` of a reply counts where the other one has no token any more.
+
+    LD-DPO, arXiv 2409.06411 eq. 9 and 10: log p of the first min(|y_w|, |y_l|) tokens, plus `ld_alpha` times that of
+    the rest. Sequences are all chosen replies, then all rejected ones; None counts every token.
+
+    Example: log-probs `[-1., -2., -4.]` with ids `[0, 1, 1]`, one pair: with `ld_alpha` 0.5 the sums are `[-1., -4.]`.
+    """
+    if ld_alpha is None:
+        return sum_by_sequence(logprobs_N, sequence_ids_N, num_sequences)
+    ids_N = sequence_ids_N.long()
+    lengths_S = torch.bincount(ids_N, minlength=num_sequences)
+    order_N = ids_N.argsort(stable=True)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    places_N = torch.empty_like(ids_N)
+    places_N[order_N] = torch.arange(len(ids_N), device=ids_N.device) - starts_S[ids_N[order_N]]
+    shared_S = lengths_S.view(2, -1).amin(0).repeat(2)
+    weights_N = torch.where(places_N < shared_S[ids_N], 1.0, ld_alpha)
+    return sum_by_sequence(logprobs_N * weights_N, sequence_ids_N, num_sequences)
+
+
 def mean_by_sequence(logprobs_BK: torch.Tensor, sequence_ids_BK: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Mean label log-prob of each document, in nats per token, shape (S,); 0 for one without labels."""
     sums_S, counts_S = sum_by_sequence(logprobs_BK, sequence_ids_BK, num_sequences)

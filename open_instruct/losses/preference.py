@@ -3,25 +3,30 @@
 No loss here divides by a number of pairs. The caller adds up `losses_P` over microbatches and
 ranks and divides by the global number of pairs, so the result does not depend on the split.
 
-Legend: P pairs. All log-probs are in nats.
+Legend: P pairs. All log-probs are in nats. What a function is given of the chosen and the rejected reply is what its
+loss compares: the log-ratio to the reference, of a loss without one the log-prob; over the reply summed or averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.losses.logprobs import per_token
+from open_instruct.losses.logprobs import MAX_LOG_RATIO, per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLossInputs:
     """What any preference loss is computed from. Log-probs are sums over the reply's tokens.
+
+    `*_collision_logps_P` are sums of log(sum over v of p(v)^2), see `TokenLogprobs`; without them, weights are not
+    aligned. `matched_3P` is what a loss of the global batch must know of the other pairs: see `matched_pairs`.
 
     Example: one pair, replies of 2 and 4 tokens, before the first step::
 
@@ -41,6 +46,9 @@ class PreferenceLossInputs:
     rejected_lengths_P: torch.Tensor
     reference_chosen_logps_P: torch.Tensor | None = None
     reference_rejected_logps_P: torch.Tensor | None = None
+    chosen_collision_logps_P: torch.Tensor | None = None
+    rejected_collision_logps_P: torch.Tensor | None = None
+    matched_3P: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         # Shapes (B,) and (B, T) broadcast silently into a wrong loss, so every one must be the same (P,).
@@ -48,7 +56,7 @@ class PreferenceLossInputs:
         assert (self.reference_chosen_logps_P is None) == (self.reference_rejected_logps_P is None)
         for name in self.__slots__:
             tensor = getattr(self, name)
-            assert tensor is None or tensor.shape == num_pairs, f"{name}: {tuple(tensor.shape)}, not {num_pairs}"
+            assert tensor is None or tensor.shape[-1:] == num_pairs, f"{name}: {tuple(tensor.shape)}, not {num_pairs}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +65,7 @@ class PreferenceLossOutputs:
 
     Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta * policy):
     sums, or means over the reply's tokens for a length-normalised loss. `*_logps_P` are those of the policy.
+    Of several losses the leading one says how. `parts` are the losses of each, before they are weighted.
     """
 
     losses_P: torch.Tensor
@@ -64,54 +73,201 @@ class PreferenceLossOutputs:
     rejected_rewards_P: torch.Tensor
     chosen_logps_P: torch.Tensor
     rejected_logps_P: torch.Tensor
+    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[torch.Tensor, PreferenceLossInputs, PreferenceLossSection], torch.Tensor]
+LossFunction = Callable[[torch.Tensor, torch.Tensor, PreferenceLossInputs, PreferenceLossSection], torch.Tensor]
 
 
-def logistic_losses(margins_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> torch.Tensor:
+def logistic_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
     """DPO, arXiv 2305.18290 eq. 7: `-log sigmoid(beta * m)`, m the margin of log-ratios.
 
     On log-ratios averaged over the reply's tokens it is length-normalised DPO, Tülu 3, arXiv 2411.15124
     section 5.1.2 eq. 6. With label smoothing e, conservative DPO (Mitchell 2023, "A note on DPO with noisy
     preferences"): `-(1 - e) * log sigmoid(beta * m) - e * log sigmoid(-beta * m)`.
     """
-    return _smoothed_logistic(loss.beta * margins_P, loss.label_smoothing)
+    return _smoothed_logistic(loss.beta * (chosen_P - rejected_P), loss.label_smoothing)
 
 
-def simpo_losses(margins_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> torch.Tensor:
+def simpo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
     """SimPO, arXiv 2405.14734 eq. 6: `-log sigmoid(beta * m - gamma)`, m the margin of mean log-probs.
 
     `gamma = gamma_beta_ratio * beta`. Smoothed as DPO is.
     """
-    return _smoothed_logistic(loss.beta * (margins_P - loss.gamma_beta_ratio), loss.label_smoothing)
+    return _smoothed_logistic(loss.beta * (chosen_P - rejected_P - loss.gamma_beta_ratio), loss.label_smoothing)
 
 
-def wpo_losses(margins_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> torch.Tensor:
+def wpo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
     """WPO, arXiv 2406.11827 section 3: the DPO loss times `w(chosen) * w(rejected)`.
 
     `w(y) = exp(mean log-prob of y's tokens)` under the current policy, without gradient, the product
-    clamped at 1. The paper's further "weight alignment" needs whole distributions and is left out.
+    clamped at 1. With the paper's weight alignment each token's log-prob is taken relative to
+    `log(sum over v of p(v)^2)`, what the policy expects of a token it draws itself.
     """
     with torch.no_grad():
-        chosen_means_P = per_token(inputs.policy_chosen_logps_P, inputs.chosen_lengths_P)
-        rejected_means_P = per_token(inputs.policy_rejected_logps_P, inputs.rejected_lengths_P)
+        chosen_logps_P, rejected_logps_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
+        if loss.weight_alignment:
+            assert inputs.chosen_collision_logps_P is not None and inputs.rejected_collision_logps_P is not None
+            chosen_logps_P = chosen_logps_P - inputs.chosen_collision_logps_P
+            rejected_logps_P = rejected_logps_P - inputs.rejected_collision_logps_P
+        chosen_means_P = per_token(chosen_logps_P, inputs.chosen_lengths_P)
+        rejected_means_P = per_token(rejected_logps_P, inputs.rejected_lengths_P)
         weights_P = torch.exp(chosen_means_P + rejected_means_P).clamp(max=1.0)
-    return weights_P * logistic_losses(margins_P, inputs, loss)
+    return weights_P * logistic_losses(chosen_P, rejected_P, inputs, loss)
 
 
-def ipo_losses(margins_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> torch.Tensor:
+def ipo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
     """IPO, arXiv 2310.12036 eq. 17: `(m - 1 / (2 * beta)) ** 2`; beta is the paper's tau.
 
     m is the margin of log-ratios averaged over tokens. The paper writes whole-sequence log-probs; its
     authors later advised averages (and TRL uses them), as one target then suits replies of any length.
     """
-    return (margins_P - 1.0 / (2.0 * loss.beta)).square()
+    return (chosen_P - rejected_P - 1.0 / (2.0 * loss.beta)).square()
 
 
-def hinge_losses(margins_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> torch.Tensor:
+def hinge_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
     """Hinge, `max(0, 1 - beta * m)`: SLiC-HF (arXiv 2305.10425) on DPO's margin, as in RSO (arXiv 2309.06657)."""
-    return F.relu(1.0 - loss.beta * margins_P)
+    return F.relu(1.0 - loss.beta * (chosen_P - rejected_P))
+
+
+def robust_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """Robust DPO, arXiv 2403.00409 eq. 12: DPO's loss, without the bias of labels flipped with probability e.
+
+    `(-(1 - e) * log sigmoid(beta * m) + e * log sigmoid(-beta * m)) / (1 - 2 * e)`; it may be negative.
+    """
+    e, logits_P = loss.label_smoothing, loss.beta * (chosen_P - rejected_P)
+    return (e * F.logsigmoid(-logits_P) - (1.0 - e) * F.logsigmoid(logits_P)) / (1.0 - 2.0 * e)
+
+
+def exo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """EXO on pairs, arXiv 2402.00856 eq. 16: KL(q || (1 - e, e)), q the policy's preference `sigmoid(beta * m)`."""
+    e, logits_P = loss.label_smoothing, loss.beta * (chosen_P - rejected_P)
+    of_chosen_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - math.log1p(-e))
+    return of_chosen_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - math.log(e))
+
+
+def nca_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """NCA on pairs, arXiv 2402.05369 eq. 11: the chosen reply's reward is pulled up, and both are pulled to 0.
+
+    `-log sigmoid(w) - log sigmoid(-w) / 2 - log sigmoid(-l) / 2`, rewards w and l of chosen and rejected.
+    """
+    w_P, l_P = loss.beta * chosen_P, loss.beta * rejected_P
+    return -F.logsigmoid(w_P) - 0.5 * F.logsigmoid(-w_P) - 0.5 * F.logsigmoid(-l_P)
+
+
+def bco_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """BCO on pairs, arXiv 2404.04656, without its reward shift: a classifier of chosen against rejected replies."""
+    return -F.logsigmoid(loss.beta * chosen_P) - F.logsigmoid(-loss.beta * rejected_P)
+
+
+def sppo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """SPPO with hard labels, arXiv 2405.00675 eq. 4.7: log-ratios to +-1 / (2 * beta); beta is the paper's 1 / eta."""
+    target = 1.0 / (2.0 * loss.beta)
+    return (chosen_P - target).square() + (rejected_P + target).square()
+
+
+def aot_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """AOT on pairs, arXiv 2406.05882: DPO's loss of the policy's margins against the reference's, each sorted."""
+    assert inputs.matched_3P is not None
+    shifts_P = inputs.matched_3P[0].to(chosen_P.dtype)
+    return _smoothed_logistic(loss.beta * (chosen_P - rejected_P + shifts_P), loss.label_smoothing)
+
+
+def aot_unpaired_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """AOT, arXiv 2406.05882: DPO's loss of chosen against rejected replies, each sorted by their log-ratios.
+
+    A pair has the loss of its chosen reply, and the gradients of both.
+    """
+    assert inputs.matched_3P is not None
+    _, rejected_partners_P, chosen_partners_P = inputs.matched_3P.to(chosen_P.dtype)
+    of_chosen_P = _smoothed_logistic(loss.beta * (chosen_P - rejected_partners_P), loss.label_smoothing)
+    of_rejected_P = _smoothed_logistic(loss.beta * (chosen_partners_P - rejected_P), loss.label_smoothing)
+    return of_chosen_P + (of_rejected_P - of_rejected_P.detach())
+
+
+def apo_zero_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """APO-zero, arXiv 2408.06266 eq. 7: chosen replies up, rejected ones down: `1 - sigmoid(w) + sigmoid(l)`."""
+    return torch.sigmoid(-loss.beta * chosen_P) + torch.sigmoid(loss.beta * rejected_P)
+
+
+def apo_down_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """APO-down, arXiv 2408.06266 eq. 8: both down, the rejected reply more: `sigmoid(w) + 1 - sigmoid(w - l)`."""
+    return torch.sigmoid(loss.beta * chosen_P) + torch.sigmoid(-loss.beta * (chosen_P - rejected_P))
+
+
+def discopop_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """DiscoPOP, arXiv 2406.08414 eq. 5: `-(1 - s) * log sigmoid(z) + s * exp(-z)`, z = beta * m, s = sigmoid(z / tau).
+
+    The product is the exponential of a sum, which is never far above 0: neither factor overflows.
+    """
+    logits_P = loss.beta * (chosen_P - rejected_P)
+    modulated_P = logits_P / loss.discopop_tau
+    return torch.exp(F.logsigmoid(modulated_P) - logits_P) - torch.sigmoid(-modulated_P) * F.logsigmoid(logits_P)
+
+
+def sft_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """-log p of the chosen reply, a mean over its tokens: the second part of iterative RPO, arXiv 2404.19733 eq. 1."""
+    return -per_token(inputs.policy_chosen_logps_P, inputs.chosen_lengths_P)
+
+
+def cpo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """CPO, arXiv 2401.08417 eq. 5: DPO's loss without a reference, and `cpo_alpha` times the chosen reply's -log p.
+
+    The latter is a mean over tokens, as in the authors' program.
+    """
+    preferred_P = _smoothed_logistic(loss.beta * (chosen_P - rejected_P), loss.label_smoothing)
+    return preferred_P + loss.cpo_alpha * sft_losses(chosen_P, rejected_P, inputs, loss)
+
+
+def orpo_losses(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
+) -> torch.Tensor:
+    """ORPO, arXiv 2403.07691 eq. 6: the chosen reply's mean -log p, and `-beta * log sigmoid(log odds ratio)`.
+
+    The odds of a reply are p / (1 - p), log p its mean log-prob.
+    """
+    log_odds_ratios_P = _log_odds(chosen_P) - _log_odds(rejected_P)
+    return sft_losses(chosen_P, rejected_P, inputs, loss) - loss.beta * F.logsigmoid(log_odds_ratios_P)
+
+
+def _log_odds(logps_P: torch.Tensor) -> torch.Tensor:
+    # Rounding makes a certain reply's log-prob 0, where the odds are infinite.
+    certain_P = logps_P.clamp(max=-1e-7)
+    return certain_P - torch.log(-torch.expm1(certain_P))
 
 
 def _smoothed_logistic(logits_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
@@ -129,38 +285,98 @@ PREFERENCE_FUNCTIONS: dict[str, LossFunction] = {
     "wpo": wpo_losses,
     "ipo": ipo_losses,
     "hinge": hinge_losses,
+    "robust": robust_losses,
+    "exo_pair": exo_losses,
+    "nca_pair": nca_losses,
+    "bco_pair": bco_losses,
+    "sppo_hard": sppo_losses,
+    "aot": aot_losses,
+    "aot_unpaired": aot_unpaired_losses,
+    "apo_zero": apo_zero_losses,
+    "apo_down": apo_down_losses,
+    "discopop": discopop_losses,
+    "sft": sft_losses,
+    "cpo": cpo_losses,
+    "orpo": orpo_losses,
 }
 
 
 def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -> PreferenceLossOutputs:
-    """Losses, rewards and log-probs of P pairs (P may be 0) under the loss that the flags name.
+    """Losses, rewards and log-probs of P pairs (P may be 0) under the loss that the flags name, or the sum of several.
 
     A loss that needs a reference must be given one; a loss that needs none ignores it.
     """
-    chosen_logps_P, chosen_log_ratios_P = _entering(
-        loss.loss_type, inputs.policy_chosen_logps_P, inputs.reference_chosen_logps_P, inputs.chosen_lengths_P
-    )
-    rejected_logps_P, rejected_log_ratios_P = _entering(
-        loss.loss_type, inputs.policy_rejected_logps_P, inputs.reference_rejected_logps_P, inputs.rejected_lengths_P
-    )
+    parts = {name: PREFERENCE_FUNCTIONS[name](*compared(name, inputs, loss), inputs, loss) for name in loss.names}
+    chosen_P, rejected_P = compared(loss.leading, inputs, loss)
+    chosen_logps_P, rejected_logps_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
+    if PREFERENCE_LOSSES[loss.leading].per_token:
+        chosen_logps_P = per_token(chosen_logps_P, inputs.chosen_lengths_P)
+        rejected_logps_P = per_token(rejected_logps_P, inputs.rejected_lengths_P)
+    weights = loss.loss_weights or [1.0] * len(parts)
+    weighted = [weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)]
     return PreferenceLossOutputs(
-        losses_P=PREFERENCE_FUNCTIONS[loss.loss_type](chosen_log_ratios_P - rejected_log_ratios_P, inputs, loss),
-        chosen_rewards_P=loss.beta * chosen_log_ratios_P.detach(),
-        rejected_rewards_P=loss.beta * rejected_log_ratios_P.detach(),
+        losses_P=sum(weighted[1:], start=weighted[0]),
+        chosen_rewards_P=loss.beta * chosen_P.detach(),
+        rejected_rewards_P=loss.beta * rejected_P.detach(),
         chosen_logps_P=chosen_logps_P.detach(),
         rejected_logps_P=rejected_logps_P.detach(),
+        parts={name: part_P.detach() for name, part_P in parts.items()},
     )
 
 
-def _entering(
-    name: str, policy_P: torch.Tensor, reference_P: torch.Tensor | None, lengths_P: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The policy's log-probs as the loss sees them, and their log-ratios to the reference (if it has one)."""
-    log_ratios_P = policy_P
-    if PREFERENCE_LOSSES[name].needs_reference:
-        assert reference_P is not None, f"{name} needs the reference log-probs"
+def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the loss of that name compares, of the chosen and of the rejected replies."""
+    known = PREFERENCE_LOSSES[name]
+    chosen_P, rejected_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
+    if known.needs_reference:
+        references = inputs.reference_chosen_logps_P, inputs.reference_rejected_logps_P
+        assert references[0] is not None and references[1] is not None, f"{name} needs the reference log-probs"
         # Policy and reference are close: subtracting them first, before chosen and rejected, loses no digits.
-        log_ratios_P = policy_P - reference_P
-    if PREFERENCE_LOSSES[name].per_token:
-        return per_token(policy_P, lengths_P), per_token(log_ratios_P, lengths_P)
-    return policy_P, log_ratios_P
+        chosen_P, rejected_P = chosen_P - references[0], rejected_P - references[1]
+    if known.per_token:
+        chosen_P = per_token(chosen_P, inputs.chosen_lengths_P)
+        rejected_P = per_token(rejected_P, inputs.rejected_lengths_P)
+    return _of_divergence(chosen_P, loss), _of_divergence(rejected_P, loss)
+
+
+def _of_divergence(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> torch.Tensor:
+    """f'(u) of f-DPO, arXiv 2309.16240 table 1, of log u, with a constant that makes it 0 where u is 1.
+
+    Reverse KL: log u. Forward KL: 1 - 1 / u. Jensen-Shannon: log(2 u / (1 + u)). The alpha divergence, with the alpha
+    of --f_alpha_divergence_coef, 1 - alpha in the paper: (u^(alpha - 1) - 1) / (alpha - 1).
+    """
+    kind, log_u_P = loss.f_divergence_type, log_ratios_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kind == "reverse_kl":
+        return log_ratios_P
+    if kind == "js_divergence":
+        return F.logsigmoid(log_ratios_P) + math.log(2.0)
+    exponent = -1.0 if kind == "forward_kl" else loss.f_alpha_divergence_coef - 1.0
+    return torch.expm1(exponent * log_u_P) / exponent
+
+
+def to_match(inputs: PreferenceLossInputs) -> torch.Tensor:
+    """What `matched_pairs` wants of pairs, shape (3, P), float64: both log-ratios, and the reference's margins."""
+    reference_chosen_P, reference_rejected_P = inputs.reference_chosen_logps_P, inputs.reference_rejected_logps_P
+    assert reference_chosen_P is not None and reference_rejected_P is not None
+    chosen_P = inputs.policy_chosen_logps_P - reference_chosen_P
+    rejected_P = inputs.policy_rejected_logps_P - reference_rejected_P
+    return torch.stack([chosen_P, rejected_P, reference_chosen_P - reference_rejected_P]).detach().double()
+
+
+def matched_pairs(to_match_3P: torch.Tensor) -> torch.Tensor:
+    """What losses of the global batch must know of all its pairs, shape (3, P).
+
+    First for aot, which compares a pair's margin under the policy with the reference's margin of the same rank: the
+    pair's own reference margin minus that one, so that large margins cancel exactly. Then for aot_unpaired: the
+    rejected log-ratio that has the rank of the chosen one, and the chosen one that has the rank of the rejected one.
+    Of equal values the first ranks lower.
+    """
+    chosen_P, rejected_P, reference_margins_P = to_match_3P
+    margins_P = chosen_P - rejected_P + reference_margins_P
+    shifts_P = reference_margins_P - _of_same_rank(reference_margins_P, margins_P)
+    return torch.stack([shifts_P, _of_same_rank(rejected_P, chosen_P), _of_same_rank(chosen_P, rejected_P)])
+
+
+def _of_same_rank(others_P: torch.Tensor, values_P: torch.Tensor) -> torch.Tensor:
+    """For each of `values_P`, the one of `others_P` that has the same place in their order."""
+    return torch.empty_like(others_P).index_copy(0, values_P.argsort(stable=True), others_P.sort().values)

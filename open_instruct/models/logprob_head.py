@@ -22,14 +22,24 @@ from torch.utils.checkpoint import checkpoint
 MAX_LOGITS_BYTES = 1 << 30
 
 
-class LabelLosses(NamedTuple):
-    """-log p of every label (nats, 0 where there is none), and the entropy of every position if it was asked for.
+class HeadSettings(NamedTuple):
+    """What logits are divided by, and what is wanted of every position beside the loss: see `LabelLosses`."""
 
-    Both float32 of shape (B, K); under tensor parallelism DTensors that are split along K. Only `loss` has a gradient.
+    temperature: float = 1.0
+    with_entropy: bool = False
+    with_collisions: bool = False
+
+
+class LabelLosses(NamedTuple):
+    """-log p of every label (nats, 0 where there is none), and what was asked for of every position.
+
+    That is the entropy, and log(sum over v of p(v)^2). All float32 of shape (B, K); under tensor parallelism DTensors
+    that are split along K. Only `loss` has a gradient.
     """
 
     loss: torch.Tensor
     entropy: torch.Tensor | None
+    collision_logprobs: torch.Tensor | None
 
 
 class LogprobHead(LMHead):
@@ -42,8 +52,7 @@ class LogprobHead(LMHead):
     """
 
     max_logits_bytes = MAX_LOGITS_BYTES
-    temperature = 1.0
-    with_entropy = False
+    settings = HeadSettings()
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for."""
@@ -61,34 +70,34 @@ class LogprobHead(LMHead):
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
         num_positions = max(1, self.max_logits_bytes // (4 * self.vocab_size))
         chunks = zip(h_BKD.flatten(0, 1).split(num_positions), labels_BK.flatten().split(num_positions), strict=True)
-        settings = (kwargs.get("ignore_index", -100), self.temperature, self.with_entropy)
-        in_one = labels_BK.numel() <= num_positions
-        losses_of = self._losses if in_one else partial(checkpoint, self._losses, use_reentrant=False)
-        losses, entropies = zip(*(losses_of(h_ND, labels_N, *settings) for h_ND, labels_N in chunks), strict=True)
-        return LabelLosses(
-            loss=self._joined(losses, labels_BK),
-            entropy=self._joined(entropies, labels_BK) if self.with_entropy else None,
-        )
+        settings = (kwargs.get("ignore_index", -100), self.settings)
+        is_whole = labels_BK.numel() <= num_positions
+        losses = self._losses if is_whole else partial(checkpoint, self._losses, use_reentrant=False)
+        parts = [losses(h_ND, labels_N, *settings) for h_ND, labels_N in chunks]
+        joined: list[Any] = [None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)]
+        return LabelLosses(*joined)
 
     def _losses(
-        self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignore_index: int, temperature: float, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignored: int, settings: HeadSettings
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         if self.tp_enabled:
             assert self._tp_mesh is not None
             h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self._tp_mesh, (Shard(1),), run_check=False)
             logits_NV = get_local_tensor(self.w_out(h_1ND)).squeeze(0).float()
         else:
             logits_NV = self.w_out(h_ND).float()
-        if temperature != 1.0:
-            logits_NV = logits_NV / temperature
-        entropy_N = None
-        if with_entropy:
-            with torch.no_grad():
+        if settings.temperature != 1.0:
+            logits_NV = logits_NV / settings.temperature
+        entropy_N = collisions_N = None
+        with torch.no_grad():
+            if settings.with_entropy:
                 logprobs_NV = logits_NV.log_softmax(dim=-1)
                 entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none"), entropy_N
+            if settings.with_collisions:
+                collisions_N = logits_NV.log_softmax(dim=-1).mul_(2.0).logsumexp(dim=-1)
+        return F.cross_entropy(logits_NV, labels_N, ignore_index=ignored, reduction="none"), entropy_N, collisions_N
 
-    def _joined(self, parts: tuple[torch.Tensor, ...], labels_BK: torch.Tensor) -> torch.Tensor:
+    def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).view_as(labels_BK)
         if self.tp_enabled:
             assert self._tp_mesh is not None
@@ -97,18 +106,18 @@ class LogprobHead(LMHead):
 
 
 @contextmanager
-def head_settings(model: Transformer, *, temperature: float, with_entropy: bool) -> Iterator[None]:
-    """Within, the model's head divides its logits by `temperature`, and gives entropies if they are wanted.
+def head_settings(model: Transformer, settings: HeadSettings) -> Iterator[None]:
+    """Within, the model's head divides its logits by the temperature, and gives what is wanted of every position.
 
     A backward pass may come after: chunks that are computed again keep the settings of their forward pass.
     """
     head = model.lm_head
     assert isinstance(head, LogprobHead), type(head)
-    head.temperature, head.with_entropy = temperature, with_entropy
+    head.settings = settings
     try:
         yield
     finally:
-        head.temperature, head.with_entropy = 1.0, False
+        head.settings = HeadSettings()
 
 
 def install_logprob_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:

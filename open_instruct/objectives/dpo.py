@@ -5,10 +5,12 @@ Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from open_instruct.config.dpo import DPOConfig, loss_problems, validate_dpo
+from open_instruct.config.dpo import DPOConfig, loss_problems, needs_reference, validate_dpo
 from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.config.validation import limit_problems, refuse
@@ -17,64 +19,121 @@ from open_instruct.objectives.objective import (
     REFERENCE,
     BoundLoss,
     Evaluation,
+    Gather,
     LossOutputs,
     Objective,
     TokenLogprobs,
 )
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch, Metric
+from open_instruct.records import Batch, Metric, StepBatch
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from open_instruct.data.token_dataset import TokenDataset
-    from open_instruct.losses.preference import PreferenceLossOutputs
+    from open_instruct.losses.preference import PreferenceLossInputs, PreferenceLossOutputs
+
+# What a microbatch has of the other pairs of the global batch, see `matched_pairs`.
+MATCHED = "matched_3P"
 
 
 def bind(loss: PreferenceLossSection) -> BoundLoss:
     """The loss that the flags name; raises InputError for flags that cannot work."""
     refuse([*limit_problems(loss), *loss_problems(loss)])
-    first_loss = PREFERENCE_LOSSES[loss.loss_type].first_loss
+    known = [PREFERENCE_LOSSES[name] for name in loss.names]
+    first_losses = [
+        weight * each.first_loss(loss.beta, loss.label_smoothing)
+        for each, weight in zip(known, loss.loss_weights or [1.0] * len(known), strict=True)
+        if each.first_loss is not None
+    ]
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        outputs = preference_outputs(scores, batch, loss)
+        from open_instruct.losses.preference import preference_loss
+
+        outputs = preference_loss(loss, preference_inputs(scores, batch, ld_alpha=loss.ld_alpha))
         return LossOutputs(loss=outputs.losses_P.sum() / counts["rows"], metrics=preference_metrics(outputs))
 
     return BoundLoss(
         function=function,
-        first_loss=None if first_loss is None else first_loss(loss.beta),
+        prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha)
+        if any(each.of_global_batch for each in known)
+        else None,
+        with_collisions=loss.weight_alignment,
+        ld_alpha=loss.ld_alpha,
+        first_loss=sum(first_losses) if len(first_losses) == len(known) else None,
         remedy="the reference log-probs do not belong to these weights and rows. Remove the folder "
         "'reference_logprobs' in --cache_dir and start again",
     )
 
 
-def preference_outputs(scores: TokenLogprobs, batch: Batch, loss: PreferenceLossSection) -> PreferenceLossOutputs:
-    """Losses and rewards of each pair of a microbatch."""
-    from open_instruct.losses.logprobs import sum_by_sequence
+def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | None) -> PreferenceLossInputs:
+    """What the loss of a microbatch is computed from."""
+    from open_instruct.losses.logprobs import sum_by_reply
 
-    logps_S, lengths_S = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
-    return outputs_of(logps_S.view(2, -1), lengths_S.view(2, -1), batch.values.get(f"{REFERENCE}_S"), loss)
+    def sums(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return sum_by_reply(values_N, scores.sequence_ids_N, batch.packed.num_sequences, ld_alpha)
 
-
-def outputs_of(
-    logps_2P: torch.Tensor, lengths_2P: torch.Tensor, reference_S: torch.Tensor | None, loss: PreferenceLossSection
-) -> PreferenceLossOutputs:
-    """Losses and rewards from sums over the replies, chosen before rejected."""
-    from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
-
-    reference_2P = (None, None) if reference_S is None else reference_S.view(2, -1)
-    return preference_loss(
-        loss,
-        PreferenceLossInputs(
-            policy_chosen_logps_P=logps_2P[0],
-            policy_rejected_logps_P=logps_2P[1],
-            chosen_lengths_P=lengths_2P[0],
-            rejected_lengths_P=lengths_2P[1],
-            reference_chosen_logps_P=reference_2P[0],
-            reference_rejected_logps_P=reference_2P[1],
-        ),
+    logps_S, lengths_S = sums(scores.logprobs_N)
+    return by_pair(
+        logps_S,
+        lengths_S,
+        batch.values.get(f"{REFERENCE}_S"),
+        collisions_S=None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0],
+        matched_3P=batch.values.get(MATCHED),
     )
+
+
+def by_pair(
+    logps_S: torch.Tensor,
+    lengths_S: torch.Tensor,
+    reference_S: torch.Tensor | None,
+    *,
+    collisions_S: torch.Tensor | None = None,
+    matched_3P: torch.Tensor | None = None,
+) -> PreferenceLossInputs:
+    """From sums over the replies, chosen before rejected."""
+    from open_instruct.losses.preference import PreferenceLossInputs
+
+    def halves(values_S: torch.Tensor | None) -> Sequence[Any]:
+        return (None, None) if values_S is None else values_S.to(logps_S.device).view(2, -1).unbind()
+
+    (chosen_P, rejected_P), (chosen_lengths_P, rejected_lengths_P) = halves(logps_S), halves(lengths_S)
+    (reference_chosen_P, reference_rejected_P), collisions = halves(reference_S), halves(collisions_S)
+    return PreferenceLossInputs(
+        policy_chosen_logps_P=chosen_P,
+        policy_rejected_logps_P=rejected_P,
+        chosen_lengths_P=chosen_lengths_P,
+        rejected_lengths_P=rejected_lengths_P,
+        reference_chosen_logps_P=reference_chosen_P,
+        reference_rejected_logps_P=reference_rejected_P,
+        chosen_collision_logps_P=collisions[0],
+        rejected_collision_logps_P=collisions[1],
+        matched_3P=matched_3P,
+    )
+
+
+def with_matched_pairs(
+    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, ld_alpha: float | None
+) -> StepBatch:
+    """The step, its pairs with what their losses must know of all pairs of the global batch."""
+    import torch
+
+    from open_instruct.losses.preference import matched_pairs, to_match
+
+    row_ids_P = torch.tensor([row for batch in step.microbatches for row in batch.row_ids], dtype=torch.float64)
+    inputs = [preference_inputs(*each, ld_alpha=ld_alpha) for each in zip(scores, step.microbatches, strict=True)]
+    own_3P = torch.cat([to_match(of_microbatch) for of_microbatch in inputs], dim=1)
+    all_P4 = gather(torch.cat([row_ids_P.to(own_3P.device)[None], own_3P]).T)
+    # In the order of the rows, whichever rank has them: it decides between equal ones.
+    all_4P = all_P4[all_P4[:, 0].argsort()].T.contiguous()
+    places_P = torch.searchsorted(all_4P[0], row_ids_P.to(own_3P.device))
+    parts = matched_pairs(all_4P[1:])[:, places_P].split([len(batch.row_ids) for batch in step.microbatches], dim=1)
+    microbatches = (
+        replace(batch, values={**batch.values, MATCHED: part_3P})
+        for batch, part_3P in zip(step.microbatches, parts, strict=True)
+    )
+    return replace(step, microbatches=tuple(microbatches))
 
 
 def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
@@ -83,6 +142,7 @@ def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
     margins_P = outputs.chosen_rewards_P - outputs.rejected_rewards_P
     values_P = {
         "loss": outputs.losses_P.detach(),
+        **({f"loss/{name}": part_P for name, part_P in outputs.parts.items()} if len(outputs.parts) > 1 else {}),
         "rewards/chosen": outputs.chosen_rewards_P,
         "rewards/rejected": outputs.rejected_rewards_P,
         "rewards/margin": margins_P,
@@ -106,14 +166,18 @@ def evaluate(
     """
     import torch
 
-    logps_2N = torch.from_numpy(logps_N2).T
-    lengths_2N = torch.as_tensor(dataset.label_lengths(), dtype=torch.float32).T
+    from open_instruct.losses.preference import matched_pairs, preference_loss, to_match
+
+    lengths_S = torch.as_tensor(dataset.label_lengths(), dtype=torch.float32).T.flatten()
+    logps_S = torch.from_numpy(logps_N2).T.flatten()
     reference_S = None if reference_N2 is None else torch.from_numpy(reference_N2).T.flatten()
-    outputs = outputs_of(logps_2N, lengths_2N, reference_S, config.loss)
-    if PREFERENCE_LOSSES[config.loss.loss_type].per_token:
-        logps_2N = logps_2N / lengths_2N
+    inputs = by_pair(logps_S, lengths_S, reference_S)
+    if reference_S is not None:
+        inputs = replace(inputs, matched_3P=matched_pairs(to_match(inputs)))
+    # How likely other tokens are is not known of held-out replies.
+    outputs = preference_loss(replace(config.loss, weight_alignment=False), inputs)
     margins_N = outputs.chosen_rewards_P - outputs.rejected_rewards_P
-    accuracy = float((logps_2N[0] > logps_2N[1]).float().mean())
+    accuracy = float((outputs.chosen_logps_P > outputs.rejected_logps_P).float().mean())
     return Evaluation(
         row={
             "eval/preference_accuracy": accuracy,
@@ -132,7 +196,7 @@ DPO = Objective(
     validate=validate_dpo,
     rows=PreferenceBuilder,
     bind=lambda config: bind(config.loss),
-    needs_reference=lambda config: PREFERENCE_LOSSES[config.loss.loss_type].needs_reference,
+    needs_reference=lambda config: needs_reference(config.loss),
     only_scores=lambda config: config.loss.cache_logprobs_only,
     prefix_sharing=lambda config: config.data.prefix_sharing,
     evaluate=evaluate,

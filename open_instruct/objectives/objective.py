@@ -31,12 +31,14 @@ REFERENCE = "reference_logps"
 class TokenLogprobs:
     """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, and whose it is.
 
-    `entropy_N` is that of the distribution the token was drawn from; it carries no gradient.
+    `entropy_N` is that of the distribution the token was drawn from, and `collision_logprobs_N` the log-prob that two
+    tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient.
     """
 
     logprobs_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     entropy_N: torch.Tensor | None = None
+    collision_logprobs_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,9 @@ class BoundLoss:
     """The loss of a run: an objective's, with the settings of its flags.
 
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
-    divides the logits; `with_entropy` asks for the entropy at every label. `first_loss` is the loss of a policy that
-    equals its reference, where that is a number; `remedy` says what it means that the first step had another.
+    divides the logits; `with_entropy` and `with_collisions` ask for what `TokenLogprobs` may have. `ld_alpha` says how
+    frozen log-probs are summed over the replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy
+    that equals its reference, where that is a number; `remedy` says what it means that the first step had another.
 
     `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
@@ -69,6 +72,8 @@ class BoundLoss:
     prepare: Callable[[StepBatch, Sequence[TokenLogprobs], Gather], StepBatch] | None = None
     temperature: float = 1.0
     with_entropy: bool = False
+    with_collisions: bool = False
+    ld_alpha: float | None = None
     first_loss: float | None = None
     remedy: str = ""
 

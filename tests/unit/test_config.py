@@ -76,6 +76,21 @@ class TestCommandLine:
         assert len(resume_conflicts(as_flat_dict(config) | {"beta": 0.03}, config)) == 1
 
     @pytest.mark.parametrize(
+        ("words", "beta"), [(["dpo_norm", "sft"], 5.0), (["sft", "dpo_norm"], 5.0), (["orpo", "simpo"], 0.1)]
+    )
+    def test_beta_of_several_losses_is_that_of_the_first_with_a_reference(self, words: list[str], beta: float) -> None:
+        assert config_of("--loss_type", *words).loss.beta == beta
+
+    @pytest.mark.parametrize("text", ["loss_type: dpo\n", "loss_type: [dpo]\n", "loss_type:\n- dpo\n"])
+    def test_one_loss_is_a_word_however_it_is_spelled(self, tmp_path: Path, text: str) -> None:
+        config = parse(DPOConfig, [yaml_file(tmp_path, text)])
+        assert config.loss.loss_type == "dpo"
+        write_config(config, tmp_path / "config.yaml")
+        assert "\nloss_type: dpo\n" in (tmp_path / "config.yaml").read_text()
+        several = parse(DPOConfig, [yaml_file(tmp_path, "loss_type: [dpo, sft]\nloss_weights: [1, 0.5]\n")])
+        assert several.loss.loss_type == ["dpo", "sft"] and several.loss.loss_weights == [1.0, 0.5]
+
+    @pytest.mark.parametrize(
         ("words", "flag", "value"),
         [
             (["--beta", "5"], "beta", 5.0),
@@ -94,6 +109,8 @@ class TestCommandLine:
             (["--max_train_steps", "20"], "max_train_steps", 20),
             (["--max_train_steps", "none"], "max_train_steps", None),
             (["--loss_type", "simpo"], "loss_type", "simpo"),
+            (["--loss_type", "dpo", "sft"], "loss_type", ["dpo", "sft"]),
+            (["--loss_weights", "1", "0.5"], "loss_weights", [1.0, 0.5]),
             (["--report_to", "wandb", "tensorboard"], "report_to", ["wandb", "tensorboard"]),
             (["--report_to=wandb", "tensorboard"], "report_to", ["wandb", "tensorboard"]),
             (["--report_to", "--beta", "2"], "report_to", []),
@@ -126,7 +143,12 @@ class TestCommandLine:
             (["--beta", "big"], ["--beta takes a number, or none, not 'big'"]),
             (["--beta", "nan"], ["--beta takes a number, or none, not 'nan'"]),
             (["--beta", "inf"], ["--beta takes a number, or none, not 'inf'"]),
-            (["--loss_type", "DPO"], ["--loss_type takes one of dpo, dpo_norm, simpo, wpo, ipo, hinge, not 'DPO'"]),
+            (["--loss_type", "DPO"], ["--loss_type takes one of dpo, dpo_norm, simpo, ", "orpo, not 'DPO'"]),
+            (["--loss_type", "dpo", "ftp"], ["--loss_type takes one of dpo, ", "orpo, not 'ftp'"]),
+            (["--loss_type"], ["--loss_type needs a value: one of dpo, "]),
+            (["--loss_weights", "much"], ["--loss_weights takes a list of numbers, not 'much'"]),
+            (["--loss_weights", "nan"], ["--loss_weights takes a list of numbers, not 'nan'"]),
+            (["--rpo_alpha", "1"], ["--rpo_alpha is a sum of two losses here: --loss_type dpo sft --loss_weights 1"]),
             (["--packing", "yes"], ["--packing takes true or false, not 'yes'"]),
             (["--no_packing", "false"], ["--no_packing takes no value, not 'false'", "--packing true|false"]),
             (["--no_beta"], ["--no_beta is not a flag"]),
@@ -334,6 +356,28 @@ class TestValidation:
             (["--label_smoothing", "0.1", "--loss_type", "hinge"], "dpo, dpo_norm, simpo, wpo"),
             (["--gamma_beta_ratio", "0.5"], "only --loss_type simpo has a target margin"),
             (["--cache_logprobs_only", "--loss_type", "simpo"], "simpo has no reference"),
+            (["--cache_logprobs_only", "--loss_type", "sft", "cpo"], "sft cpo has no reference"),
+            (
+                ["--loss_type", "dpo", "sft", "--loss_weights", "1"],
+                "--loss_weights 1.0: give a number above 0 for each",
+            ),
+            (
+                ["--loss_type", "dpo", "sft", "--loss_weights", "1", "0"],
+                "--loss_weights 1.0 0.0: give a number above 0",
+            ),
+            (["--loss_type", "dpo", "sft", "dpo"], "--loss_type dpo sft dpo names a loss twice"),
+            (["--loss_type", "exo_pair"], "give --label_smoothing 0.001"),
+            (["--loss_type", "sft", "ipo", "--label_smoothing", "0.1"], "--loss_type sft ipo has no label smoothing"),
+            (["--ld_alpha", "0.5"], "--ld_alpha 0.5: --loss_type dpo_norm has no sums over replies to desensitize"),
+            (["--ld_alpha", "0.5", "--loss_type", "dpo", "sft"], "use none, or one of dpo, hinge, robust"),
+            (["--ld_alpha", "1.5", "--loss_type", "dpo"], "--ld_alpha 1.5: must be at least 0 and at most 1"),
+            (["--f_divergence_type", "forward_kl", "--loss_type", "aot"], "use reverse_kl, or one of dpo, dpo_norm"),
+            (["--f_alpha_divergence_coef", "0.3"], "is read only with --f_divergence_type alpha_divergence"),
+            (["--f_alpha_divergence_coef", "1", "--f_divergence_type", "alpha_divergence"], "above 0 and below 1"),
+            (["--weight_alignment"], "only --loss_type wpo has weights to align; leave it out or use wpo"),
+            (["--discopop_tau", "0.1"], "only --loss_type discopop has two parts"),
+            (["--discopop_tau", "2", "--loss_type", "discopop"], "must be above 0 and at most 1"),
+            (["--cpo_alpha", "0.5"], "only --loss_type cpo has"),
             (["--activation_checkpointing_modules", "x"], "--activation_checkpointing selected_modules"),
             (
                 ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"],
@@ -389,6 +433,10 @@ class TestValidation:
             [],
             ["--label_smoothing", "0.1", "--loss_type", "dpo"],
             ["--gamma_beta_ratio", "0.5", "--loss_type", "simpo"],
+            ["--loss_type", "sft", "dpo", "--loss_weights", "0.5", "1", "--label_smoothing", "0.1"],
+            ["--loss_type", "dpo", "--ld_alpha", "0", "--f_divergence_type", "js_divergence"],
+            ["--loss_type", "wpo", "--weight_alignment"],
+            ["--f_divergence_type", "alpha_divergence", "--f_alpha_divergence_coef", "0.3"],
             ["--activation_memory_budget", "0.5", "--compile_model"],
             ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules", "blocks.*"],
             ["--single_gpu_mode", "--fsdp_shard_degree", "1"],
@@ -426,13 +474,16 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
     strategy: st.SearchStrategy[Any]
     if flag.choices:
         strategy = st.sampled_from(flag.choices)
+        if flag.or_one:
+            strategy = st.one_of(strategy, st.lists(strategy, min_size=2))
     else:
+        number = st.floats(allow_nan=False, allow_infinity=False)
         strategy = {
             bool: st.booleans(),
             int: st.integers(-LARGEST_INT, LARGEST_INT),
-            float: st.floats(allow_nan=False, allow_infinity=False),
+            float: number,
             str: text,
-            list: st.lists(text),
+            list: st.lists(number if flag.item_kind is float else text),
         }[flag.kind]
     # In a config there is always a beta: without one given, the loss's own.
     return st.one_of(st.none(), strategy) if flag.optional and flag.name != "beta" else strategy

@@ -70,7 +70,7 @@ def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 1000])
-def test_temperature_and_entropy(rows_per_chunk: int) -> None:
+def test_temperature_entropy_and_collisions(rows_per_chunk: int) -> None:
     torch.manual_seed(0)
     model = build_model(tiny_config("olmo2", SIZES["tiny"], vocab_size=VOCAB_SIZE, tie=False))
     materialize(model, device=torch.device("cpu"), max_seq_len=16)
@@ -80,7 +80,9 @@ def test_temperature_and_entropy(rows_per_chunk: int) -> None:
     ids = torch.randint(0, VOCAB_SIZE, (9,)).tolist()
     batch = pack_documents([document(ids[:5], num_prompt=2), document(ids[5:], num_prompt=1)], pad_to_multiple_of=12)
     model.lm_head.max_logits_bytes = rows_per_chunk * 4 * VOCAB_SIZE
-    tokens = token_logprobs(model, batch, device=torch.device("cpu"), temperature=0.5, with_entropy=True)
+    tokens = token_logprobs(
+        model, batch, device=torch.device("cpu"), temperature=0.5, with_entropy=True, with_collisions=True
+    )
 
     lengths = torch.tensor([batch.document_lengths], dtype=torch.int32)
     logits_TV = model(batch.input_ids_BT, doc_lens=lengths, max_doc_lens=[5])[0].float() / 0.5
@@ -90,6 +92,9 @@ def test_temperature_and_entropy(rows_per_chunk: int) -> None:
     entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
     assert tokens.entropy_N is not None and not tokens.entropy_N.requires_grad
     torch.testing.assert_close(tokens.entropy_N, entropy_T[positions].detach(), rtol=1e-5, atol=1e-5)
+    assert tokens.collision_logprobs_N is not None and not tokens.collision_logprobs_N.requires_grad
+    expected_T = logprobs_TV.exp().square().sum(dim=-1).log()
+    torch.testing.assert_close(tokens.collision_logprobs_N, expected_T[positions].detach(), rtol=1e-5, atol=1e-5)
     assert tokens.sequence_ids_N.tolist() == [0, 0, 0, 1, 1, 1]
 
     # The chunks that are computed again in the backward pass keep the temperature, and nobody else gets it.
@@ -100,7 +105,7 @@ def test_temperature_and_entropy(rows_per_chunk: int) -> None:
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     plain = token_logprobs(model, batch, device=torch.device("cpu"))
-    assert plain.entropy_N is None
+    assert plain.entropy_N is None and plain.collision_logprobs_N is None
     assert not torch.allclose(plain.logprobs_N, tokens.logprobs_N)
 
 

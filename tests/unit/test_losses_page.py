@@ -19,8 +19,16 @@ DENOMINATORS = {
     "completions": "completions",
     "completions × `--response_length`": "response_length",
 }
-BETA = 0.3
-FIRST_LOSSES = {"ln 2": math.log(2), "(1/(2β))²": (1 / (2 * BETA)) ** 2, "1": 1.0}
+BETA, SMOOTHING = 0.3, 0.2
+FIRST_LOSSES = {
+    "ln 2": math.log(2),
+    "(1/(2β))²": (1 / (2 * BETA)) ** 2,
+    "1": 1.0,
+    "2 ln 2": 2 * math.log(2),
+    "−ln 2 − ½ ln(ε(1 − ε))": -math.log(2) - math.log(SMOOTHING * (1 - SMOOTHING)) / 2,
+    "1/(2β²)": 1 / (2 * BETA**2),
+    "½ ln 2 + ½": math.log(2) / 2 + 0.5,
+}
 
 
 def table(first_cell: str, part: int = 0) -> dict[str, list[str]]:
@@ -50,13 +58,13 @@ def test_it_lists_every_loss_and_the_default() -> None:
 def test_what_it_says_of_a_preference_loss(name: str) -> None:
     loss = PREFERENCE_LOSSES[name]
     *_, reference, per_token, smoothing, papers = PREFERENCE_ROWS[name]
-    said = {"reference": loss.needs_reference, "per token": loss.per_token, "smoothing": loss.has_smoothing}
+    said = {"reference": loss.needs_reference, "per token": loss.per_token, "smoothing": name in SMOOTHED}
     assert [reference, per_token, smoothing] == ["yes" if is_so else "no" for is_so in said.values()]
     assert re.findall(r"arxiv\.org/abs/([\d.]+)", papers) == list(loss.papers)
     assert float(table("Loss")[name][0]) == loss.beta
     first = table("Loss", 1)[name][0]
     known = next((value for text, value in FIRST_LOSSES.items() if re.match(rf"{re.escape(text)}( =|$)", first)), None)
-    assert known == pytest.approx(loss.first_loss(BETA)) if loss.first_loss else known is None
+    assert known == pytest.approx(loss.first_loss(BETA, SMOOTHING)) if loss.first_loss else known is None
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -71,7 +79,9 @@ def test_who_reads_which_flag() -> None:
         return re.findall(r"`(\w+)`", text)
 
     rows = dict(re.findall(r"^\| `--(\w+)` \| [^|]* \| (.*) \|$", PAGE, re.MULTILINE))
-    assert names(rows["label_smoothing"]) == SMOOTHED
-    assert names(rows["gamma_beta_ratio"]) == [name for name, loss in PREFERENCE_LOSSES.items() if loss.has_margin]
+    flags = {flag for loss in PREFERENCE_LOSSES.values() for flag in loss.reads}
+    assert {"label_smoothing", "gamma_beta_ratio", "ld_alpha", "f_divergence_type"} < flags <= rows.keys()
+    for flag in flags:
+        assert names(rows[flag]) == [name for name, loss in PREFERENCE_LOSSES.items() if flag in loss.reads]
     (constant,) = re.findall(r"`--loss_denominator N` replaces the number of tokens in (.*) by N times", PAGE)
     assert names(constant) == OVER_TOKENS

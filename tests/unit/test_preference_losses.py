@@ -6,11 +6,13 @@ Pair 0 has replies of 2 and 4 tokens, pair 1 of 5 and 1. Log-probs are whole-rep
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from open_instruct.config.losses import PREFERENCE_LOSSES
+from open_instruct.config.losses import PREFERENCE_LOSSES, SMOOTHED
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.errors import InputError
 from open_instruct.losses import preference
@@ -21,15 +23,30 @@ CHOSEN, REJECTED = [-3.0, -10.0], [-8.0, -2.0]
 REFERENCE_CHOSEN, REFERENCE_REJECTED = [-4.0, -9.0], [-6.0, -2.5]
 CHOSEN_LENGTHS, REJECTED_LENGTHS = [2, 5], [4, 1]
 
+OF_PAIRS = [name for name, loss in PREFERENCE_LOSSES.items() if not loss.of_global_batch]
 REFERENCE_BASED = [name for name, loss in PREFERENCE_LOSSES.items() if loss.needs_reference]
-SMOOTHABLE = ["dpo", "dpo_norm", "simpo", "wpo"]
+SMOOTHABLE = ["dpo", "dpo_norm", "simpo", "wpo", "robust", "exo_pair", "aot", "aot_unpaired", "cpo"]
 
 
 def preference_loss(
     name: str, inputs: PreferenceLossInputs, *, beta: float, label_smoothing: float = 0.0, gamma_beta_ratio: float = 0.0
 ) -> PreferenceLossOutputs:
     flags = {"beta": beta, "label_smoothing": label_smoothing, "gamma_beta_ratio": gamma_beta_ratio}
-    return preference.preference_loss(PreferenceLossSection(loss_type=name, **flags), inputs)
+    return preference.preference_loss(section(name, **flags), matched(inputs))
+
+
+def section(name: str, **flags: Any) -> PreferenceLossSection:
+    """Of a loss that has no value without label smoothing, its paper's."""
+    if name == "exo_pair" and not flags.get("label_smoothing"):
+        flags["label_smoothing"] = 1e-3
+    return PreferenceLossSection(loss_type=name, **flags)
+
+
+def matched(inputs: PreferenceLossInputs) -> PreferenceLossInputs:
+    """With what the losses of a global batch must know of it, where these pairs are all of it."""
+    if inputs.reference_chosen_logps_P is None:
+        return inputs
+    return replace(inputs, matched_3P=preference.matched_pairs(preference.to_match(inputs)))
 
 
 def make_inputs(
@@ -197,23 +214,27 @@ def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -
     inputs = make_inputs(chosen, rejected, chosen, rejected, [400, 3], [20, 617], dtype=torch.float32)
     beta = 0.1
     expected = {
-        "dpo": [math.log(2.0)] * 2,
-        "dpo_norm": [math.log(2.0)] * 2,
+        **{loss: [math.log(2.0)] * 2 for loss in ("dpo", "dpo_norm", "robust", "aot", "aot_unpaired")},
         "wpo": [
             math.log(2.0) * math.exp(-812.3 / 400 - 33.1 / 20),
             math.log(2.0) * math.exp(-7.7 / 3 - 1234.5 / 617),
         ],
         "ipo": [(1.0 / (2.0 * beta)) ** 2] * 2,
-        "hinge": [1.0, 1.0],
+        **{loss: [1.0, 1.0] for loss in ("hinge", "apo_zero", "apo_down")},
+        "exo_pair": [-math.log(2.0) - 0.5 * math.log(1e-3 * 0.999)] * 2,
+        "nca_pair": [2 * math.log(2.0)] * 2,
+        "bco_pair": [2 * math.log(2.0)] * 2,
+        "sppo_hard": [50.0, 50.0],
+        "discopop": [0.5 * math.log(2.0) + 0.5] * 2,
     }[name]
     outputs = preference_loss(name, inputs, beta=beta, label_smoothing=label_smoothing)
     torch.testing.assert_close(outputs.losses_P, torch.tensor(expected), rtol=1e-6, atol=0.0)
     assert outputs.chosen_rewards_P.tolist() == outputs.rejected_rewards_P.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if name != "wpo"])
+@pytest.mark.parametrize("name", [name for name in OF_PAIRS if name != "wpo"])
 def test_gradient_by_finite_differences(name: str) -> None:
-    smoothing = 0.1 if PREFERENCE_LOSSES[name].has_smoothing else 0.0
+    smoothing = 0.1 if name in SMOOTHABLE else 0.0
 
     def losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         inputs = make_inputs()
@@ -246,7 +267,7 @@ def test_wpo_weight_is_clamped_at_one() -> None:
     close(preference_loss("wpo", inputs, beta=0.1).losses_P, [math.log(2.0), math.log(2.0)])
 
 
-@pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_one_loss_per_pair_each_from_its_own_pair_alone(name: str) -> None:
     """With (P,) times (P, T), or a mean inside, a pair's loss would depend on its neighbours."""
     together = preference_loss(name, make_inputs(), beta=0.4, gamma_beta_ratio=0.3)
@@ -287,11 +308,14 @@ def test_extreme_margins_stay_finite(name: str, sign: float) -> None:
     far, near = [-1e6, -1e6], [-1e-3, -1e-3]
     chosen, rejected = (near, far) if sign > 0 else (far, near)
     inputs = make_inputs(chosen, rejected, rejected, chosen, [1, 1], [1, 1], dtype=torch.float32)
-    outputs = preference_loss(name, inputs, beta=10.0, gamma_beta_ratio=0.5)
-    outputs.losses_P.sum().backward()
-    assert outputs.losses_P.isfinite().all()
-    assert inputs.policy_chosen_logps_P.grad is not None and inputs.policy_chosen_logps_P.grad.isfinite().all()
-    assert inputs.policy_rejected_logps_P.grad is not None and inputs.policy_rejected_logps_P.grad.isfinite().all()
+    losses_P = preference_loss(name, inputs, beta=10.0, gamma_beta_ratio=0.5).losses_P
+    assert losses_P.isfinite().all() and all(gradient_P.isfinite().all() for gradient_P in gradients(losses_P, inputs))
+
+
+def gradients(losses_P: torch.Tensor, inputs: PreferenceLossInputs) -> list[torch.Tensor]:
+    """Of the sum, by the log-probs of chosen and of rejected replies."""
+    of = [inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P]
+    return list(torch.autograd.grad(losses_P.sum(), of, allow_unused=True, materialize_grads=True))
 
 
 @pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
@@ -304,18 +328,19 @@ def test_no_pairs(name: str) -> None:
 
 def test_every_loss_of_the_table_has_a_function() -> None:
     assert list(PREFERENCE_FUNCTIONS) == list(PREFERENCE_LOSSES)
-    assert [name for name, loss in PREFERENCE_LOSSES.items() if loss.has_smoothing] == SMOOTHABLE
+    assert SMOOTHED == SMOOTHABLE
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_the_table_knows_the_loss_at_the_reference(name: str) -> None:
-    loss = PreferenceLossSection(loss_type=name)
+    loss = section(name)
     inputs = make_inputs(reference_chosen=CHOSEN, reference_rejected=REJECTED)
-    losses_P = preference.preference_loss(loss, inputs).losses_P
-    if PREFERENCE_LOSSES[name].first_loss is None:
+    losses_P = preference.preference_loss(loss, matched(inputs)).losses_P
+    first_loss = PREFERENCE_LOSSES[name].first_loss
+    if first_loss is None:
         assert losses_P[0] != losses_P[1]
     else:
-        close(losses_P, [PREFERENCE_LOSSES[name].first_loss(loss.beta)] * 2)
+        close(losses_P, [first_loss(loss.beta, loss.label_smoothing)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -353,5 +378,4 @@ def test_margins_that_are_far_off_have_finite_losses_and_gradients(name: str) ->
     inputs = make_inputs(far, far[::-1], [0.0] * 4, [0.0] * 4, [1] * 4, [1] * 4, dtype=torch.float32)
     smoothing = 0.1 if name in SMOOTHABLE else 0.0
     losses_P = preference_loss(name, inputs, beta=5.0, label_smoothing=smoothing).losses_P
-    gradients = torch.autograd.grad(losses_P.sum(), [inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P])
-    assert losses_P.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
+    assert losses_P.isfinite().all() and all(gradient_P.isfinite().all() for gradient_P in gradients(losses_P, inputs))

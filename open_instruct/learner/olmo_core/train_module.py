@@ -135,6 +135,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             device=self.device,
             temperature=self.loss.temperature,
             with_entropy=self.loss.with_entropy,
+            with_collisions=self.loss.with_collisions,
         )
         values = {name: value.to(self.device) for name, value in batch.values.items()}
         return self.loss.function(scores, replace(batch, values=values), counts)
