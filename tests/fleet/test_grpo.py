@@ -188,30 +188,20 @@ def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOC
     assert not case.rows()
 
 
-def test_a_killed_learner_is_replaced(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
-    """From the last checkpoint, with the same engines, to the very weights of an undisturbed run."""
+def assert_same_weights(ours: GRPOCase, theirs: GRPOCase) -> None:
+    for name, tensor in weights(theirs).items():
+        assert torch.equal(tensor, weights(ours)[name]), name
+
+
+def test_a_killed_engine_and_a_killed_learner_are_replaced(
+    variant: Callable[..., GRPOCase], undisturbed: GRPOCase
+) -> None:
+    """The learner from the last checkpoint, with the new engine, to the very weights of an undisturbed run."""
     case = variant(num_learners_per_node=2, checkpointing_steps=2)
     process = case.start()
     killed: list[int] = []
 
-    def kill() -> None:
-        killed.append(case.pids()["learners"][1])
-        os.kill(killed[0], signal.SIGKILL)
-
-    case.when_step(3, process, kill)
-    said = finished(process, exit_code=0)
-    assert f"learner rank 1 (node 127.0.0.1, pid {killed[0]})" in said
-    assert "starting the learners again from the last checkpoint (1 of 3)" in said
-    assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(case)[name]), name
-
-
-def test_a_killed_engine_is_replaced(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
-    case = variant(num_learners_per_node=2)
-    process = case.start()
-
-    def kill() -> None:
+    def kill_engine() -> None:
         # Beside it all: another run in the folder is refused, also while this one is frozen.
         os.kill(process.pid, signal.SIGSTOP)
         try:
@@ -220,28 +210,43 @@ def test_a_killed_engine_is_replaced(variant: Callable[..., GRPOCase], undisturb
             os.kill(process.pid, signal.SIGCONT)
         os.kill(case.pids()["engines"][0], signal.SIGKILL)
 
-    case.when_step(1, process, kill)
+    def kill_learner() -> None:
+        killed.append(case.pids()["learners"][1])
+        os.kill(killed[0], signal.SIGKILL)
+
+    case.when_step(1, process, kill_engine)
+    case.when_step(3, process, kill_learner)
     said = finished(process, exit_code=0)
     assert "engine 0 was lost" in said and "starting it again (1 of 3 restarts)" in said
+    assert f"learner rank 1 (node 127.0.0.1, pid {killed[0]})" in said
+    assert "starting the learners again from the last checkpoint (1 of 3)" in said
     assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(case)[name]), name
+    assert_same_weights(case, undisturbed)
 
 
-def test_a_killed_driver_takes_all_with_it_and_the_next_start_resumes(
+def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_resume(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    case = variant(num_learners_per_node=2, checkpointing_steps=1)
+    case = variant(num_learners_per_node=2, checkpointing_steps=100)
     process = case.start()
-    case.when_step(2, process, lambda: os.kill(process.pid, signal.SIGKILL))
+    case.when_step(1, process, lambda: process.send_signal(signal.SIGTERM))
+    pids = case.pids()
+    said = finished(process, exit_code=143)
+    assert "SIGTERM: stopped after step" in said.splitlines()[-1]
+    assert_gone(pids)
+
+    case.flags["checkpointing_steps"] = 1
+    num_steps = len(case.rows())
+    process = case.start()
+    case.when_step(num_steps + 1, process, lambda: os.kill(process.pid, signal.SIGKILL))
     pids = case.pids()
     process.communicate()
     assert_gone(pids)
+
     said = case.run()
     assert "resuming after step" in said
     assert untimed(case.rows())[-1]["reward"] == untimed(undisturbed.rows())[-1]["reward"]
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(case)[name]), name
+    assert_same_weights(case, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -268,16 +273,3 @@ def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(
     assert not (case.output_dir / "run.lock.json").exists()
     # What Ray had started: its processes name the run's folder of temporary files, which goes with them.
     assert not list(SHARED_MEMORY.glob(f"open_instruct-{process.pid}-*"))
-
-
-def test_a_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
-    case = variant(num_learners_per_node=2, checkpointing_steps=100)
-    process = case.start()
-    case.when_step(2, process, lambda: process.send_signal(signal.SIGTERM))
-    pids = case.pids()
-    said = finished(process, exit_code=143)
-    assert "SIGTERM: stopped after step" in said.splitlines()[-1]
-    assert_gone(pids)
-    case.run()
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(case)[name]), name
