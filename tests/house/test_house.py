@@ -85,7 +85,7 @@ BUDGETS = {
     "entries": 880,
     "learner": 1120,
     "losses": 260,
-    "models": 1855,
+    "models": 1850,
     "objectives": 280,
     "packing": 530,
     "parallel": 1105,
