@@ -13,7 +13,7 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module import TrainModule
 
-from open_instruct.objectives.objective import TokenLogprobs
+from open_instruct.objectives.objective import BoundLoss, TokenLogprobs
 from open_instruct.records import PackedBatch, StepBatch
 
 Metrics = Mapping[str, float | torch.Tensor]
@@ -26,6 +26,10 @@ class Learner(Protocol):
     A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads`,
     `forward_backward`, `update`; at last `end_step`.
     """
+
+    @property
+    def loss(self) -> BoundLoss:
+        """The objective's, that it was given."""
 
     @property
     def model(self) -> Transformer:
