@@ -32,6 +32,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.policy import build_policy
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
+    from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.train_module import ObjectiveTrainModule
@@ -71,14 +72,15 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         )
         scorer = Scorer(policy, shape=shape, console=run.console)
 
-        scores = {}
+        scores, moves = {}, objective.reference_moves(config)
         heldout_reference_ND = None
         if objective.needs_reference(config):
             folder = cache_root(config.data.cache_dir) / "reference_logprobs"
             if policy.loss.ld_alpha is not None:
                 folder /= f"ld-{policy.loss.ld_alpha}"
             cache = open_reference_cache(folder, pretrained, model=config.model, shape=shape)
-            scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
+            if not moves.get("update_freq"):
+                scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
             if heldout_rows is not None:
                 heldout_reference_ND = reference_logprobs(
                     scorer, heldout_rows, cache=cache, title="held-out reference log-probs"
@@ -87,6 +89,8 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
                 run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
                 return 0
 
+        if moves.get("update_freq"):
+            policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
         heldout = None
         if heldout_rows is not None:
             heldout = Heldout(heldout_rows, objective, reference_ND=heldout_reference_ND, config=config, run=run)

@@ -22,6 +22,14 @@ from open_instruct.run.trackers import build_trackers
 NEVER = 10**12
 
 
+class EndOfStep(Callback):
+    """Tells the policy that a step of one update is over, before a checkpoint of it is written."""
+
+    def post_train_batch(self) -> None:
+        assert isinstance(self.trainer.train_module, ObjectiveTrainModule)
+        self.trainer.train_module.end_step()
+
+
 def trainer_of(
     policy: ObjectiveTrainModule,
     loader: DataLoaderBase,
@@ -86,7 +94,7 @@ def build_trainer(
         folder=run.directory.path,
         start_model=start_model,
         num_steps=num_steps,
-        callbacks={"metrics": metrics_log, "checkpointer": checkpointer},
+        callbacks={"metrics": metrics_log, "checkpointer": checkpointer, "end_of_step": EndOfStep()},
     )
     doing("loading the checkpoint")
     step = resume(trainer, warn=run.console.warn)
