@@ -77,6 +77,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.olmo_core.policy import build_policy
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
+    from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.packing.steps import BatchShape
@@ -114,14 +115,15 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config))
         scorer = Scorer(policy, shape=shape, console=run.console)
 
-        scores = {}
+        scores, moves = {}, objective.reference_moves(config)
         heldout_reference_ND = None
         if objective.needs_reference(config):
             folder = cache_root(config.data.cache_dir) / "reference_logprobs"
             if policy.loss.ld_alpha is not None:
                 folder /= f"ld-{policy.loss.ld_alpha}"
             cache = open_reference_cache(folder, pretrained, model=config.model, shape=shape)
-            scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
+            if not moves.get("update_freq"):
+                scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
             if heldout_rows is not None:
                 heldout_reference_ND = reference_logprobs(
                     scorer, heldout_rows, cache=cache, title="held-out reference log-probs"
@@ -130,6 +132,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
                 run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
                 return 0
 
+        if moves.get("update_freq"):
+            policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
         heldout = None
         if heldout_rows is not None:
             heldout = Heldout(heldout_rows, objective, reference_ND=heldout_reference_ND, config=config, run=run)

@@ -69,8 +69,7 @@ def validate_dpo(config: DPOConfig) -> list[str]:
 
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
     names = loss.names
-    unknown = [name for name in names if name not in PREFERENCE_LOSSES]
-    if unknown:
+    if unknown := [name for name in names if name not in PREFERENCE_LOSSES]:
         yield f"--loss_type {spelled(unknown)}: there is no such loss; choose one of {', '.join(PREFERENCE_LOSSES)}"
         return
     given = f"--loss_type {spelled(names)}"
@@ -86,11 +85,12 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
             yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
     if loss.label_smoothing == 0 and "exo_pair" in names:
         yield "--label_smoothing 0: exo_pair has no value there; give --label_smoothing 0.001, as its paper does"
-    if loss.cache_logprobs_only and not needs_reference(loss):
-        yield (
-            f"--cache_logprobs_only: {given} has no reference, so there is nothing to compute; "
-            "leave the flag out, or choose another loss"
-        )
+    for flag in ("cache_logprobs_only", "ref_policy_update_freq"):
+        if getattr(loss, flag) and not needs_reference(loss):
+            yield (
+                f"--{flag}: {given} has no reference, so there is nothing to compute; "
+                "leave the flag out, or choose another loss"
+            )
 
 
 def needs_reference(loss: PreferenceLossSection) -> bool:
@@ -106,5 +106,8 @@ def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
     if config.loss.f_divergence_type != "alpha_divergence":
         for given in changed(config, "f_alpha_divergence_coef"):
             yield f"{given}: is read only with --f_divergence_type alpha_divergence; leave it out"
+    if config.loss.ref_policy_update_freq is None:
+        for given in changed(config, "alpha"):
+            yield f"{given}: is read only with --ref_policy_update_freq; add that, or leave this out"
     if config.data.prefix_sharing == "on" and not config.data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"

@@ -44,7 +44,6 @@ class PreferenceLoss:
 _SUMMED = PreferenceLoss(papers=(), reads=(SHORTER,))
 _OF_MARGIN = replace(_SUMMED, reads=(SHORTER, DIVERGENCE))
 _LOGISTIC = replace(_OF_MARGIN, reads=(SMOOTHING, SHORTER, DIVERGENCE), first_loss=lambda *_: LOG_2)
-_SORTED = replace(_LOGISTIC, reads=(SMOOTHING, SHORTER), of_global_batch=True)
 _FREE = PreferenceLoss(papers=(), needs_reference=False)
 
 PREFERENCE_LOSSES = {
@@ -53,11 +52,7 @@ PREFERENCE_LOSSES = {
     "simpo": replace(_FREE, papers=("2405.14734",), beta=2.0, per_token=True, reads=(SMOOTHING, "gamma_beta_ratio")),
     "wpo": PreferenceLoss(papers=("2406.11827",), reads=(SMOOTHING, DIVERGENCE, "weight_alignment")),
     "ipo": PreferenceLoss(
-        papers=("2310.12036",),
-        beta=1.0,
-        per_token=True,
-        reads=(DIVERGENCE,),
-        first_loss=lambda beta, _: 1 / (4 * beta**2),
+        papers=("2310.12036",), beta=1.0, per_token=True, reads=(DIVERGENCE,), first_loss=lambda beta, _: 0.25 / beta**2
     ),
     "hinge": replace(_OF_MARGIN, papers=("2305.10425", "2309.06657"), first_loss=lambda *_: 1.0),
     "robust": replace(_LOGISTIC, papers=("2403.00409",)),
@@ -65,8 +60,8 @@ PREFERENCE_LOSSES = {
     "nca_pair": replace(_SUMMED, papers=("2402.05369",), first_loss=lambda *_: 2 * LOG_2),
     "bco_pair": replace(_SUMMED, papers=("2404.04656",), first_loss=lambda *_: 2 * LOG_2),
     "sppo_hard": replace(_SUMMED, papers=("2405.00675",), first_loss=lambda beta, _: 1 / (2 * beta**2)),
-    "aot": replace(_SORTED, papers=("2406.05882",)),
-    "aot_unpaired": replace(_SORTED, papers=("2406.05882",)),
+    "aot": replace(_LOGISTIC, papers=("2406.05882",), reads=(SMOOTHING, SHORTER), of_global_batch=True),
+    "aot_unpaired": replace(_LOGISTIC, papers=("2406.05882",), reads=(SMOOTHING, SHORTER), of_global_batch=True),
     "apo_zero": replace(_SUMMED, papers=("2408.06266",), first_loss=lambda *_: 1.0),
     "apo_down": replace(_SUMMED, papers=("2408.06266",), first_loss=lambda *_: 1.0),
     "discopop": replace(

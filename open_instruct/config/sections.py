@@ -112,6 +112,8 @@ class PreferenceLossSection:
         "divergence from the reference that is penalised", "reverse_kl", choices=F_DIVERGENCES
     )
     f_alpha_divergence_coef: float = flag("alpha of the alpha_divergence", 0.5, above=0, below=1)
+    alpha: float = flag("share of the policy in the reference at its update", 0.6, above=0, maximum=1)
+    ref_policy_update_freq: int | None = flag("steps between updates of the reference; none leaves it", None, minimum=1)
     cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
 
     def __post_init__(self) -> None:

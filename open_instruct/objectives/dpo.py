@@ -17,6 +17,7 @@ from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.objectives.objective import (
     REFERENCE,
+    REFERENCE_TOKENS,
     BoundLoss,
     Evaluation,
     Gather,
@@ -75,10 +76,13 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
         return sum_by_reply(values_N, scores.sequence_ids_N, batch.packed.num_sequences, ld_alpha)
 
     logps_S, lengths_S = sums(scores.logprobs_N)
+    reference_S = batch.values.get(f"{REFERENCE}_S")
+    if REFERENCE_TOKENS in batch.values:
+        reference_S, _ = sums(batch.values[REFERENCE_TOKENS])
     return by_pair(
         logps_S,
         lengths_S,
-        batch.values.get(f"{REFERENCE}_S"),
+        reference_S,
         collisions_S=None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0],
         matched_3P=batch.values.get(MATCHED),
     )
@@ -197,6 +201,8 @@ DPO = Objective(
     rows=PreferenceBuilder,
     bind=lambda config: bind(config.loss),
     needs_reference=lambda config: needs_reference(config.loss),
+    # TR-DPO, arXiv 2404.09656.
+    reference_moves=lambda config: {"update_freq": config.loss.ref_policy_update_freq, "alpha": config.loss.alpha},
     only_scores=lambda config: config.loss.cache_logprobs_only,
     prefix_sharing=lambda config: config.data.prefix_sharing,
     evaluate=evaluate,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
+# The token log-probs of a reference policy that stands beside the policy, among `Batch.values`.
+REFERENCE_TOKENS = "reference_logprobs_N"
 # The frozen scores of a reference policy, as `Batch.values` and evaluations name them (there with `_S` behind it).
 REFERENCE = "reference_logps"
 
@@ -96,6 +98,8 @@ class Objective:
         validate: checks everything that the flags alone can tell, and returns warnings.
         rows: what a row must look like, and what is kept of it.
         needs_reference: whether, under these flags, frozen log-probs of the start model go with each document.
+        reference_moves: how the reference follows the policy, in the words of `learner.reference_policy.Reference`;
+            without an `update_freq` it does not.
         only_scores: whether these flags ask for those alone, and no training.
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
@@ -110,6 +114,7 @@ class Objective:
     rows: type[RowBuilder]
     bind: Callable[[Any], BoundLoss]
     needs_reference: Callable[[Any], bool] = lambda config: False
+    reference_moves: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     only_scores: Callable[[Any], bool] = lambda config: False
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None

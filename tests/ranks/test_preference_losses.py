@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed": {"loss_type": ["dpo", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
     "orpo": {"loss_type": "orpo"},
 }
-LONG = {"max_train_steps": 3, "learning_rate": 2e-4}
+LONG = {"max_train_steps": 3, "learning_rate": 1e-4}
 
 
 @pytest.fixture(scope="module")

@@ -378,6 +378,9 @@ class TestValidation:
             (["--discopop_tau", "0.1"], "only --loss_type discopop has two parts"),
             (["--discopop_tau", "2", "--loss_type", "discopop"], "must be above 0 and at most 1"),
             (["--cpo_alpha", "0.5"], "only --loss_type cpo has"),
+            (["--alpha", "0.5"], "--alpha 0.5: is read only with --ref_policy_update_freq"),
+            (["--ref_policy_update_freq", "0"], "--ref_policy_update_freq 0: must be at least 1"),
+            (["--ref_policy_update_freq", "8", "--loss_type", "orpo"], "orpo has no reference"),
             (["--activation_checkpointing_modules", "x"], "--activation_checkpointing selected_modules"),
             (
                 ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"],

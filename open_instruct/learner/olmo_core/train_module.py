@@ -28,7 +28,7 @@ from open_instruct.learner.reference_policy import Reference
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
-from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.parallel.reduce import gather_rows, reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
@@ -148,7 +148,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         step is a single update: there they are those of the update's own forward pass, so a pass is saved, and the
         ratio is exactly 1.
         """
-        models = {} if self.reference is None else {"reference_logprobs_N": self.reference.model}
+        models = {} if self.reference is None else {REFERENCE_TOKENS: self.reference.model}
         if len(updates) * num_epochs > 1:
             models["old_logprobs_N"] = self.computing_model
         if not models:
@@ -185,7 +185,9 @@ class ObjectiveTrainModule(TransformerTrainModule):
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
-        """The step as its loss is to see it: see `BoundLoss.prepare`."""
+        """The step as its loss is to see it: with the reference's log-probs, and see `BoundLoss.prepare`."""
+        if self.reference is not None and REFERENCE_TOKENS not in step.microbatches[0].values:
+            (step,) = self.with_frozen_logprobs([step], num_epochs=1)
         if self.loss.prepare is None:
             return step
         self._set_model_mode("eval")
