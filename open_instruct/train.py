@@ -51,11 +51,19 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
             max_seq_length=config.data.max_seq_length,
             export_folder=run.directory.hf_model,
             layout=run.layout,
+            head=objective.head,
+            seed=config.optim.seed,
         )
+        more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
         check_plan_of_run(config, run, pretrained.folder)
         start_model = start_model_of(pretrained, run)
         rows, heldout_rows = load_datasets(
-            objective.rows, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
+            objective.rows,
+            config.data,
+            pretrained=pretrained,
+            seed=config.optim.seed,
+            console=run.console,
+            own=objective.row_arguments(config),
         )
         shape = BatchShape.of(
             config.optim,
@@ -114,6 +122,6 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
             return code
 
         if heldout is not None:
-            heldout.evaluate(scorer, step=loop.step)
-        export_policy(policy, pretrained, run=run, config=config)
+            more_config |= heldout.evaluate(scorer, step=loop.step)
+        export_policy(policy, pretrained, run=run, config=config, more_config=more_config)
         return 0

@@ -12,7 +12,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
 from open_instruct.models.context_parallel import ContextGroup, context_of
-from open_instruct.models.logprob_head import head_settings
+from open_instruct.models.logprob_head import LabelLosses, head_settings
 from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions
@@ -26,12 +26,15 @@ def token_logprobs(
     device: torch.device,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    classes: tuple[int, ...] = (),
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
     `batch` is on the CPU. The language-model head runs only where there are labels. Under tensor parallelism the
     hidden states are split along T, so there the head runs everywhere and the result is gathered. Where rows are split
     over ranks, each runs its part and all of them get the log-probs of the whole row.
+
+    Of a model that scores, or with `classes` (ids of words), also what its head says there: see `TokenLogprobs`.
     """
     context = context_of(model)
     whole, kwargs = batch, dict[str, object]()
@@ -50,7 +53,7 @@ def token_logprobs(
     if kept is not None:
         kwargs["logits_to_keep"] = kept.positions_BK.to(device)
 
-    with head_settings(model, temperature=temperature, with_entropy=with_entropy):
+    with head_settings(model, temperature=temperature, with_entropy=with_entropy, classes=classes):
         output = model(
             batch.input_ids_BT.to(device),
             labels=batch.labels_BT.to(device),
@@ -59,19 +62,21 @@ def token_logprobs(
             return_logits=False,
             **kwargs,
         )
-    losses, entropies = _gathered(output.loss), _gathered(output.entropy) if with_entropy else None
+    columns = [_gathered(column) for column in output if column is not None]
     sequence_ids = batch.sequence_ids_BT if kept is None else kept.sequence_ids_BK
     if context is not None:
         sequence_ids = whole.sequence_ids_BT
-        losses = _whole_row(losses, kept, batch, context)
-        entropies = None if entropies is None else _whole_row(entropies, kept, batch, context)
+        columns = [_whole_row(column, kept, batch, context) for column in columns]
     # Computed on the CPU, where the ids are: no wait for the device.
     labelled_N = (sequence_ids.flatten() >= 0).nonzero().squeeze(1)
-    return TokenLogprobs(
-        logprobs_N=-_selected(losses, labelled_N),
-        sequence_ids_N=sequence_ids.flatten()[labelled_N].to(device),
-        entropy_N=None if entropies is None else _selected(entropies, labelled_N),
-    )
+    sequence_ids_N = sequence_ids.flatten()[labelled_N].to(device)
+    columns = [_selected(column, labelled_N) for column in columns]
+    if isinstance(output, LabelLosses):
+        entropy_N = columns[1] if with_entropy else None
+        return TokenLogprobs(logprobs_N=-columns[0], sequence_ids_N=sequence_ids_N, entropy_N=entropy_N)
+    values_NC = torch.stack(columns, dim=1)
+    logprobs_NC = values_NC.log_softmax(dim=1) if classes else values_NC
+    return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=sequence_ids_N, values_NC=values_NC)
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:

@@ -43,9 +43,13 @@ class LogprobHead(LMHead):
     max_logits_bytes = MAX_LOGITS_BYTES
     temperature = 1.0
     with_entropy = False
+    classes: tuple[int, ...] = ()
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for."""
+        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
+
+        With `classes`, the logits of these words alone: a (B, K) of float32 for each.
+        """
         labels = kwargs.get("labels")
         if labels is None or kwargs.get("loss_reduction") != "none" or kwargs.get("return_logits") is not False:
             return super().forward(x, **kwargs)
@@ -55,6 +59,8 @@ class LogprobHead(LMHead):
             assert not self.tp_enabled, "hidden states are split along T: no rank has all positions to choose from"
             h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
             labels = labels.gather(1, keep_BK)
+        if self.classes:
+            return self._logits_of_classes(h_BKD)
         # Under tensor parallelism these are the rank's own positions, as many on every rank, so that ranks cut them
         # into the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
@@ -72,6 +78,11 @@ class LogprobHead(LMHead):
             loss=self._joined(losses, labels_BK),
             entropy=self._joined(entropies, labels_BK) if self.with_entropy else None,
         )
+
+    def _logits_of_classes(self, h_BKD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert not self.tp_enabled, "flags that ask for both are refused before"
+        weight_CD = self.w_out.weight[list(self.classes)]
+        return (h_BKD.float() @ weight_CD.float().T).unbind(-1)
 
     def _losses(
         self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignore_index: int, temperature: float, with_entropy: bool
@@ -100,18 +111,24 @@ class LogprobHead(LMHead):
 
 
 @contextmanager
-def head_settings(model: Transformer, *, temperature: float, with_entropy: bool) -> Iterator[None]:
+def head_settings(
+    model: Transformer, *, temperature: float, with_entropy: bool, classes: tuple[int, ...] = ()
+) -> Iterator[None]:
     """Within, the model's head divides its logits by `temperature`, and gives entropies if they are wanted.
+
+    Or the logits of `classes` as they are. A head that gives a score has no settings.
 
     A backward pass may come after: chunks that are computed again keep the settings of their forward pass.
     """
     head = model.lm_head
-    assert isinstance(head, LogprobHead), type(head)
-    head.temperature, head.with_entropy = temperature, with_entropy
+    if not isinstance(head, LogprobHead):
+        yield
+        return
+    head.temperature, head.with_entropy, head.classes = temperature, with_entropy, classes
     try:
         yield
     finally:
-        head.temperature, head.with_entropy = 1.0, False
+        head.temperature, head.with_entropy, head.classes = 1.0, False, ()
 
 
 def install_logprob_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:

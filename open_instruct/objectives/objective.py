@@ -10,16 +10,18 @@ Legend: N labelled tokens of a microbatch or rows of a data set, D documents of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.data.row_builder import RowBuilder
+from open_instruct.models.names import Head
 from open_instruct.records import Batch, Metric, StepBatch
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
     from open_instruct.data.token_dataset import TokenDataset
 
@@ -32,11 +34,15 @@ class TokenLogprobs:
     """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, and whose it is.
 
     `entropy_N` is that of the distribution the token was drawn from; it carries no gradient.
+
+    Where another head is read, `values_NC` is what it says at each label: the score (C = 1), or the logit of each class
+    (`BoundLoss.classes`). `logprobs_N` is then the score itself, or the log-prob of the first class among them.
     """
 
     logprobs_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     entropy_N: torch.Tensor | None = None
+    values_NC: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,10 @@ class BoundLoss:
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
     first of them is learned from, and returns the step that is to be learned: with `values` more, documents fewer.
     Every rank calls it, also one without rows.
+
+    `classes` are words, each one token, whose logits are read in place of log-probs; `class_ids` are their ids, once
+    there is a tokenizer. `derive` makes the metrics of a step of those that were reduced over all ranks, where some
+    are no means: a standard deviation.
     """
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
@@ -71,14 +81,18 @@ class BoundLoss:
     with_entropy: bool = False
     first_loss: float | None = None
     remedy: str = ""
+    classes: tuple[str, ...] = ()
+    class_ids: tuple[int, ...] = ()
+    derive: Callable[[dict[str, float]], dict[str, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out scores: a row of eval.jsonl, and what is said of it."""
+    """Held-out scores: a row of eval.jsonl, what is said of it, and what the exported config.json keeps of it."""
 
-    row: Mapping[str, float]
+    row: Mapping[str, Any]
     sentence: str
+    exported: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +109,11 @@ class Objective:
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D)) and the reference's; None where
-        there
-            is nothing to tell of them.
+            there is nothing to tell of them.
+        head: what the model says at a position; its first head is drawn where the start model has another.
+        row_arguments: what `rows` is made with, under these flags, beside what every form of row is.
+        exported: under these flags, with this tokenizer and for this start model, what the exported config.json has more than the start
+            model's. Called before training, so what will not do is refused there.
     """
 
     name: str
@@ -108,6 +125,11 @@ class Objective:
     only_scores: Callable[[Any], bool] = lambda config: False
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
+    head: Head = "vocabulary"
+    row_arguments: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    exported: Callable[[Any, PreTrainedTokenizerFast, PretrainedConfig], Mapping[str, Any]] = (
+        lambda config, tokenizer, hf_config: {}
+    )
 
     @property
     def program(self) -> str:

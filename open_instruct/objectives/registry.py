@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # Where each is, and what it trains on.
 OBJECTIVES = {
     "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
+    "reward_model": ("open_instruct.objectives.reward_model:REWARD_MODEL", "preference pairs, to score replies"),
     "sft": ("open_instruct.objectives.sft:SFT", "conversations, as a warm start"),
 }
 
