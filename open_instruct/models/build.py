@@ -22,9 +22,7 @@ from open_instruct.models.names import Head, clean_name
 from open_instruct.models.value_head import install_value_head
 
 
-def build_model(
-    hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary"
-) -> Transformer:
+def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary") -> Transformer:
     """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or `materialize`).
 
     Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing random

@@ -182,9 +182,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
 
     def _scores(self, model: Transformer, packed: PackedBatch) -> TokenLogprobs:
         loss = self.loss
-        return token_logprobs(
-            model, packed, device=self.device, temperature=loss.temperature, classes=loss.class_ids
-        )
+        return token_logprobs(model, packed, device=self.device, temperature=loss.temperature, classes=loss.class_ids)
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
