@@ -62,7 +62,7 @@ COMMANDS = {
         call=partial(_imported, "open_instruct.replay:main"),
     ),
     "score": Command(
-        summary="score the conversations of a file with a reward model",
+        summary="score the conversations of a file, or their steps, with a reward model",
         call=partial(_imported, "open_instruct.score:main"),
     ),
     "tiny-model": Command(

@@ -56,6 +56,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         )
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
         check_plan_of_run(config, run, pretrained.folder)
+        loss = objective.bound(config, pretrained.tokenizer)
         start_model = start_model_of(pretrained, run)
         rows, heldout_rows = load_datasets(
             objective.rows,
@@ -75,8 +76,8 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         )
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
 
-        policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config))
-        scorer = Scorer(policy, shape=shape, console=run.console)
+        policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)
+        scorer = Scorer(policy, shape=shape, console=run.console, measure=loss.measure)
 
         scores = {}
         heldout_reference_ND = None

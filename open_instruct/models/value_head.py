@@ -70,7 +70,7 @@ def _apply_fsdp(model: Transformer, dp_mesh: DeviceMesh | None = None, **style: 
 def drawn_score(hidden_size: int, *, seed: int) -> torch.Tensor:
     """A new matrix of shape (1, D): normal with standard deviation 1 / sqrt(D + 1), the same wherever it is drawn.
 
-    As Stiennon et al. draw it (2020, arXiv:2009.01325, appendix C.1): scores then begin with a variance of about 1.
+    As Stiennon et al. draw it (2020, arXiv:2009.01325): scores then begin with a variance of about 1.
     """
     digest = hashlib.sha256(f"{HF_SCORE} {seed}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

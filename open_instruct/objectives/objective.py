@@ -10,10 +10,11 @@ Legend: N labelled tokens of a microbatch or rows of a data set, D documents of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.data.chat import single_token_id
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.models.names import Head
 from open_instruct.records import Batch, Metric, StepBatch
@@ -55,6 +56,7 @@ class LossOutputs:
 
 # Of a tensor (rows, ...) of each data-parallel rank, however many rows it has: those of all ranks, in their order.
 Gather = Callable[["torch.Tensor"], "torch.Tensor"]
+Measure = Callable[[TokenLogprobs, Batch], Sequence["torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,8 @@ class BoundLoss:
 
     `classes` are words, each one token, whose logits are read in place of log-probs; `class_ids` are their ids, once
     there is a tokenizer. `derive` makes the metrics of a step of those that were reduced over all ranks, where some
-    are no means: a standard deviation.
+    are no means: a standard deviation. `measure(scores, batch)` are values of each label that are added up, of held-out
+    rows, in place of its log-prob: `Objective.evaluate` is then given a column for each.
     """
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
@@ -84,6 +87,7 @@ class BoundLoss:
     classes: tuple[str, ...] = ()
     class_ids: tuple[int, ...] = ()
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
+    measure: Measure = lambda scores, batch: (scores.logprobs_N,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +116,8 @@ class Objective:
             there is nothing to tell of them.
         head: what the model says at a position; its first head is drawn where the start model has another.
         row_arguments: what `rows` is made with, under these flags, beside what every form of row is.
-        exported: under these flags, with this tokenizer and for this start model, what the exported config.json has more than the start
-            model's. Called before training, so what will not do is refused there.
+        exported: under these flags, with this tokenizer and for this start model, what the exported config.json has
+            more than the start model's. Called before training, so what will not do is refused there.
     """
 
     name: str
@@ -130,6 +134,15 @@ class Objective:
     exported: Callable[[Any, PreTrainedTokenizerFast, PretrainedConfig], Mapping[str, Any]] = (
         lambda config, tokenizer, hf_config: {}
     )
+
+    def bound(self, config: Any, tokenizer: PreTrainedTokenizerFast) -> BoundLoss:
+        """`bind`, with the ids of the words that the loss reads.
+
+        Raises:
+            InputError: one is not a single token.
+        """
+        loss = self.bind(config)
+        return replace(loss, class_ids=tuple(single_token_id(tokenizer, word) for word in loss.classes))
 
     @property
     def program(self) -> str:

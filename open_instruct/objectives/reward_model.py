@@ -146,7 +146,8 @@ def margin_of(row: Mapping[str, Any]) -> float:
 def pair_losses(rewards_2P: torch.Tensor, margins_P: torch.Tensor | None, center: float) -> torch.Tensor:
     """-log sigmoid(chosen - rejected - margin), and `center` times the square of their sum; float32.
 
-    Llama 2 (Touvron et al. 2023, arXiv:2307.09288, equation 2), and Eisenstein et al. (2023, arXiv:2312.09244, section 2).
+    Llama 2 (Touvron et al. 2023, arXiv:2307.09288, equation 2), and Eisenstein et al. (2023, arXiv:2312.09244,
+    equation 2).
     """
     from torch.nn.functional import logsigmoid
 

@@ -68,17 +68,22 @@ class VerifierPool:
         for _ in range(num_processes):
             self._places.put(None)
 
-    def score(self, check: Check, completion: str) -> Outcome:
-        """Judge one completion. A verifier that raises, dies or takes too long gives 0, and says so."""
+    def score(self, check: Check, completion: str, *, prompt: str = "", is_truncated: bool = False) -> Outcome:
+        """Judge one completion of `prompt`, the text that was given.
+
+        A verifier that raises, dies or takes too long gives 0, and says so.
+        """
         name = check.verifier
         text = completion if self.verifiers[name].sees_thinking else without_thinking(completion)
         if self.verifiers[name].isolated:
-            answer = self._ask_worker({"verifier": name, "text": text, "ground_truth": check.ground_truth})
+            asked = {"text": text, "ground_truth": check.ground_truth, "prompt": prompt, "is_truncated": is_truncated}
+            answer = self._ask_worker({"verifier": name, **asked})
         else:
-            answer = verdict(self.verifiers[name], text, check.ground_truth)
+            answer = verdict(self.verifiers[name], text, check.ground_truth, prompt=prompt, is_truncated=is_truncated)
         problem = answer.get("problem")
-        if problem is None and not 0 <= answer["score"] <= 1:
-            problem = f"gave {answer['score']}, which is not between 0 and 1"
+        low, high = (0, 1) if self.verifiers[name].is_bounded else (-sys.float_info.max, sys.float_info.max)
+        if problem is None and not low <= answer["score"] <= high:
+            problem = f"gave {answer['score']}, which is not between {low:g} and {high:g}"
         if problem is None:
             return Outcome(score=answer["score"])
         self._tell(name, f"the verifier {name}: {problem}\n{answer.get('traceback', '')}".rstrip())

@@ -195,7 +195,7 @@ def test_the_loss_is_that_of_the_paper_on_the_rewards_of_transformers(one_proces
     assert first["rewards/mean"] == pytest.approx(mean, rel=1e-4)
     assert first["rewards/std"] ** 2 == pytest.approx(sum((r - mean) ** 2 for r in rewards) / len(rewards), rel=1e-4)
     assert first["rewards/accuracy"] == pytest.approx(
-        sum(w > l for w, l in zip(rewards[::2], rewards[1::2], strict=True)) / len(pairs)
+        sum(w > x for w, x in zip(rewards[::2], rewards[1::2], strict=True)) / len(pairs)
     )
 
 
