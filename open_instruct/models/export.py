@@ -155,7 +155,7 @@ def export_hf(
         max_file_bytes: of tensor data in one file.
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
-        more_config: fields of config.json beside those of the source, or in their place.
+        more_config: fields of config.json beside those of the source, or in their place; None leaves one out.
 
     Raises:
         InputError: `out_folder` is the source, cannot be written, or is something other than an export.
@@ -241,6 +241,7 @@ def _write_config(
     """The configuration as it was with `more`, but for the dtype of the weights, and without what names code."""
     path = source / "config.json"
     fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict()) | dict(more)
+    fields = {name: value for name, value in fields.items() if value is not None or name not in more}
     if len(dtypes) == 1:
         # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
         key = "dtype" if "dtype" in fields else "torch_dtype"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.config.training import TrainingConfig
 from open_instruct.data.chat import single_token_id
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.models.names import Head
@@ -135,7 +136,7 @@ class Objective:
         lambda config, tokenizer, hf_config: {}
     )
 
-    def bound(self, config: Any, tokenizer: PreTrainedTokenizerFast) -> BoundLoss:
+    def bound(self, config: TrainingConfig, tokenizer: PreTrainedTokenizerFast) -> BoundLoss:
         """`bind`, with the ids of the words that the loss reads.
 
         Raises:

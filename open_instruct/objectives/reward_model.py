@@ -257,6 +257,9 @@ def exported(
         "id2label": {"0": "score"},
         "label2id": {"score": 0},
         "pad_token_id": pad,
+        # Those of the start model, if it has any, are not of these rewards.
+        "score_mean": None,
+        "score_std": None,
     }
 
 

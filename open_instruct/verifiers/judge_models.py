@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,40 +12,36 @@ from open_instruct.verifiers.verifier import Verifier
 
 
 class JudgeModel(Verifier):
-    """`settings` are a folder, then words with commas between them: those of the verifier, and a device of torch's.
+    """`settings` are a folder, then with commas words of the verifier's own, and a device of torch's.
 
     The prompt is taken as the engine was given it, so the policy and this model must have one chat template.
     """
 
     sees_thinking: ClassVar[bool] = True
     is_bounded: ClassVar[bool] = False
-    words: ClassVar[tuple[str, ...]]
+    start_timeout_s: ClassVar[float] = 900.0
     auto_class: ClassVar[str]  # of transformers
     field: ClassVar[str]  # of config.json, without which a folder is not one of this kind
+    words: ClassVar[dict[str, str]]  # and the field that each needs
 
     def __init__(self, settings: str) -> None:
         folder, *words = settings.split(",")
-        self.folder = Path(folder).expanduser()
-        self.options = set(words) & set(self.words)
-        devices = [word for word in words if word not in self.words]
-        self.device = devices[0] if devices else "cpu"
+        self.folder, self.options = Path(folder).expanduser(), set(words)
+        self.device = next((word for word in words if word.partition(":")[0] in ("cpu", "cuda")), "cpu")
+        problem = None
         try:
             self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"--verifier {self.name}:{settings}: {folder}/config.json cannot be read: {error}"
-            ) from None
-        is_device = self.device.partition(":")[0] in ("cpu", "cuda")
-        if len(devices) > 1 or not is_device:
-            raise InputError(
-                f"--verifier {self.name}:{settings}: after the folder come {', '.join(self.words)}, and a device: "
-                "cpu or cuda:0"
-            )
-        if self.field not in self.config:
-            raise InputError(
-                f"--verifier {self.name}:{settings}: config.json has no {self.field}: give the hf_model of a run of "
-                f"open-instruct {self.name}"
-            )
+            problem = f"{folder}/config.json cannot be read: {error}"
+        else:
+            if self.options - self.words.keys() - {self.device}:
+                problem = f"after the folder come {', '.join(self.words)}, and a device: cpu or cuda:0"
+            elif self.field not in self.config:
+                problem = f"config.json has no {self.field}: give the hf_model of a run of open-instruct {self.name}"
+            elif missing := {self.words[word] for word in self.options & self.words.keys()} - self.config.keys():
+                problem = f"config.json has no {missing.pop()}, which a run with --eval_mixer_list writes"
+        if problem is not None:
+            raise InputError(f"--verifier {self.name}:{settings}: {problem}")
 
     def load(self) -> None:
         import transformers
@@ -72,17 +69,9 @@ class RewardModelVerifier(JudgeModel):
     """The reward of prompt and completion; with `normalize` less the held-out rewards' mean, by their deviation."""
 
     name: ClassVar[str] = "reward_model"
-    words: ClassVar[tuple[str, ...]] = ("normalize",)
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     field: ClassVar[str] = "num_labels"
-
-    def __init__(self, settings: str) -> None:
-        super().__init__(settings)
-        if self.options and "score_std" not in self.config:
-            raise InputError(
-                f"--verifier {self.name}:{settings}: config.json has no score_std, which a run with --eval_mixer_list "
-                "writes; leave 'normalize' out"
-            )
+    words: ClassVar[dict[str, str]] = {"normalize": "score_std"}
 
     def load(self) -> None:
         super().load()
@@ -97,7 +86,7 @@ class RewardModelVerifier(JudgeModel):
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
         end = "" if is_truncated else self._end
         reward = float(self._logits(self._ids(prompt) + self._ids(completion + end))[0])
-        if self.options:
+        if "normalize" in self.options:
             return (reward - self.config["score_mean"]) / self.config["score_std"]
         return reward
 
@@ -107,9 +96,9 @@ class ProcessRewardVerifier(JudgeModel):
 
     name: ClassVar[str] = "prm"
     is_bounded: ClassVar[bool] = True
-    words: ClassVar[tuple[str, ...]] = ("min", "product")
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     field: ClassVar[str] = "prm_reward_tokens"
+    words: ClassVar[dict[str, str]] = {"min": field, "product": field}
 
     def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
         """A step is a line, or what lies between separators. The rest of a completion that was cut is none."""
@@ -125,11 +114,8 @@ class ProcessRewardVerifier(JudgeModel):
             texts = [f"{before}{step} {end}" for before, step in zip([prompt, *"\n" * len(steps)], steps, strict=False)]
         else:
             texts = [prompt, *(step + end for step in steps)]
-        ids: list[int] = []
-        ends = []
-        for text in texts:
-            ids += self._ids(text)
-            ends.append(len(ids) - 1)
-        words = [self._ids(word)[0] for word in self.config["prm_reward_tokens"]]
-        right = self._logits(ids)[ends[-len(steps) :]][:, words].softmax(dim=1)[:, 0]
+        pieces = list(map(self._ids, texts))
+        ends = list(accumulate(map(len, pieces), initial=-1))[-len(steps) :]
+        words = [self._ids(word)[0] for word in self.config[self.field]]
+        right = self._logits(list(chain.from_iterable(pieces)))[ends][:, words].softmax(dim=1)[:, 0]
         return float(right.prod() if "product" in self.options else right.min())

@@ -24,7 +24,6 @@ from open_instruct.verifiers.verifier import without_thinking
 from open_instruct.verifiers.worker import verdict
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
-START_TIMEOUT_S = 60.0
 PIECE_BYTES = 1 << 16
 
 
@@ -57,6 +56,7 @@ class VerifierPool:
         # By its path and with -P: neither the working folder nor ours is where its imports are looked for.
         self._command = [sys.executable, "-P", str(WORKER), *user_verifiers]
         self._timeout_s = timeout_s
+        self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._told: set[str] = set()
         self._telling = threading.Lock()
@@ -92,7 +92,7 @@ class VerifierPool:
     def _ask_worker(self, request: dict[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
-            worker = worker or _Worker(self._command, self._starter)
+            worker = worker or _Worker(self._command, self._starter, start_timeout_s=self._start_timeout_s)
             answer = worker.ask(request, timeout_s=self._timeout_s)
             if answer is None:
                 worker.kill()
@@ -121,7 +121,7 @@ class VerifierPool:
 class _Worker:
     """A process with a session of its own, so that what a verifier has started can be ended with it."""
 
-    def __init__(self, command: Sequence[str], starter: ThreadPoolExecutor) -> None:
+    def __init__(self, command: Sequence[str], starter: ThreadPoolExecutor, *, start_timeout_s: float) -> None:
         # An empty entry would mean the working folder.
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         self._process = starter.submit(
@@ -139,7 +139,7 @@ class _Worker:
         os.set_blocking(self._requests, False)
         self._unread = b""
         self._num_asked = 0
-        self._greeting = self._exchange(b"", timeout_s=START_TIMEOUT_S)
+        self._greeting = self._exchange(b"", timeout_s=start_timeout_s)
 
     def ask(self, request: dict[str, object], *, timeout_s: float) -> dict[str, Any] | None:
         """The answer; None if the process died or did not answer in time, after which it must be killed."""

@@ -22,6 +22,7 @@ class Verifier(ABC):
     isolated: ClassVar[bool] = True
     sees_thinking: ClassVar[bool] = False
     is_bounded: ClassVar[bool] = True
+    start_timeout_s: ClassVar[float] = 60.0  # of `load`
 
     def load(self) -> None:
         """What takes long, before the first verdict: called once in every process that is going to ask."""

@@ -64,7 +64,7 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("undisturbed", **constant),
         case.command("resumed", **constant, max_train_steps=2),
         case.command("resumed", **constant),
-        case.command("goes_on", **once, model_name_or_path=case.folder / "base" / "hf_model"),
+        case.command("goes_on", **once, model_name_or_path=case.folder / "base" / "hf_model", eval_mixer_list=[]),
         case.command("in_bfloat16", single_gpu_mode=True, param_dtype="bfloat16", max_train_steps=1),
         *(
             case.command(f"from_{family}", **once | {"max_train_steps": 1}, model_name_or_path=case.folder / family)
@@ -191,6 +191,12 @@ def test_the_loss_is_that_of_the_paper_on_the_rewards_of_transformers(one_proces
     ]
     (first,) = one_process.metrics("goes_on")
     assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    kept = [
+        json.loads((one_process.folder / run / "hf_model" / "config.json").read_text()) for run in ("base", "goes_on")
+    ]
+    assert ["score_mean" in config for config in kept] == [True, False], (
+        "a mean of held-out rewards, where there are any"
+    )
     mean = sum(rewards) / len(rewards)
     assert first["rewards/mean"] == pytest.approx(mean, rel=1e-4)
     assert first["rewards/std"] ** 2 == pytest.approx(sum((r - mean) ** 2 for r in rewards) / len(rewards), rel=1e-4)
