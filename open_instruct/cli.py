@@ -65,6 +65,10 @@ COMMANDS = {
         summary="take one step of a GRPO run again, under its own or under other settings of the loss",
         call=partial(_imported, "open_instruct.replay:main"),
     ),
+    "score": Command(
+        summary="score the conversations of a file, or their steps, with a reward model",
+        call=partial(_imported, "open_instruct.score:main"),
+    ),
     "tiny-model": Command(
         summary="write a small random checkpoint with a tokenizer, to try things on",
         call=partial(_imported, "open_instruct.toys.tiny_command:tiny_model_command"),

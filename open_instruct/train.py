@@ -96,11 +96,20 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             max_seq_length=config.data.max_seq_length,
             export_folder=run.directory.hf_model,
             layout=run.layout,
+            head=objective.head,
+            seed=config.optim.seed,
         )
+        more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
         check_plan_of_run(config, run, pretrained.folder)
+        loss = objective.bound(config, pretrained.tokenizer)
         start_model = start_model_of(pretrained, run)
         rows, heldout_rows = load_datasets(
-            objective.rows, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
+            objective.rows,
+            config.data,
+            pretrained=pretrained,
+            seed=config.optim.seed,
+            console=run.console,
+            own=objective.row_arguments(config),
         )
         shape = BatchShape.of(
             config.optim,
@@ -112,8 +121,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         )
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
 
-        policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config))
-        scorer = Scorer(policy, shape=shape, console=run.console)
+        policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)
+        scorer = Scorer(policy, shape=shape, console=run.console, measure=loss.measure)
 
         scores, moves = {}, objective.reference_moves(config)
         heldout_reference_ND = None
@@ -166,8 +175,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             return code
 
         if heldout is not None:
-            heldout.evaluate(scorer, step=loop.step)
-        export_policy(policy, pretrained, run=run, config=config)
+            more_config |= heldout.evaluate(scorer, step=loop.step)
+        export_policy(policy, pretrained, run=run, config=config, more_config=more_config)
         return 0
 
 

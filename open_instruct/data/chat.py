@@ -315,6 +315,20 @@ class ChatFormat:
         return Document(token_ids=(*prompt_ids, *reply_ids), responses=(span,))
 
 
+def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
+    """The id of a word that is one token.
+
+    Raises:
+        InputError: it is not.
+    """
+    ids: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise InputError(
+            f"{word!r} has to be one token, and this tokenizer makes {len(ids)} of it: choose a word that it has"
+        )
+    return ids[0]
+
+
 def squeezed(text: str) -> str:
     """Text in Unicode form NFKC without white space: what templates and tokenizers may not change."""
     return "".join(unicodedata.normalize("NFKC", text).split())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from open_instruct.checkpoints.finite import check_weights
@@ -15,8 +18,15 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 
-def export_policy(policy: Learner, pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> None:
-    """Write OUT/hf_model in the dtype of `--export_dtype`. Every rank enters together."""
+def export_policy(
+    policy: Learner,
+    pretrained: Pretrained,
+    *,
+    run: Run,
+    config: LearnerConfig,
+    more_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write OUT/hf_model in the dtype of `--export_dtype`; see `export_hf`. Every rank enters together."""
     doing("exporting the trained model")
     name, template_name = config.run.export_dtype, config.data.chat_template_name
     dtype = pretrained.dtype if name == "source" else getattr(torch, name)
@@ -33,6 +43,7 @@ def export_policy(policy: Learner, pretrained: Pretrained, *, run: Run, config: 
         dtype=dtype,
         # The template it was trained with is the one to use it with.
         chat_template=choose_chat_template(pretrained.tokenizer, template_name).text if template_name else None,
+        more_config=more_config,
     )
     run.console.say(
         f"the trained model is in {run.directory.hf_model} "

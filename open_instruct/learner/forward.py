@@ -12,7 +12,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
 from open_instruct.models.context_parallel import ContextGroup, context_of
-from open_instruct.models.logprob_head import HeadSettings, head_settings
+from open_instruct.models.logprob_head import HeadSettings, LabelLosses, head_settings
 from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions
@@ -27,12 +27,15 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_collisions: bool = False,
+    classes: tuple[int, ...] = (),
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
     `batch` is on the CPU. The language-model head runs only where there are labels. Under tensor parallelism the
     hidden states are split along T, so there the head runs everywhere and the result is gathered. Where rows are split
     over ranks, each runs its part and all of them get the log-probs of the whole row.
+
+    Of a model that scores, or with `classes` (ids of words), also what its head says there: see `TokenLogprobs`.
     """
     context = context_of(model)
     whole, kwargs = batch, dict[str, object]()
@@ -51,7 +54,7 @@ def token_logprobs(
     if kept is not None:
         kwargs["logits_to_keep"] = kept.positions_BK.to(device)
 
-    with head_settings(model, HeadSettings(temperature, with_entropy, with_collisions)):
+    with head_settings(model, HeadSettings(temperature, with_entropy, with_collisions, classes)):
         output = model(
             batch.input_ids_BT.to(device),
             labels=batch.labels_BT.to(device),
@@ -71,12 +74,17 @@ def token_logprobs(
             values = _whole_row(values, kept, batch, context)
         return values.flatten().index_select(0, labelled_N.to(values.device))
 
-    return TokenLogprobs(
-        logprobs_N=-of_labels(output.loss),
-        sequence_ids_N=sequence_ids.flatten()[labelled_N].to(device),
-        entropy_N=None if output.entropy is None else of_labels(output.entropy),
-        collision_logprobs_N=None if output.collision_logprobs is None else of_labels(output.collision_logprobs),
-    )
+    sequence_ids_N = sequence_ids.flatten()[labelled_N].to(device)
+    if isinstance(output, LabelLosses):
+        return TokenLogprobs(
+            logprobs_N=-of_labels(output.loss),
+            sequence_ids_N=sequence_ids_N,
+            entropy_N=None if output.entropy is None else of_labels(output.entropy),
+            collision_logprobs_N=None if output.collision_logprobs is None else of_labels(output.collision_logprobs),
+        )
+    values_NC = torch.stack([of_labels(column) for column in output], dim=1)
+    logprobs_NC = values_NC.log_softmax(dim=1) if classes else values_NC
+    return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=sequence_ids_N, values_NC=values_NC)
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:

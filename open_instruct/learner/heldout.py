@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from open_instruct.config.training import TrainingConfig
@@ -29,10 +32,10 @@ class Heldout:
         self.config = config
         self.run = run
 
-    def evaluate(self, scorer: Scorer, *, step: int) -> None:
-        """Score the model as it is after `step` steps. Every rank enters together."""
+    def evaluate(self, scorer: Scorer, *, step: int) -> Mapping[str, Any]:
+        """Score the model as it is after `step` steps; what config.json keeps of it. Every rank enters together."""
         if self.objective.evaluate is None:
-            return
+            return {}
         logps_ND = self.reference_ND
         if step > 0 or logps_ND is None:  # before the first step policy and reference are the same weights
             logps_ND = scorer.score_all(self.dataset, title=f"held-out {self.objective.rows.unit}s at step {step}")
@@ -40,3 +43,4 @@ class Heldout:
         if self.run.process.rank == 0:
             self.run.directory.write_evaluation({"step": step} | dict(evaluation.row))
         self.run.console.say(evaluation.sentence.format(when=f"at step {step}"))
+        return evaluation.exported

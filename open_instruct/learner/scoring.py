@@ -6,6 +6,7 @@ Legend: N rows that are asked for, D documents of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.backend import Learner
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
+from open_instruct.objectives.objective import Measure
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
 from open_instruct.run.console import Console
@@ -26,7 +28,7 @@ class Scorer:
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(self, policy: Learner, *, shape: BatchShape, console: Console) -> None:
+    def __init__(self, policy: Learner, *, shape: BatchShape, console: Console, measure: Measure) -> None:
         self.policy = policy
         self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
@@ -34,17 +36,22 @@ class Scorer:
         self.ld_alpha = policy.loss.ld_alpha
         self.shape = shape
         self.console = console
+        self.measure = measure
 
     @torch.no_grad()
     def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
-        """Sums over the replies of each document of `rows`: float32 array (N, D); of a pair, chosen then rejected."""
+        """Sums over the replies of each document of `rows`: float32 array (N, D); of a pair, chosen then rejected.
+
+        Where several values are measured, those of each stand side by side.
+        """
         doing(f"scoring rows ({title})")
         rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
         # Rows of like length share a step, so that padding and waiting are short.
         order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
         position_of = {rows[j]: j for j in range(len(rows))}
         num_documents = dataset.documents_per_row
-        values_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=self.device)
+        zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=self.device)
+        columns: list[torch.Tensor] = []
         num_rows_per_step = self.shape.max_samples_per_rank * num_ranks
         was_training = self.model.training
         self.model.eval()
@@ -54,12 +61,17 @@ class Scorer:
                 step = step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
                 for batch in step.microbatches:
                     scores = self.policy.scores(batch.packed)
-                    sums_S, _ = sum_by_reply(
-                        scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences, self.ld_alpha
-                    )
+                    values = {name: value.to(self.device) for name, value in batch.values.items()}
+                    measured = self.measure(scores, replace(batch, values=values))
+                    columns = columns or [zeros_ND.clone() for _ in measured]
                     positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
-                    values_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
+                    for column_ND, values_N in zip(columns, measured, strict=True):
+                        sums_S, _ = sum_by_reply(
+                            values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.ld_alpha
+                        )
+                        column_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
                 on_progress(min(start + num_rows_per_step, len(order)), len(order))
+        values_ND = torch.cat(columns or [zeros_ND], dim=1)
         if num_ranks > 1:
             # Each row was computed on one rank and is zero on the others.
             dist.all_reduce(values_ND, group=self.dp_group)

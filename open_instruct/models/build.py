@@ -17,11 +17,12 @@ from open_instruct.models.attention import install_segment_attention
 from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.logprob_head import install_logprob_head
-from open_instruct.models.names import clean_name
+from open_instruct.models.names import Head, clean_name
 from open_instruct.models.segments import install_segments
+from open_instruct.models.value_head import install_value_head
 
 
-def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Transformer:
+def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary") -> Transformer:
     """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or `materialize`).
 
     Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing random
@@ -30,15 +31,19 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta") -> Tr
     Args:
         hf_config: configuration of the checkpoint that will be loaded.
         init_device: "meta" builds without storage; "cpu" builds with real storage.
+        head: what it says at a position.
 
     Raises:
         InputError: the configuration is not supported.
     """
     config = transformer_config(hf_config)
+    if head == "score":
+        config.tie_word_embeddings = False
     model = config.build(init_device=init_device)
     install_segment_attention(model)
     install_segments(model)
-    install_logprob_head(model, config, init_device=init_device)
+    install_head = install_value_head if head == "score" else install_logprob_head
+    install_head(model, config, init_device=init_device)
     # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
     model.apply_cp = types.MethodType(apply_context_parallel, model)  # type: ignore[method-assign]

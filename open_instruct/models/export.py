@@ -72,17 +72,21 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     Raises:
         InputError: names or shapes of the export differ from what transformers builds from config.json.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    scores = names.head == "score"
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
+        config = copy.deepcopy(names.hf_config)
+        if scores:
+            config.num_labels = 1
         with torch.device("meta"):
             # Attention is named, or transformers would fetch a kernel that the config may name; it notes both there.
-            theirs = AutoModelForCausalLM.from_config(
-                copy.deepcopy(names.hf_config), attn_implementation="eager", dtype=torch.float32
-            ).state_dict()
+            theirs = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).state_dict()
     except Exception as error:  # whatever its modules make of a value
         raise InputError(
-            f"transformers cannot build the model that config.json describes: {one_line(error)}"
+            f"transformers cannot build the model that config.json describes{', with a score' if scores else ''}: "
+            f"{one_line(error)}"
         ) from error
     wanted = {
         hf_name: tuple(tensor.shape) for hf_name, tensor in theirs.items() if not (names.tied and hf_name == HF_LM_HEAD)
@@ -129,6 +133,7 @@ def export_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     tokenizer_folder: str | Path | None = None,
     chat_template: str | None = None,
+    more_config: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write `model` as a Hugging Face folder. Collective: every rank calls it, `out_folder` is seen by all.
 
@@ -143,6 +148,7 @@ def export_hf(
         max_file_bytes: of tensor data in one file.
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
+        more_config: fields of config.json beside those of the source, or in their place; None leaves one out.
 
     Raises:
         InputError: `out_folder` is the source, cannot be written, or is something other than an export.
@@ -184,7 +190,7 @@ def export_hf(
     if rank == 0:
         try:
             write_index(beside, plan)
-            _write_config(beside, source, hf_config, set(dtypes.values()))
+            _write_config(beside, source, hf_config, set(dtypes.values()), more_config or {})
             _copy_files(beside, source, (GENERATION_CONFIG_NAME,))
             _copy_files(beside, Path(tokenizer_folder or source), TOKENIZER_FILES)
             if chat_template is not None:
@@ -222,10 +228,13 @@ def _swap(out: Path) -> list[str]:
     return []
 
 
-def _write_config(folder: Path, source: Path, hf_config: Any, dtypes: set[torch.dtype]) -> None:
-    """The configuration as it was, but for the dtype of the weights, and without what names code."""
+def _write_config(
+    folder: Path, source: Path, hf_config: Any, dtypes: set[torch.dtype], more: Mapping[str, Any]
+) -> None:
+    """The configuration as it was with `more`, but for the dtype of the weights, and without what names code."""
     path = source / "config.json"
-    fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict())
+    fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict()) | dict(more)
+    fields = {name: value for name, value in fields.items() if value is not None or name not in more}
     if len(dtypes) == 1:
         # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
         key = "dtype" if "dtype" in fields else "torch_dtype"

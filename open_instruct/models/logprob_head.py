@@ -23,11 +23,15 @@ MAX_LOGITS_BYTES = 1 << 30
 
 
 class HeadSettings(NamedTuple):
-    """What logits are divided by, and what is wanted of every position beside the loss: see `LabelLosses`."""
+    """What logits are divided by, and what is wanted of every position beside the loss: see `LabelLosses`.
+
+    With `classes`, words of the vocabulary, their logits are wanted and nothing else.
+    """
 
     temperature: float = 1.0
     with_entropy: bool = False
     with_collisions: bool = False
+    classes: tuple[int, ...] = ()
 
 
 class LabelLosses(NamedTuple):
@@ -55,7 +59,10 @@ class LogprobHead(LMHead):
     settings = HeadSettings()
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for."""
+        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
+
+        With `classes`, the logits of these words alone: a (B, K) of float32 for each.
+        """
         labels = kwargs.get("labels")
         if labels is None or kwargs.get("loss_reduction") != "none" or kwargs.get("return_logits") is not False:
             return super().forward(x, **kwargs)
@@ -65,6 +72,8 @@ class LogprobHead(LMHead):
             assert not self.tp_enabled, "hidden states are split along T: no rank has all positions to choose from"
             h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
             labels = labels.gather(1, keep_BK)
+        if self.settings.classes:
+            return self._logits_of_classes(h_BKD)
         # Under tensor parallelism these are the rank's own positions, as many on every rank, so that ranks cut them
         # into the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
@@ -76,6 +85,11 @@ class LogprobHead(LMHead):
         parts = [losses(h_ND, labels_N, *settings) for h_ND, labels_N in chunks]
         joined: list[Any] = [None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)]
         return LabelLosses(*joined)
+
+    def _logits_of_classes(self, h_BKD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert not self.tp_enabled, "flags that ask for both are refused before"
+        weight_CD = self.w_out.weight[list(self.settings.classes)]
+        return (h_BKD.float() @ weight_CD.float().T).unbind(-1)
 
     def _losses(
         self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignored: int, settings: HeadSettings
@@ -109,10 +123,14 @@ class LogprobHead(LMHead):
 def head_settings(model: Transformer, settings: HeadSettings) -> Iterator[None]:
     """Within, the model's head divides its logits by the temperature, and gives what is wanted of every position.
 
+    Or the logits of `classes` as they are. A head that gives a score has no settings.
+
     A backward pass may come after: chunks that are computed again keep the settings of their forward pass.
     """
     head = model.lm_head
-    assert isinstance(head, LogprobHead), type(head)
+    if not isinstance(head, LogprobHead):
+        yield
+        return
     head.settings = settings
     try:
         yield

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from open_instruct.families import family_of
 
 EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
 HF_LM_HEAD = "lm_head.weight"
+HF_SCORE = "score.weight"
+
+# What a model says at a position: something of every word, or one number.
+Head = Literal["vocabulary", "score"]
 
 # Buffers that old checkpoints carry and that every reader computes for itself.
 _HARMLESS_EXTRA = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)$")
@@ -74,7 +78,7 @@ class TensorNames:
     """Both names of every parameter of one model, one to one, in layer order.
 
     With tied embeddings the head is the embedding matrix: it has no pair, and a file may leave
-    `lm_head.weight` out or hold a copy equal to the embeddings.
+    `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives a score is tied to nothing.
 
     Example::
 
@@ -83,10 +87,11 @@ class TensorNames:
         names.olmo_core_name("model.layers.3.mlp.up_proj.weight")    # 'blocks.3.feed_forward.w3.weight'
     """
 
-    def __init__(self, hf_config: Any) -> None:
+    def __init__(self, hf_config: Any, *, head: Head = "vocabulary") -> None:
         family = family_of(hf_config.model_type)
         self.hf_config = hf_config
-        self.tied = bool(hf_config.tie_word_embeddings)
+        self.head = head
+        self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)
         block = _BLOCK | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
         if family.qk_norm != "none":
             block |= _QK_NORM
@@ -94,6 +99,8 @@ class TensorNames:
         for layer in range(hf_config.num_hidden_layers):
             pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
         pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
+        if head == "score":
+            pairs[LM_HEAD] = HF_SCORE
         self._hf_of = pairs
         self._olmo_core_of = {theirs: ours for ours, theirs in pairs.items()}
 

@@ -10,16 +10,20 @@ Legend: N labelled tokens of a microbatch or rows of a data set, D documents of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.config.training import TrainingConfig
+from open_instruct.data.chat import single_token_id
 from open_instruct.data.row_builder import RowBuilder
+from open_instruct.models.names import Head
 from open_instruct.records import Batch, Metric, StepBatch
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
     from open_instruct.data.token_dataset import TokenDataset
 
@@ -35,12 +39,16 @@ class TokenLogprobs:
 
     `entropy_N` is that of the distribution the token was drawn from, and `collision_logprobs_N` the log-prob that two
     tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient.
+
+    Where another head is read, `values_NC` is what it says at each label: the score (C = 1), or the logit of each class
+    (`BoundLoss.classes`). `logprobs_N` is then the score itself, or the log-prob of the first class among them.
     """
 
     logprobs_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     entropy_N: torch.Tensor | None = None
     collision_logprobs_N: torch.Tensor | None = None
+    values_NC: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,7 @@ class LossOutputs:
 
 # Of a tensor (rows, ...) of each data-parallel rank, however many rows it has: those of all ranks, in their order.
 Gather = Callable[["torch.Tensor"], "torch.Tensor"]
+Measure = Callable[[TokenLogprobs, Batch], Sequence["torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,11 @@ class BoundLoss:
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
     first of them is learned from, and returns the step that is to be learned: with `values` more, documents fewer.
     Every rank calls it, also one without rows.
+
+    `classes` are words, each one token, whose logits are read in place of log-probs; `class_ids` are their ids, once
+    there is a tokenizer. `derive` makes the metrics of a step of those that were reduced over all ranks, where some
+    are no means: a standard deviation. `measure(scores, batch)` are values of each label that are added up, of held-out
+    rows, in place of its log-prob: `Objective.evaluate` is then given a column for each.
     """
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
@@ -78,14 +92,19 @@ class BoundLoss:
     ld_alpha: float | None = None
     first_loss: float | None = None
     remedy: str = ""
+    classes: tuple[str, ...] = ()
+    class_ids: tuple[int, ...] = ()
+    derive: Callable[[dict[str, float]], dict[str, float]] | None = None
+    measure: Measure = lambda scores, batch: (scores.logprobs_N,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out scores: a row of eval.jsonl, and what is said of it."""
+    """Held-out scores: a row of eval.jsonl, what is said of it, and what the exported config.json keeps of it."""
 
-    row: Mapping[str, float]
+    row: Mapping[str, Any]
     sentence: str
+    exported: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +123,11 @@ class Objective:
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D)) and the reference's; None where
-        there
-            is nothing to tell of them.
+            there is nothing to tell of them.
+        head: what the model says at a position; its first head is drawn where the start model has another.
+        row_arguments: what `rows` is made with, under these flags, beside what every form of row is.
+        exported: under these flags, with this tokenizer and for this start model, what the exported config.json has
+            more than the start model's. Called before training, so what will not do is refused there.
     """
 
     name: str
@@ -118,6 +140,20 @@ class Objective:
     only_scores: Callable[[Any], bool] = lambda config: False
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
+    head: Head = "vocabulary"
+    row_arguments: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    exported: Callable[[Any, PreTrainedTokenizerFast, PretrainedConfig], Mapping[str, Any]] = (
+        lambda config, tokenizer, hf_config: {}
+    )
+
+    def bound(self, config: TrainingConfig, tokenizer: PreTrainedTokenizerFast) -> BoundLoss:
+        """`bind`, with the ids of the words that the loss reads.
+
+        Raises:
+            InputError: one is not a single token.
+        """
+        loss = self.bind(config)
+        return replace(loss, class_ids=tuple(single_token_id(tokenizer, word) for word in loss.classes))
 
     @property
     def program(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -163,7 +164,8 @@ def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
     """A plan for each (shard degree, replicas, tensor degree): by tokens per second, then those that do not fit.
 
     The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
-    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode.
+    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the
+    run itself would refuse.
     """
     if setting.config.parallel.single_gpu_mode:
         return ()
@@ -171,7 +173,8 @@ def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
     for tensor in tensor_degrees(setting.shape, context):
         data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
         for shard in divisors(data_parallel) if rest == 0 else ():
-            plans.append(plan_of(setting.with_flags(sharding_flags(shard, data_parallel // shard, tensor))))
+            with suppress(InputError):
+                plans.append(plan_of(setting.with_flags(sharding_flags(shard, data_parallel // shard, tensor))))
     return tuple(sorted(plans, key=_order))
 
 

@@ -18,7 +18,7 @@ from open_instruct.parallel.wording import one_of
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
 from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, validate
+from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, shape_of_run, validate
 
 
 def _with_machines(config_class: type) -> Any:
@@ -67,7 +67,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     _check_shared_prompt(config, asked.shared_prompt_tokens)
     setting = Setting(
         config=config,
-        shape=model_shape(config.model.model_name_or_path),
+        shape=shape_of_run(config, model_shape(config.model.model_name_or_path)),
         gpus_per_node=nodes,
         device=_device(asked),
         mfu=asked.mfu,

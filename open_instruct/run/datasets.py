@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from open_instruct.config.sections import DataSection
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
@@ -13,9 +16,16 @@ from open_instruct.run.pretrained import Pretrained
 
 
 def load_datasets(
-    rows: type[RowBuilder], data: DataSection, *, pretrained: Pretrained, seed: int, console: Console
+    rows: type[RowBuilder],
+    data: DataSection,
+    *,
+    pretrained: Pretrained,
+    seed: int,
+    console: Console,
+    own: Mapping[str, Any],
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training rows, and the held-out rows if any are named; `rows` is the form that they have.
+    """The training rows, and the held-out rows if any are named; `rows` is the form that they have, and `own` what
+    that is made with.
 
     Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
     does not share the cache folder).
@@ -38,6 +48,7 @@ def load_datasets(
                     cache_dir=data.cache_dir,
                     flag=flag,
                     on_progress=on_progress,
+                    **own,
                 )
 
         for line in on_main_process(lambda: read(console.speaks)[1].lines()):

@@ -21,7 +21,8 @@ from open_instruct.models.export import check_destination, check_exportable
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes
-from open_instruct.models.names import TensorNames
+from open_instruct.models.names import Head, TensorNames
+from open_instruct.models.value_head import ScoreFiles
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
@@ -45,7 +46,7 @@ class Pretrained:
 
     def build(self, *, init_device: str) -> Transformer:
         """The model, without weights."""
-        return build_model(self.hf_config, init_device=init_device)
+        return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
     @cached_property
     def weights_fingerprint(self) -> str:
@@ -76,11 +77,14 @@ def open_pretrained(
     export_folder: Path,
     length_flag: str = "--max_seq_length",
     layout: ShardLayout | None = None,
+    head: Head = "vocabulary",
+    seed: int = 0,
 ) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
     That the trained model can be written to `export_folder` in the end is checked now too, and that the ranks of
-    `layout` can share its heads. `length_flag` is what `max_seq_length` comes from.
+    `layout` can share its heads. `length_flag` is what `max_seq_length` comes from. A model that is to score may start
+    from one that does not; its head is drawn from `seed`.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
@@ -108,9 +112,9 @@ def open_pretrained(
             f"{length_flag} {max_seq_length} is more than the {longest} positions the model in {folder} has; "
             f"use at most {longest}"
         )
-    names = TensorNames(hf_config)
-    files = CheckpointFiles.open(folder)
-    shapes = parameter_shapes(build_model(hf_config, init_device="meta"))
+    names = TensorNames(hf_config, head=head)
+    files = ScoreFiles.open_or_draw(folder, hf_config, seed=seed) if head == "score" else CheckpointFiles.open(folder)
+    shapes = parameter_shapes(build_model(hf_config, init_device="meta", head=head))
     check_cover(names, files, shapes)
     check_exportable(names, shapes)
     check_destination(folder, export_folder)

@@ -24,7 +24,6 @@ from open_instruct.verifiers.verifier import without_thinking
 from open_instruct.verifiers.worker import verdict
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
-START_TIMEOUT_S = 60.0
 PIECE_BYTES = 1 << 16
 
 
@@ -57,6 +56,7 @@ class VerifierPool:
         # By its path and with -P: neither the working folder nor ours is where its imports are looked for.
         self._command = [sys.executable, "-P", str(WORKER), *user_verifiers]
         self._timeout_s = timeout_s
+        self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._told: set[str] = set()
         self._telling = threading.Lock()
@@ -68,17 +68,22 @@ class VerifierPool:
         for _ in range(num_processes):
             self._places.put(None)
 
-    def score(self, check: Check, completion: str) -> Outcome:
-        """Judge one completion. A verifier that raises, dies or takes too long gives 0, and says so."""
+    def score(self, check: Check, completion: str, *, prompt: str = "", is_truncated: bool = False) -> Outcome:
+        """Judge one completion of `prompt`, the text that was given.
+
+        A verifier that raises, dies or takes too long gives 0, and says so.
+        """
         name = check.verifier
         text = completion if self.verifiers[name].sees_thinking else without_thinking(completion)
         if self.verifiers[name].isolated:
-            answer = self._ask_worker({"verifier": name, "text": text, "ground_truth": check.ground_truth})
+            asked = {"text": text, "ground_truth": check.ground_truth, "prompt": prompt, "is_truncated": is_truncated}
+            answer = self._ask_worker({"verifier": name, **asked})
         else:
-            answer = verdict(self.verifiers[name], text, check.ground_truth)
+            answer = verdict(self.verifiers[name], text, check.ground_truth, prompt=prompt, is_truncated=is_truncated)
         problem = answer.get("problem")
-        if problem is None and not 0 <= answer["score"] <= 1:
-            problem = f"gave {answer['score']}, which is not between 0 and 1"
+        low, high = (0, 1) if self.verifiers[name].is_bounded else (-sys.float_info.max, sys.float_info.max)
+        if problem is None and not low <= answer["score"] <= high:
+            problem = f"gave {answer['score']}, which is not between {low:g} and {high:g}"
         if problem is None:
             return Outcome(score=answer["score"])
         self._tell(name, f"the verifier {name}: {problem}\n{answer.get('traceback', '')}".rstrip())
@@ -87,7 +92,7 @@ class VerifierPool:
     def _ask_worker(self, request: dict[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
-            worker = worker or _Worker(self._command, self._starter)
+            worker = worker or _Worker(self._command, self._starter, start_timeout_s=self._start_timeout_s)
             answer = worker.ask(request, timeout_s=self._timeout_s)
             if answer is None:
                 worker.kill()
@@ -116,7 +121,7 @@ class VerifierPool:
 class _Worker:
     """A process with a session of its own, so that what a verifier has started can be ended with it."""
 
-    def __init__(self, command: Sequence[str], starter: ThreadPoolExecutor) -> None:
+    def __init__(self, command: Sequence[str], starter: ThreadPoolExecutor, *, start_timeout_s: float) -> None:
         # An empty entry would mean the working folder.
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         self._process = starter.submit(
@@ -134,7 +139,7 @@ class _Worker:
         os.set_blocking(self._requests, False)
         self._unread = b""
         self._num_asked = 0
-        self._greeting = self._exchange(b"", timeout_s=START_TIMEOUT_S)
+        self._greeting = self._exchange(b"", timeout_s=start_timeout_s)
 
     def ask(self, request: dict[str, object], *, timeout_s: float) -> dict[str, Any] | None:
         """The answer; None if the process died or did not answer in time, after which it must be killed."""

@@ -9,23 +9,31 @@ from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
 from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, StringF1, StringMatcher
 from open_instruct.verifiers.ifeval import IFEval
+from open_instruct.verifiers.judge_models import ProcessRewardVerifier, RewardModelVerifier
 from open_instruct.verifiers.math_answers import Math
 from open_instruct.verifiers.verifier import Verifier
 
 BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, IFEval, Math, StringMatcher, StringF1, Passthrough, R1Format)
+OF_FOLDERS = {kind.name: kind for kind in (RewardModelVerifier, ProcessRewardVerifier)}
 ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 
 def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
     """Verifiers by name; `user` are words of `--verifier`, each `FILE.py:Class` or `module:Class`.
 
+    `reward_model:FOLDER` and `prm:FOLDER` are verifiers too: what a run of ours has exported.
+
     Raises:
-        InputError: one cannot be imported, is not a `Verifier`, or has the name of another.
+        InputError: one cannot be imported, is not a `Verifier`, or has the name of another; a folder will not do.
     """
     verifiers = {kind.name: kind() for kind in BUILT_IN}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         _add(verifiers, f"the entry point {point.name} = {point.value}", point.value)
     for word in user:
+        name, _, settings = word.partition(":")
+        if name in OF_FOLDERS and name not in verifiers:
+            verifiers[name] = OF_FOLDERS[name](settings)
+            continue
         _add(verifiers, f"--verifier {word}", word)
     return verifiers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.records import Check, Completion, Prompt, Verdict
 from open_instruct.verifiers.answers import R1Format
-from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.verifiers.pool import Outcome, VerifierPool
 
 FORM = Check(verifier=R1Format.name, ground_truth=None)
 
@@ -26,7 +26,7 @@ class RewardModel:
         `non_stop_penalty_value` instead of all that. Scores of a verifier that appears twice are averaged.
         """
         config = self._config
-        outcomes = [(check, self._pool.score(check, completion.text)) for check in prompt.checks]
+        outcomes = [(check, self._score(check, prompt, completion)) for check in prompt.checks]
         problems = [outcome.problem for _, outcome in outcomes]
         by_name: dict[str, list[float]] = {}
         for check, outcome in outcomes:
@@ -36,7 +36,7 @@ class RewardModel:
         reward = config.verification_reward * sum(check.weight * outcome.score for check, outcome in outcomes)
         reward = reward / total_weight if total_weight else 0.0
         if config.apply_r1_style_format_reward:
-            form = self._pool.score(FORM, completion.text)
+            form = self._score(FORM, prompt, completion)
             scores["format"] = form.score
             problems.append(form.problem)
             if form.score:
@@ -46,3 +46,6 @@ class RewardModel:
         if config.non_stop_penalty and completion.is_truncated:
             reward = config.non_stop_penalty_value
         return Verdict(reward=reward, scores=scores, problems=tuple(filter(None, problems)))
+
+    def _score(self, check: Check, prompt: Prompt, completion: Completion) -> Outcome:
+        return self._pool.score(check, completion.text, prompt=prompt.text, is_truncated=completion.is_truncated)

@@ -11,7 +11,8 @@ THINKING_ENDS = "</think>"
 class Verifier(ABC):
     """One kind of answer. `isolated` verifiers run foreign or unbounded code, so they get a process that can be killed.
 
-    Most are asked about the answer alone; one that `sees_thinking` is given the whole completion.
+    Most are asked about the answer alone; one that `sees_thinking` is given the whole completion. The score of one that
+    is not `is_bounded` may be any number.
 
     A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. One that cannot
     compare with everything says so in `check_ground_truth`, which is asked when rows are loaded.
@@ -20,6 +21,12 @@ class Verifier(ABC):
     name: ClassVar[str]
     isolated: ClassVar[bool] = True
     sees_thinking: ClassVar[bool] = False
+    is_bounded: ClassVar[bool] = True
+    start_timeout_s: ClassVar[float] = 60.0  # of `load`
+
+    def load(self) -> None:
+        """What takes long, before the first verdict: called once in every process that is going to ask."""
+        return
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         """Refuses a row's ground truth that `score` could not use.
@@ -32,6 +39,11 @@ class Verifier(ABC):
     @abstractmethod
     def score(self, completion: str, ground_truth: Any) -> float:
         """How right the answer is, from 0 to 1; `completion` is without what was thought before it."""
+
+    def judge(self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool) -> float:
+        """`score`, for verifiers that look at what was asked too, or at whether the answer came to its end."""
+        del prompt, is_truncated
+        return self.score(completion, ground_truth)
 
 
 def without_thinking(completion: str) -> str:

@@ -36,10 +36,12 @@ MAX_PROBLEM_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 4000
 
 
-def verdict(verifier: Verifier, text: str, ground_truth: Any) -> dict[str, Any]:
+def verdict(
+    verifier: Verifier, text: str, ground_truth: Any, *, prompt: str = "", is_truncated: bool = False
+) -> dict[str, Any]:
     """`{"score": …}`, or `{"problem": …, "traceback": …}` where the verifier raised."""
     try:
-        return {"score": float(verifier.score(text, ground_truth))}
+        return {"score": float(verifier.judge(prompt, text, ground_truth, is_truncated=is_truncated))}
     except BaseException as error:  # foreign code, which may raise anything, and exit
         return _failure(error)
 
@@ -89,15 +91,18 @@ def main(user_verifiers: list[str]) -> None:
     greeting: dict[str, Any] = {"id": 0}
     try:
         verifiers = known_verifiers(user_verifiers)
+        for verifier in verifiers.values():
+            verifier.load()
     except BaseException as error:
         greeting |= _failure(error)
     print(json.dumps(greeting), file=verdicts, flush=True)
     for line in requests:
         request = json.loads(line)
-        answer = verdict(verifiers[request["verifier"]], request["text"], request["ground_truth"])
+        number, verifier = request.pop("id"), verifiers[request.pop("verifier")]
+        answer = verdict(verifier, **request)
         if os.getpid() != worker:
             os._exit(0)  # the verifier forked, and this is its child, which has nothing to answer
-        print(json.dumps({"id": request["id"], **answer}), file=verdicts, flush=True)
+        print(json.dumps({"id": number, **answer}), file=verdicts, flush=True)
 
 
 def _failure(error: BaseException) -> dict[str, str]:

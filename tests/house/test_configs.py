@@ -16,6 +16,10 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.objectives.prm import PRMConfig
+from open_instruct.objectives.prm import validate as validate_prm
+from open_instruct.objectives.reward_model import RewardModelConfig
+from open_instruct.objectives.reward_model import validate as validate_reward_model
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.parallel.training_state import unsharded_memory_warning
 from open_instruct.planning.plan import plan_of
@@ -39,9 +43,13 @@ class Kind:
 KINDS = {
     "dpo": Kind(config_class=DPOConfig, validate=validate_dpo, script="open_instruct/dpo.py"),
     "grpo": Kind(config_class=GRPOConfig, validate=validate_grpo, script="open_instruct/grpo_olmo_core_actor.py"),
+    "prm": Kind(config_class=PRMConfig, validate=validate_prm, script="open_instruct/prm.py"),
+    "reward_model": Kind(
+        config_class=RewardModelConfig, validate=validate_reward_model, script="open_instruct/reward_model.py"
+    ),
     "sft": Kind(config_class=SFTConfig, validate=validate_sft, script="open_instruct/sft.py"),
 }
-UNITS = {"dpo": "pairs", "sft": "conversations"}  # of the global batch
+UNITS = {"dpo": "pairs", "prm": "solutions", "reward_model": "pairs", "sft": "conversations"}  # of the global batch
 CLUSTER_SCRIPT = "scripts/launch_ray_slurm.sh"
 FILES = sorted(path for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml"))
 TORCHRUN_FILES = [path for path in FILES if path.parent.name != "grpo"]

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.plan import PlanFlags
 from open_instruct.config.replay import ReplayFlags
-from open_instruct.config.sft import SFTConfig
 from open_instruct.config.upstream_flags import SYNONYMS, upstream_flags
 from open_instruct.families import FAMILIES
 from open_instruct.parallel.layout_command import LayoutFlags
+from open_instruct.score import ScoreFlags
 from open_instruct.toys.tiny_command import TinyModelFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -56,6 +54,9 @@ FLOORS = [
     {
         "entry",
         "dpo",
+        "prm",
+        "reward_model",
+        "score",
         "sft",
         "grpo_olmo_core_actor",
         "notebook",
@@ -73,7 +74,7 @@ WITHOUT_TORCH = [
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for path in sorted((PACKAGE / "planning").rglob("*.py"))),
 ]
-LIGHT_TO_IMPORT = ["dpo.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
+LIGHT_TO_IMPORT = ["dpo.py", "prm.py", "reward_model.py", "score.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
 
 MAX_LINES_OF_A_FILE = 500
 # Code lines of each room; what stands in no room counts as one. A room that is full is split by idea, or trimmed.
@@ -340,7 +341,8 @@ class TestFlags:
 @cache
 def known_flags() -> frozenset[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
-    configs = (DPOConfig, SFTConfig, GRPOConfig, ReplayFlags, PlanFlags, LayoutFlags, TinyModelFlags)
+    trained = [command.config_class for command in commands_with_flags()]
+    configs = (*trained, ReplayFlags, PlanFlags, LayoutFlags, ScoreFlags, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
     known = {flag.name for flag in flags} | {f"no_{flag.name}" for flag in flags if flag.kind is bool}
     programs = [*FILES, *(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]

@@ -136,6 +136,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             temperature=self.loss.temperature,
             with_entropy=self.loss.with_entropy,
             with_collisions=self.loss.with_collisions,
+            classes=self.loss.class_ids,
         )
         values = {name: value.to(self.device) for name, value in batch.values.items()}
         return self.loss.function(scores, replace(batch, values=values), counts)
@@ -181,7 +182,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         return self._scores(self.computing_model, packed)
 
     def _scores(self, model: Transformer, packed: PackedBatch) -> TokenLogprobs:
-        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
+        loss = self.loss
+        return token_logprobs(model, packed, device=self.device, temperature=loss.temperature, classes=loss.class_ids)
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
@@ -250,7 +252,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self._check_gradient(reduced.pop(GRAD_NORM))
         if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
             self.optim.latest_loss = torch.tensor(reduced["loss"], device=self.device)
-        return reduced
+        return reduced if self.loss.derive is None else self.loss.derive(reduced)
 
     def update(self) -> Metrics:
         """Update the weights; not from a gradient that is not finite, after which a skip-step optimizer goes on.

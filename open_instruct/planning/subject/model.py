@@ -57,7 +57,8 @@ class Unit:
 class ModelShape:
     """What decides how large a model is and what it computes.
 
-    `windows` has one entry a layer: the tokens that a query sees, itself among them; None: all before it.
+    `windows` has one entry a layer: the tokens that a query sees, itself among them; None: all before it. A model that
+    `scores` has a head of one row.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ModelShape:
     qk_norm: QKNorm
     windows: tuple[int | None, ...]
     checkpoint_bytes_per_param: int = 2
+    scores: bool = False
 
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -108,7 +110,8 @@ class ModelShape:
         ]
         parameters.append(ParameterShape(name="lm_head.norm.weight", shape=(d_model,)))
         if not self.is_tied:
-            parameters.append(ParameterShape(name="lm_head.w_out.weight", shape=vocabulary, tensor_axis=0))
+            words = (1, d_model) if self.scores else vocabulary
+            parameters.append(ParameterShape(name="lm_head.w_out.weight", shape=words, tensor_axis=0))
         return tuple(parameters)
 
     @cached_property

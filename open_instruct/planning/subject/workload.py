@@ -170,13 +170,20 @@ def workload_of(
         workload = _of_rows(config, objective_of(config), prefix_tokens)
     return replace(
         workload,
-        label_tokens_per_microbatch=round(workload.tokens_per_microbatch * label_share),
+        label_tokens_per_microbatch=round(workload.label_tokens_per_microbatch * label_share),
         shared_prefix_tokens=prefix_tokens,
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
         **_checkpointing(config.memory),
         export_bytes_per_param=BYTES_OF_DTYPE.get(config.run.export_dtype, shape.checkpoint_bytes_per_param),
     )
+
+
+def shape_of_run(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """The start model with the head that the run gives it."""
+    if isinstance(config, GRPOConfig) or objective_of(config).head == "vocabulary":
+        return shape
+    return replace(shape, scores=True, is_tied=False)
 
 
 def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -> Workload:
@@ -188,7 +195,7 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
         longest_sequence=longest,
-        label_tokens_per_microbatch=num_tokens,
+        label_tokens_per_microbatch=num_rows * documents_per_row if objective.rows.reads_ends else num_tokens,
         num_microbatches=config.optim.gradient_accumulation_steps,
         documents_per_group=documents_per_row,
         has_reference=has_reference,

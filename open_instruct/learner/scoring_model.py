@@ -1,0 +1,87 @@
+"""An exported model that judges, on one device: a reward for a conversation, or P(right) of each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from olmo_core.nn.transformer import Transformer
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from open_instruct.data.chat import single_token_id
+from open_instruct.errors import InputError
+from open_instruct.learner.forward import token_logprobs
+from open_instruct.models.build import build_model, materialize
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.load import check_cover, parameter_shapes, stream_load
+from open_instruct.models.names import Head, TensorNames
+from open_instruct.models.value_head import is_classifier
+from open_instruct.objectives.prm import REWARD_TOKENS
+from open_instruct.packing.balance import first_fit
+from open_instruct.packing.documents import pack_documents
+from open_instruct.records import Document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringModel:
+    """A model with the head that it was trained with, and how what that says becomes a score."""
+
+    model: Transformer
+    hf_config: PretrainedConfig
+    device: torch.device
+    classes: tuple[int, ...] = ()
+    mean: float = 0.0
+    std: float = 1.0
+
+    @classmethod
+    def open(cls, folder: Path, tokenizer: PreTrainedTokenizerFast, *, dtype: str, normalize: bool) -> ScoringModel:
+        """Load it onto the GPU, or the CPU where there is none.
+
+        Raises:
+            InputError: it is damaged, no model that scores, or has no numbers to normalise with.
+        """
+        hf_config = load_hf_config(str(folder))
+        words: list[str] = getattr(hf_config, REWARD_TOKENS, [])
+        if not words and not is_classifier(hf_config):
+            raise InputError(
+                f"{folder} is no reward model (config.json: architectures {hf_config.architectures}): give the "
+                "hf_model of a run of open-instruct reward_model or prm"
+            )
+        if normalize and not hasattr(hf_config, "score_std"):
+            raise InputError(
+                f"--normalize: {folder}/config.json has no score_mean and score_std, which a run with "
+                "--eval_mixer_list writes; leave the flag out"
+            )
+        head: Head = "vocabulary" if words else "score"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = build_model(hf_config, head=head).to(getattr(torch, dtype))
+        names = TensorNames(hf_config, head=head)
+        with CheckpointFiles.open(folder) as files:
+            check_cover(names, files, parameter_shapes(model))
+            materialize(model, device=device, max_seq_len=hf_config.max_position_embeddings)
+            stream_load(model, files, names)
+        scale = {"mean": hf_config.score_mean, "std": hf_config.score_std} if normalize else {}
+        classes = tuple(single_token_id(tokenizer, word) for word in words)
+        return cls(model=model.eval(), hf_config=hf_config, device=device, classes=classes, **scale)
+
+    @property
+    def max_seq_length(self) -> int:
+        longest: int = self.hf_config.max_position_embeddings
+        return longest
+
+    @torch.no_grad()
+    def scores(self, documents: Sequence[Document], *, batch_tokens: int) -> list[list[float]]:
+        """What the model says at each place of each document; packed, documents of like length together."""
+        lengths = list(map(len, documents))
+        longest_first = sorted(range(len(documents)), key=lambda document: -lengths[document])
+        scores: list[list[float]] = [[] for _ in documents]
+        for batch in first_fit(longest_first, lengths, max(batch_tokens, max(lengths, default=0))):
+            packed = pack_documents([documents[document] for document in batch])
+            said = token_logprobs(self.model, packed, device=self.device, classes=self.classes)
+            values_N = said.logprobs_N.exp() if self.classes else said.logprobs_N
+            for index, value in zip(said.sequence_ids_N.tolist(), values_N.tolist(), strict=True):
+                scores[batch[index]].append((value - self.mean) / self.std)
+        return scores

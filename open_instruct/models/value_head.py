@@ -1,0 +1,132 @@
+"""A head that gives one number at a position instead of something of every word: a score.
+
+Its weight and its product are float32 also where the model computes in less: two replies to one prompt often score
+alike to three digits.
+
+B rows, T tokens of a row, K positions kept of a row, D width of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from olmo_core.nn.lm_head import LMHead
+from olmo_core.nn.transformer import Transformer, TransformerConfig
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PretrainedConfig
+
+from open_instruct.models.checkpoint_files import CheckpointFiles, StoredTensor
+from open_instruct.models.names import HF_LM_HEAD, HF_SCORE
+
+
+class ValueHead(LMHead):
+    """The model's last norm, and a matrix of one row."""
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor]:
+        """The score at the positions to keep (all, where none are chosen), float32 of shape (B, K)."""
+        h_BKD = x if self.norm is None else self.norm(x)
+        keep_BK = kwargs.get("logits_to_keep")
+        if isinstance(keep_BK, torch.Tensor):
+            h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
+        return (self.w_out(h_BKD.float()).squeeze(-1),)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ValueHead:
+        """What `Module.to` is built on: the matrix moves with the model, and keeps its dtype."""
+        super()._apply(fn, recurse)
+        if self.w_out.weight.dtype != torch.float32:
+            self.w_out.float()
+        return self
+
+    def apply_tp(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a matrix of one row is not split: flags that ask for it are refused before")
+
+
+def install_value_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:
+    """Give `model`, before it is sharded, a `ValueHead` in place of the head it was built with."""
+    model.lm_head = ValueHead(
+        d_model=config.d_model,
+        vocab_size=1,
+        layer_norm=config.lm_head.layer_norm,
+        dtype=torch.float32,
+        bias=False,
+        init_device=init_device,
+    )
+    model.apply_fsdp = types.MethodType(_apply_fsdp, model)  # type: ignore[method-assign]
+
+
+def _apply_fsdp(model: Transformer, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:
+    """Stands in for `Transformer.apply_fsdp`: the matrix is gathered in float32, as a unit of its own."""
+    in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    fully_shard(model.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)
+    Transformer.apply_fsdp(model, dp_mesh=dp_mesh, **style)
+
+
+def drawn_score(hidden_size: int, *, seed: int) -> torch.Tensor:
+    """A new matrix of shape (1, D): normal with standard deviation 1 / sqrt(D + 1), the same wherever it is drawn.
+
+    As Stiennon et al. draw it (2020, arXiv:2009.01325): scores then begin with a variance of about 1.
+    """
+    digest = hashlib.sha256(f"{HF_SCORE} {seed}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
+
+
+class ScoreFiles(CheckpointFiles):
+    """A checkpoint's files as those of a model that scores: without a head over the vocabulary, and with a score's,
+    which is `drawn` where no file holds one.
+    """
+
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
+        super().__init__(folder, {name: tensor for name, tensor in tensors.items() if name != HF_LM_HEAD})
+        self.drawn: torch.Tensor | None = None
+
+    @classmethod
+    def open_or_draw(cls, folder: Path, hf_config: PretrainedConfig, *, seed: int) -> ScoreFiles:
+        """Draws a head for any model but one that says that it has one.
+
+        Raises:
+            InputError: see `CheckpointFiles.open`.
+        """
+        files = cls.open(folder)
+        assert isinstance(files, ScoreFiles)
+        if HF_SCORE not in files and not is_classifier(hf_config):
+            files.drawn = drawn_score(hf_config.hidden_size, seed=seed)
+        return files
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return super().shapes | ({} if self.drawn is None else {HF_SCORE: tuple(self.drawn.shape)})
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return super().dtypes | ({} if self.drawn is None else {HF_SCORE: self.drawn.dtype})
+
+    def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
+        return self.drawn[slices] if self._is_drawn(name) and self.drawn is not None else super().read(name, slices)
+
+    def forget(self, name: str) -> None:
+        if not self._is_drawn(name):
+            super().forget(name)
+
+    def __contains__(self, name: str) -> bool:
+        return self._is_drawn(name) or super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def _is_drawn(self, name: str) -> bool:
+        return self.drawn is not None and name == HF_SCORE
+
+
+def is_classifier(hf_config: PretrainedConfig) -> bool:
+    """Whether a checkpoint says of itself that it is transformers' class with a score."""
+    return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())

@@ -1,0 +1,277 @@
+"""Reward models: one number for a conversation, so that of two replies to a prompt the chosen one has more.
+
+Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs of a data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from open_instruct.config.sections import (
+    LoggingSection,
+    MemorySection,
+    ModelSection,
+    OptimSection,
+    ParallelSection,
+    PreferenceDataSection,
+    RunSection,
+    flag,
+)
+from open_instruct.config.validation import refuse, training_problems, training_warnings
+from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.messages import kind_of
+from open_instruct.data.preference_rows import PreferenceBuilder
+from open_instruct.data.report import DataReport
+from open_instruct.data.row_builder import RenderedRow
+from open_instruct.data.rows import MalformedRow
+from open_instruct.errors import InputError
+from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
+from open_instruct.packing.steps import ROW_VALUES
+from open_instruct.parallel.wording import counted
+from open_instruct.records import Batch, Metric
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+    from open_instruct.data.token_dataset import TokenDataset
+
+MARGIN = "margin"
+LARGEST_MARGIN = 1e30
+NUM_BINS = 10
+SMALLEST_STD = 1e-8
+# A mean that is reduced over ranks only to make the standard deviation of it.
+SQUARE = "rewards/square"
+
+
+@dataclass(kw_only=True)
+class RewardLossSection:
+    """Loss"""
+
+    margin: bool = flag(f"ask for a reward that is higher by the '{MARGIN}' of its row; 0 for a row without one", False)
+    center_rewards_coefficient: float = flag(
+        "pull the sum of a pair's rewards to 0, so strongly; 0.01 is common", 0.0, minimum=0
+    )
+
+
+@dataclass(kw_only=True)
+class RewardOptimSection(OptimSection):
+    """Optimisation"""
+
+    learning_rate: float = flag("peak learning rate", 9e-6, above=0)
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig:
+    """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers' class with a score."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "torchrun --nproc_per_node 8 open_instruct/reward_model.py configs/reward_model/olmo3_7b_8gpu.yaml",
+        "open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/rm",
+    )
+
+    model: ModelSection
+    data: PreferenceDataSection
+    loss: RewardLossSection
+    optim: RewardOptimSection
+    parallel: ParallelSection
+    memory: MemorySection
+    run: RunSection
+    logging: LoggingSection
+
+
+def validate(config: RewardModelConfig) -> list[str]:
+    """Check everything that the flags alone can tell, and return warnings.
+
+    Raises:
+        InputError: listing every problem, each with its remedy.
+    """
+    problems = list(training_problems(config))
+    if config.parallel.tensor_parallel_degree > 1:
+        problems.append(
+            f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: the head of a reward model is one "
+            "row, which is not split; shard over more GPUs, or use --context_parallel_degree"
+        )
+    if config.data.prefix_sharing == "on" and not config.data.packing:
+        problems.append(
+            "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
+        )
+    refuse(problems)
+    return list(training_warnings(config))
+
+
+class RewardBuilder(PreferenceBuilder):
+    """The pieces of a pair, each reply read at its end; with `margin` also that number."""
+
+    reads_ends = True
+
+    def __init__(self, chat: ChatFormat, *, margin: bool, **common: Any) -> None:
+        super().__init__(chat, **common)
+        self.margin = margin
+
+    def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        rendered = super().render(row)
+        return replace(rendered, values=(margin_of(row),)) if self.margin else rendered
+
+    def build(self, *sources: Any, **rest: Any) -> tuple[dict[str, np.ndarray], DataReport]:
+        arrays, report = super().build(*sources, **rest)
+        if report.num_truncated:
+            told = (
+                f"{counted(report.num_truncated, 'pair')} with a reply that was cut: its reward is read where it does "
+                "not end; raise --max_seq_length, or leave such rows out"
+            )
+            report = replace(report, warnings=(*report.warnings, told))
+        return arrays, report
+
+
+def margin_of(row: Mapping[str, Any]) -> float:
+    """What the row says of how much better its chosen reply is.
+
+    Raises:
+        MalformedRow: it is no number.
+    """
+    value = row.get(MARGIN)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MalformedRow("bad_margin", f"{MARGIN!r} must be a number, not {kind_of(value)}")
+    if not abs(value) <= LARGEST_MARGIN:
+        raise MalformedRow("bad_margin", f"{MARGIN!r} must be at most {LARGEST_MARGIN:g}, not {value}")
+    return float(value)
+
+
+def pair_losses(rewards_2P: torch.Tensor, margins_P: torch.Tensor | None, center: float) -> torch.Tensor:
+    """-log sigmoid(chosen - rejected - margin), and `center` times the square of their sum; float32.
+
+    Llama 2 (Touvron et al. 2023, arXiv:2307.09288, equation 2), and Eisenstein et al. (2023, arXiv:2312.09244,
+    equation 2).
+    """
+    from torch.nn.functional import logsigmoid
+
+    chosen_P, rejected_P = rewards_2P.float()
+    differences_P = chosen_P - rejected_P - (0.0 if margins_P is None else margins_P)
+    return -logsigmoid(differences_P) + center * (chosen_P + rejected_P).square()
+
+
+def bind(loss: RewardLossSection) -> BoundLoss:
+    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+        from open_instruct.losses.logprobs import sum_by_sequence
+
+        # One place a document: the sum is its reward, in the order of the documents.
+        rewards_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
+        rewards_2P = rewards_S.view(2, -1)
+        losses_P = pair_losses(rewards_2P, batch.values.get(ROW_VALUES), loss.center_rewards_coefficient)
+        return LossOutputs(loss=losses_P.sum() / counts["rows"], metrics=reward_metrics(losses_P, rewards_2P))
+
+    return BoundLoss(function=function, derive=with_std)
+
+
+def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:
+    """Means over the pairs of a microbatch, weighted by their number."""
+    losses_P, (chosen_P, rejected_P) = losses_P.detach(), rewards_2P.detach()
+    num_pairs = float(losses_P.numel())
+    values_P = {
+        "loss": losses_P,
+        "rewards/chosen": chosen_P,
+        "rewards/rejected": rejected_P,
+        "rewards/margin": chosen_P - rejected_P,
+        "rewards/accuracy": (chosen_P > rejected_P).float(),
+        "rewards/mean": (chosen_P + rejected_P) / 2,
+        SQUARE: (chosen_P.square() + rejected_P.square()) / 2,
+    }
+    return {
+        name: Metric(value=value_P.sum() / max(num_pairs, 1.0), weight=num_pairs) for name, value_P in values_P.items()
+    }
+
+
+def with_std(metrics: dict[str, float]) -> dict[str, float]:
+    """The standard deviation of all rewards of the step, which is no mean of those of the ranks."""
+    variance = metrics.pop(SQUARE) - metrics["rewards/mean"] ** 2
+    return metrics | {"rewards/std": max(variance, 0.0) ** 0.5}
+
+
+def evaluate(
+    dataset: TokenDataset, rewards_N2: np.ndarray, reference_N2: np.ndarray | None, config: RewardModelConfig
+) -> Evaluation:
+    """Accuracy, loss, and how the held-out rewards are spread; config.json keeps their mean and deviation."""
+    import numpy as np
+    import torch
+
+    margins_N = None
+    if config.loss.margin:
+        margins_N = torch.tensor([float(dataset.values(row)[0]) for row in range(len(dataset))])
+    rewards_2N = torch.from_numpy(rewards_N2).T
+    losses_N = pair_losses(rewards_2N, margins_N, config.loss.center_rewards_coefficient)
+    differences_N = rewards_2N[0] - rewards_2N[1]
+    accuracy = float((differences_N > 0).float().mean())
+    mean, std = float(rewards_N2.mean(dtype="float64")), float(rewards_N2.std(dtype="float64"))
+    counts, edges = np.histogram(rewards_N2.astype("float64"), bins=NUM_BINS)
+    return Evaluation(
+        row={
+            "eval/loss": float(losses_N.mean()),
+            "eval/rewards/accuracy": accuracy,
+            "eval/rewards/margin": float(differences_N.mean()),
+            "eval/rewards/mean": mean,
+            "eval/rewards/std": std,
+            "eval/rewards/histogram": counts.tolist(),
+            "eval/rewards/histogram_edges": edges.tolist(),
+            "eval/num_pairs": len(dataset),
+        },
+        sentence=f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(len(dataset), 'pair')}, "
+        f"rewards {mean:.3f} +- {std:.3f}",
+        exported={"score_mean": mean, "score_std": max(std, SMALLEST_STD)},
+    )
+
+
+def exported(
+    config: RewardModelConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+) -> dict[str, Any]:
+    """What makes of a model's config.json that of transformers' class with a score.
+
+    Raises:
+        InputError: transformers finds the end of a row by the pad token, and here a reply may end in it.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
+    if class_name is None:
+        raise InputError(
+            f"transformers has no {hf_config.model_type}ForSequenceClassification, so a reward model of this family "
+            "could not be opened anywhere; start from a model of another family"
+        )
+    pad, template = tokenizer.pad_token_id, choose_chat_template(tokenizer, config.data.chat_template_name)
+    chat = ChatFormat(tokenizer, template)
+    _, (reply,) = chat.render([{"role": "user", "content": "?"}], ["!"])
+    if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
+        raise InputError(
+            f"the tokenizer {'has no pad token' if pad is None else 'pads with the token that ends a reply'}, and "
+            "transformers finds the end of a conversation, where its reward is read, by that token: give another "
+            "special token as 'pad_token' in tokenizer_config.json"
+        )
+    return {
+        "architectures": [class_name],
+        "num_labels": 1,
+        "id2label": {"0": "score"},
+        "label2id": {"score": 0},
+        "pad_token_id": pad,
+        # Those of the start model, if it has any, are not of these rewards.
+        "score_mean": None,
+        "score_std": None,
+    }
+
+
+REWARD_MODEL = Objective(
+    name="reward_model",
+    config_class=RewardModelConfig,
+    validate=validate,
+    rows=RewardBuilder,
+    bind=lambda config: bind(config.loss),
+    prefix_sharing=lambda config: config.data.prefix_sharing,
+    evaluate=evaluate,
+    head="score",
+    row_arguments=lambda config: {"margin": config.loss.margin},
+    exported=exported,
+)

@@ -1,0 +1,177 @@
+"""Scores the rows of a file with an exported reward model: a row out for each row in, in their order.
+
+    open-instruct score runs/rm/hf_model chats.jsonl --output scored.jsonl
+
+Legend: N places that are read, C what the head says at each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if __name__ == "__main__":
+    # Our own folder must not come first: a file of ours would shadow a library of the same name.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from open_instruct.config.help import print_help
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.messages import parse_conversation
+from open_instruct.data.rows import BadRow, MalformedRow, open_rows
+from open_instruct.entry import HELP_WORDS, leave, run_to_exit_code
+from open_instruct.errors import InputError
+from open_instruct.objectives.prm import IS_PLACEHOLDER, STEP_END, places, texts_of_steps
+from open_instruct.parallel.wording import counted
+from open_instruct.records import Document, Span
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from open_instruct.learner.scoring_model import ScoringModel
+
+PROGRAM = "open-instruct score"
+ROWS_AT_ONCE = 1024
+
+
+@dataclass(kw_only=True)
+class ScoreSection:
+    """Scoring"""
+
+    output: str = flag("file (.jsonl) to write: every row as it was, with its 'score'")
+    normalize: bool = flag("score less score_mean, divided by score_std: those of config.json, of held-out rows", False)
+    max_seq_length: int | None = flag(
+        "tokens; longer rows are cut on the right, and say so as 'truncated'; default: what the model takes",
+        None,
+        minimum=2,
+    )
+    batch_tokens: int = flag("tokens that are computed at once", 16384, minimum=1)
+    chat_template_name: str | None = flag("a built-in template; default: the model's own", None)
+    param_dtype: Literal["bfloat16", "float32"] = flag("dtype that is computed with; scores are float32", "float32")
+
+
+@dataclass(kw_only=True)
+class ScoreFlags:
+    """Score the rows of FILE, {"messages": [...]} or {"prompt": [...], "completion": [...]}, with the reward model in
+    the folder MODEL, on one device: `open-instruct score MODEL FILE --output OUT`. A process reward model takes rows
+    as it was trained on, without their labels, and scores each step.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "open-instruct score runs/rm/hf_model chats.jsonl --output scored.jsonl --normalize",
+    )
+
+    score: ScoreSection
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with the words in `argv` (default: the command line) and return the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if any(word in HELP_WORDS for word in words):
+        print_help(ScoreFlags, f"{PROGRAM} MODEL FILE")
+        return 0
+    if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
+        raise InputError(f"the first words are a model and a file: {PROGRAM} MODEL FILE --output scored.jsonl")
+    flags = parse(ScoreFlags, words[2:]).score
+    refuse(limit_problems(flags))
+    out = Path(flags.output)
+    if out.exists() and Path(words[1]).exists() and out.samefile(words[1]):
+        raise InputError(f"--output {out} is the file that is scored; name another")
+    source = open_rows(words[1], flag="FILE")
+
+    from open_instruct.learner.scoring_model import ScoringModel
+
+    tokenizer = load_tokenizer(words[0], flag="MODEL")
+    model = ScoringModel.open(Path(words[0]), tokenizer, dtype=flags.param_dtype, normalize=flags.normalize)
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, flags.chat_template_name))
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for row in scored_rows(source.rows(range(len(source))), chat, model, flags):
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        os.replace(partial, out)
+    except OSError as error:
+        raise InputError(f"--output {out}: cannot be written ({error.strerror}); choose another file") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"scored {counted(len(source), 'row')} of {words[1]}: {out}")
+    return 0
+
+
+def scored_rows(
+    rows: Iterator[Any], chat: ChatFormat, model: ScoringModel, flags: ScoreSection
+) -> Iterator[dict[str, Any]]:
+    """The rows with their scores.
+
+    Raises:
+        InputError: a row is malformed; with file, line and reason.
+    """
+    longest = min(flags.max_seq_length or model.max_seq_length, model.max_seq_length)
+    read = partial(solution_of, hf_config=model.hf_config) if model.classes else conversation_of
+    while some := list(islice(rows, ROWS_AT_ONCE)):
+        documents, is_cut = zip(
+            *(document_of(row, partial(read, chat=chat, longest=longest)) for row in some), strict=True
+        )
+        scores = model.scores(documents, batch_tokens=flags.batch_tokens)
+        for row, of_places, was_cut in zip(some, scores, is_cut, strict=True):
+            said: dict[str, Any] = {"scores": of_places} if model.classes else {"score": of_places[0]}
+            yield row.value | said | ({"truncated": True} if was_cut else {})
+
+
+def document_of(row: Any, read: Callable[[dict[str, Any]], tuple[Document, bool]]) -> tuple[Document, bool]:
+    """What is read of a row, and whether it had to be cut."""
+    if isinstance(row, BadRow):
+        raise InputError(f"{row}. Mend this row")
+    try:
+        return read(row.value)
+    except MalformedRow as error:
+        raise InputError(f"{BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason)}") from None
+
+
+def conversation_of(value: dict[str, Any], *, chat: ChatFormat, longest: int) -> tuple[Document, bool]:
+    """A conversation, read at its last token."""
+    if "messages" in value:
+        messages = parse_conversation(value, "messages")
+    else:
+        prompt = parse_conversation(value, "prompt", last_role="user")
+        messages = (*prompt, *parse_reply(value))
+    token_ids = chat.encode(messages).token_ids
+    place = Span(start=1, stop=min(len(token_ids), longest))
+    return Document(token_ids=token_ids[:longest], responses=(place,), reads_ends=True), len(token_ids) > longest
+
+
+def parse_reply(row: dict[str, Any]) -> Any:
+    """The one turn under 'completion'."""
+    reply = row.get("completion")
+    asked = {"role": "user", "content": "?"}
+    turns = {"completion": [asked, *(reply if isinstance(reply, list) else [reply])]}
+    return parse_conversation(turns, "completion")[1:]
+
+
+def solution_of(
+    value: dict[str, Any], *, chat: ChatFormat, longest: int, hf_config: PretrainedConfig
+) -> tuple[Document, bool]:
+    """A solution, read where each of its steps ends, for a model that was trained to be asked there."""
+    step_end, is_placeholder = getattr(hf_config, STEP_END), getattr(hf_config, IS_PLACEHOLDER)
+    texts = texts_of_steps(value, chat, separator=step_end, placeholder=step_end if is_placeholder else None)
+    pieces = chat.tokenize(texts)
+    kept = places(pieces, has_prompt=not is_placeholder, longest=longest)
+    if not kept:
+        raise MalformedRow("prompt_too_long", f"the prompt and the first step have more than {longest} tokens")
+    stops = list(accumulate(map(len, kept)))[1::2]
+    spans = tuple(Span(start=stop - 1, stop=stop) for stop in stops)
+    token_ids = tuple(chain.from_iterable(kept))
+    return Document(token_ids=token_ids, responses=spans, reads_ends=True), len(token_ids) < sum(map(len, pieces))
+
+
+if __name__ == "__main__":
+    leave(run_to_exit_code(main, program=PROGRAM))

@@ -1,0 +1,125 @@
+"""Process reward models: no cut of a batch changes one, a stopped run goes on, transformers opens what comes out."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.launch import run_ranks as start
+from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
+
+RunRanks = Callable[..., list[Any]]
+JOB = "tests.ranks.jobs.train_runs:run_each"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_solutions(path: Path, *, num_rows: int, seed: int) -> None:
+    """Sums step by step; from the first wrong one on all are. Some labels are soft."""
+    draw, rows = random.Random(seed), []
+    for _ in range(num_rows):
+        total, wrong_from, numbers = 0, draw.randint(1, 6), [draw.randint(1, 9) for _ in range(draw.randint(2, 6))]
+        steps, labels = [], list[Any]()
+        for number, summand in enumerate(numbers):
+            right = number < wrong_from
+            steps.append(f"{total} + {summand} = {total + summand + (0 if right else 1)}")
+            labels.append(draw.choice([right, 0.9 if right else 0.2]))
+            total += summand
+        rows.append({"prompt": f"{' + '.join(map(str, numbers))}?\n", "completions": steps, "labels": labels})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
+    folder = tmp_path_factory.mktemp("prm")
+    write_solutions(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
+    write_solutions(folder / "held_out.jsonl", num_rows=12, seed=2)
+    model = write_tiny_model(folder / "model", family="qwen3", size="tiny", tie=True)
+    heldout = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"]}
+    return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=heldout)
+
+
+@pytest.fixture(scope="module")
+def one_process(case: TrainCase) -> TrainCase:
+    constant: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
+    commands = [
+        case.command("base"),
+        case.command("padded", packing=False, batch=2),
+        case.command("undisturbed", **constant),
+        case.command("resumed", **constant, max_train_steps=2),
+        case.command("resumed", **constant),
+        case.command("whole_data", max_train_steps=1, per_device_train_batch_size=NUM_ROWS, learning_rate=1e-9),
+    ]
+    start(1, JOB, timeout_s=200, commands=commands, ports=free_ports(len(commands)), entry="prm")
+    return case
+
+
+def assert_same(case: TrainCase, name: str) -> None:
+    assert len(case.trajectory(name)) == 5
+    for ours, theirs in zip(case.metrics(name), case.metrics("base"), strict=True):
+        for metric in ("loss", "grad_norm", "accuracy"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5), f"{name}: {metric}"
+    ours_held_out, theirs_held_out = (read(case.folder / run / "eval.jsonl") for run in (name, "base"))
+    for ours_row, theirs_row in zip(ours_held_out, theirs_held_out, strict=True):
+        assert ours_row == pytest.approx(theirs_row, rel=1e-5)
+
+
+def test_cutting_does_not_matter(one_process: TrainCase) -> None:
+    assert_same(one_process, "padded")
+
+
+def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    commands = [
+        one_process.command("fsdp_2", ranks=2),
+        one_process.command("context_2", ranks=1, context_parallel_degree=2, batch=4),
+    ]
+    run_ranks(2, JOB, timeout_s=200, commands=commands, ports=free_ports(2), entry="prm")
+    for name in ("fsdp_2", "context_2"):
+        assert_same(one_process, name)
+
+
+def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    command = one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1)
+    run_ranks(4, JOB, timeout_s=200, commands=[command], ports=free_ports(1), entry="prm")
+    assert_same(one_process, "hsdp_2x2")
+
+
+def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
+    assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
+    assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+
+
+def test_the_loss_is_that_of_transformers_where_the_steps_end(one_process: TrainCase) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(one_process.model)
+    model = AutoModelForCausalLM.from_pretrained(one_process.model, dtype=torch.float32)
+    words = tokenizer.convert_tokens_to_ids(["+", "-"])
+    losses = []
+    for row in read(one_process.rows):
+        ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        for step, label in zip(row["completions"], row["labels"], strict=True):
+            ids += tokenizer(step + "\n", add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                right, wrong = model(torch.tensor([ids])).logits[0, -1, words].double().softmax(0).log().tolist()
+            losses.append(-(label * right + (1 - label) * wrong))
+    (first,) = one_process.metrics("whole_data")
+    assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_metrics_have_the_names_scripts_read_and_transformers_opens_the_model(one_process: TrainCase) -> None:
+    every_run = {"step", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"}
+    assert all(set(row) == every_run | {"loss", "accuracy", "shared_fraction"} for row in one_process.metrics("base"))
+    folder = one_process.folder / "base" / "hf_model"
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["prm_step_end"], config["prm_reward_tokens"]) == ("\n", ["+", "-"])

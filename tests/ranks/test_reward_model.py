@@ -1,0 +1,216 @@
+"""Reward models: that no cut of a batch changes one, and what is exported is what transformers scores with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from open_instruct.cli import main
+from open_instruct.data.synthetic import write_synthetic_preferences
+from open_instruct.models.tiny import write_tiny_model
+from tests.ranks.launch import run_ranks as start
+from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
+
+RunRanks = Callable[..., list[Any]]
+JOB = "tests.ranks.jobs.train_runs:run_each"
+OTHER_FAMILIES = {"olmo3": False, "qwen3": True, "llama": True}  # and whether their embeddings are tied
+CENTER = 0.1
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_pairs(path: Path, *, num_rows: int, seed: int) -> None:
+    """Every third pair has no margin."""
+    write_synthetic_preferences(path, num_rows=num_rows, seed=seed)
+    rows = [row | ({"margin": 0.25 * n} if n % 3 else {}) for n, row in enumerate(read(path))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
+    folder = tmp_path_factory.mktemp("reward")
+    write_pairs(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
+    write_pairs(folder / "held_out.jsonl", num_rows=12, seed=2)
+    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    for family, tie in OTHER_FAMILIES.items():
+        write_tiny_model(folder / family, family=family, size="tiny", tie=tie)
+    own = {
+        "eval_mixer_list": [folder / "held_out.jsonl", "1.0"],
+        "margin": True,
+        "center_rewards_coefficient": CENTER,
+        "max_seq_length": 448,
+    }
+    return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=own)
+
+
+@pytest.fixture(scope="module")
+def one_process(case: TrainCase) -> TrainCase:
+    constant: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
+    once: dict[str, Any] = {"max_train_steps": 1, "per_device_train_batch_size": NUM_ROWS, "learning_rate": 1e-9}
+    commands = [
+        case.command("base", prefix_sharing="on"),
+        case.command("unshared", batch=1, prefix_sharing="off"),
+        case.command("padded", batch=2, packing=False),
+        case.command("undisturbed", **constant),
+        case.command("resumed", **constant, max_train_steps=2),
+        case.command("resumed", **constant),
+        case.command("goes_on", **once, model_name_or_path=case.folder / "base" / "hf_model", eval_mixer_list=[]),
+        case.command("in_bfloat16", single_gpu_mode=True, param_dtype="bfloat16", max_train_steps=1),
+        *(
+            case.command(f"from_{family}", **once | {"max_train_steps": 1}, model_name_or_path=case.folder / family)
+            for family in OTHER_FAMILIES
+        ),
+    ]
+    start(1, JOB, timeout_s=300, commands=commands, ports=free_ports(len(commands)), entry="reward_model")
+    return case
+
+
+def assert_same(case: TrainCase, name: str) -> None:
+    assert len(case.trajectory(name)) == 5
+    for ours, theirs in zip(case.metrics(name), case.metrics("base"), strict=True):
+        for metric in ("loss", "grad_norm", "rewards/accuracy", "rewards/margin", "rewards/mean", "rewards/std"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), f"{name}: {metric}"
+    ours_held_out, theirs_held_out = (read(case.folder / run / "eval.jsonl") for run in (name, "base"))
+    for ours_row, theirs_row in zip(ours_held_out, theirs_held_out, strict=True):
+        assert ours_row["eval/rewards/mean"] == pytest.approx(theirs_row["eval/rewards/mean"], rel=1e-5, abs=1e-6)
+        assert ours_row["eval/rewards/std"] == pytest.approx(theirs_row["eval/rewards/std"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["unshared", "padded"])
+def test_cutting_does_not_matter(one_process: TrainCase, name: str) -> None:
+    assert_same(one_process, name)
+
+
+def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    commands = [
+        one_process.command("fsdp_2", ranks=2),
+        one_process.command("context_2", ranks=1, context_parallel_degree=2, batch=4),
+    ]
+    run_ranks(2, JOB, timeout_s=200, commands=commands, ports=free_ports(2), entry="reward_model")
+    for name in ("fsdp_2", "context_2"):
+        assert_same(one_process, name)
+
+
+def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    commands = [
+        one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1),
+        one_process.command("bfloat16_4", ranks=4, param_dtype="bfloat16", max_train_steps=1),
+    ]
+    run_ranks(4, JOB, timeout_s=250, commands=commands, ports=free_ports(2), entry="reward_model")
+    assert_same(one_process, "hsdp_2x2")
+    # Rewards in bfloat16 would have 8 bits: here they differ from those in float32 by the model's rounding alone.
+    loss, exact = (one_process.metrics(name)[0]["loss"] for name in ("bfloat16_4", "base"))
+    assert loss == pytest.approx(exact, rel=2e-2) and loss != exact
+    assert one_process.metrics("in_bfloat16")[0]["loss"] == pytest.approx(exact, rel=2e-2)
+
+
+def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
+    assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
+    assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+
+
+def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
+    every_run = {"step", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"}
+    own = {f"rewards/{name}" for name in ("accuracy", "margin", "chosen", "rejected", "mean", "std")}
+    assert all(set(row) == every_run | own | {"loss", "shared_fraction"} for row in one_process.metrics("base"))
+    for row in read(one_process.folder / "base" / "eval.jsonl"):
+        assert sum(row["eval/rewards/histogram"]) == 2 * row["eval/num_pairs"]
+        assert len(row["eval/rewards/histogram"]) == 10 == len(row["eval/rewards/histogram_edges"]) - 1
+
+
+def rewards_by_transformers(folder: Path, conversations: list[list[dict[str, str]]]) -> list[float]:
+    """Padded on the right, in the order given."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in conversations]
+    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        rewards: list[float] = model(**encoded).logits[:, 0].tolist()
+    return rewards
+
+
+@pytest.mark.parametrize("run", ["base", *(f"from_{family}" for family in OTHER_FAMILIES)])
+def test_transformers_gives_the_rewards_that_we_give(one_process: TrainCase, tmp_path: Path, run: str) -> None:
+    folder = one_process.folder / run / "hf_model"
+    chats = [row["chosen"] for row in read(one_process.rows)][:8]
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat, "n": n}) + "\n" for n, chat in enumerate(chats))
+    )
+    assert main(["score", str(folder), str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
+    rows = read(tmp_path / "out.jsonl")
+    assert [row["n"] for row in rows] == list(range(8)) and [row["messages"] for row in rows] == chats
+    ours = [row["score"] for row in rows]
+    assert ours == pytest.approx(rewards_by_transformers(folder, chats), abs=1e-5)
+    assert len(set(ours)) == 8
+
+    if run == "base":
+        words = ["--normalize", "--batch_tokens", "1", "--output", str(tmp_path / "scaled.jsonl")]
+        assert main(["score", str(folder), str(tmp_path / "chats.jsonl"), *words]) == 0
+        held_out = read(one_process.folder / run / "eval.jsonl")[-1]
+        mean, std = held_out["eval/rewards/mean"], held_out["eval/rewards/std"]
+        expected = [(score - mean) / std for score in ours]
+        assert [row["score"] for row in read(tmp_path / "scaled.jsonl")] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_loss_is_that_of_the_paper_on_the_rewards_of_transformers(one_process: TrainCase) -> None:
+    """Of a run that goes on from an exported reward model, whose head is therefore read and not drawn."""
+    rows = read(one_process.rows)
+    start_model = one_process.folder / "base" / "hf_model"
+    tokenizer = AutoTokenizer.from_pretrained(start_model)
+    pairs = [
+        (row["chosen"], row["rejected"], row.get("margin", 0.0))
+        for row in rows
+        if max(
+            len(
+                tokenizer(tokenizer.apply_chat_template(row[key], tokenize=False), add_special_tokens=False)[
+                    "input_ids"
+                ]
+            )
+            for key in ("chosen", "rejected")
+        )
+        <= 448
+    ]
+    assert len(pairs) == len(rows), "no reply is cut"
+    rewards = rewards_by_transformers(start_model, [turns for pair in pairs for turns in pair[:2]])
+    losses = [
+        math.log(1 + math.exp(lost - won + margin)) + CENTER * (won + lost) ** 2
+        for won, lost, (_, _, margin) in zip(rewards[::2], rewards[1::2], pairs, strict=True)
+    ]
+    (first,) = one_process.metrics("goes_on")
+    assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    kept = [
+        json.loads((one_process.folder / run / "hf_model" / "config.json").read_text()) for run in ("base", "goes_on")
+    ]
+    assert ["score_mean" in config for config in kept] == [True, False], (
+        "a mean of held-out rewards, where there are any"
+    )
+    mean = sum(rewards) / len(rewards)
+    assert first["rewards/mean"] == pytest.approx(mean, rel=1e-4)
+    assert first["rewards/std"] ** 2 == pytest.approx(sum((r - mean) ** 2 for r in rewards) / len(rewards), rel=1e-4)
+    assert first["rewards/accuracy"] == pytest.approx(
+        sum(w > x for w, x in zip(rewards[::2], rewards[1::2], strict=True)) / len(pairs)
+    )
+
+
+def test_a_drawn_head_is_the_same_in_every_family_of_a_width(one_process: TrainCase) -> None:
+    """It hangs on the seed and its name alone; a step of no length leaves it as it was drawn."""
+    heads = {
+        family: load_file(one_process.folder / f"from_{family}" / "hf_model" / "model.safetensors")["score.weight"]
+        for family in OTHER_FAMILIES
+    }
+    for head in heads.values():
+        torch.testing.assert_close(head, heads["llama"], rtol=0, atol=1e-7)
+        assert float(head.std()) == pytest.approx(1 / math.sqrt(129), rel=0.2)
