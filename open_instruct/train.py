@@ -54,18 +54,22 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         )
         check_plan_of_run(config, run, pretrained.folder)
         start_model = start_model_of(pretrained, run)
+        form = objective.rows_of(config)
         rows, heldout_rows = load_datasets(
-            objective.rows, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
+            form, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )
         shape = BatchShape.of(
             config.optim,
             config.data,
             run.layout,
-            documents_per_sample=objective.rows.documents_per_row,
+            documents_per_sample=form.documents_per_row,
             pad_token_id=pretrained.pad_token_id,
             prefix_sharing=objective.prefix_sharing(config),
         )
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
+        num_rows_per_step = shape.max_samples_per_rank * run.layout.data_parallel_world_size
+        for warning in objective.check_rows(rows, num_rows_per_step, config):
+            run.console.warn(warning)
 
         policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config))
         scorer = Scorer(policy, shape=shape, console=run.console)

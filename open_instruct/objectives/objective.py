@@ -57,19 +57,22 @@ class BoundLoss:
 
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
     divides the logits; `with_entropy` asks for the entropy at every label. `first_loss` is the loss of a policy that
-    equals its reference, where that is a number; `remedy` says what it means that the first step had another.
+    equals its reference, where that is a number, or one of the counts of the first step; `remedy` says what it means
+    that the first step had another.
 
     `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
     first of them is learned from, and returns the step that is to be learned: with `values` more, documents fewer.
-    Every rank calls it, also one without rows.
+    `looks_at(step)` is what of the step is scored for it, where that is not all. Every rank calls them, also one
+    without rows.
     """
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
     prepare: Callable[[StepBatch, Sequence[TokenLogprobs], Gather], StepBatch] | None = None
+    looks_at: Callable[[StepBatch], StepBatch] | None = None
     temperature: float = 1.0
     with_entropy: bool = False
-    first_loss: float | None = None
+    first_loss: float | Callable[[Mapping[str, int]], float] | None = None
     remedy: str = ""
 
 
@@ -90,6 +93,11 @@ class Objective:
         config_class: its flags, in sections; see config/.
         validate: checks everything that the flags alone can tell, and returns warnings.
         rows: what a row must look like, and what is kept of it.
+        rows_under: the same under these flags, where it depends on them.
+        documents_learned: of the documents of a row, how many a step learns from, where that is not all; the others are
+            scored before it.
+        check_rows: given the training rows and how many of them a step has, refuses what cannot work, and returns
+            warnings.
         needs_reference: whether, under these flags, frozen log-probs of the start model go with each document.
         only_scores: whether these flags ask for those alone, and no training.
         bind: the loss under the flags of a run.
@@ -103,11 +111,18 @@ class Objective:
     config_class: type
     validate: Callable[[Any], list[str]]
     rows: type[RowBuilder]
+    rows_under: Callable[[Any], type[RowBuilder]] | None = None
+    documents_learned: int | None = None
+    check_rows: Callable[[TokenDataset, int, Any], list[str]] = lambda dataset, num_rows_per_step, config: []
     bind: Callable[[Any], BoundLoss]
     needs_reference: Callable[[Any], bool] = lambda config: False
     only_scores: Callable[[Any], bool] = lambda config: False
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
+
+    def rows_of(self, config: Any) -> type[RowBuilder]:
+        """The form of the rows under these flags."""
+        return self.rows if self.rows_under is None else self.rows_under(config)
 
     @property
     def program(self) -> str:

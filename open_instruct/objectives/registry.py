@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # Where each is, and what it trains on.
 OBJECTIVES = {
     "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
+    "kto": ("open_instruct.objectives.kto:KTO", "single replies, each labelled good or bad"),
     "sft": ("open_instruct.objectives.sft:SFT", "conversations, as a warm start"),
 }
 

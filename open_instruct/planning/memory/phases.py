@@ -13,7 +13,7 @@ Sources of the rest:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32
@@ -126,8 +126,13 @@ class _Plan:
 
     def reference_pass(self) -> Iterator[Moment]:
         """DPO's, over the start weights before the optimizer has states, or GRPO's, before the first update."""
-        is_running = self.workload.generates
-        yield from self.passes.scoring(self.held(gradients=is_running, optimizer=is_running))
+        is_running, passes = self.workload.generates, self.passes
+        times = self.workload.reference_pass_tokens / self.workload.tokens_per_microbatch
+        if times > 1:  # of rows whose documents are not all learned
+            names = ("tokens_per_microbatch", "label_tokens_per_microbatch")
+            scored = {name: round(times * getattr(self.workload, name)) for name in names}
+            passes = Passes(self.shape, self.layout, replace(self.workload, **scored))
+        yield from passes.scoring(self.held(gradients=is_running, optimizer=is_running))
 
     def optimizer_step(self) -> Moment:
         return self.held(gradients=True) | {TEMPORARIES: self._step_temporaries()}
