@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.config.training import TrainingConfig
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.records import Batch, Metric, StepBatch
 
@@ -120,7 +121,7 @@ class Objective:
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
 
-    def rows_of(self, config: Any) -> type[RowBuilder]:
+    def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
         """The form of the rows under these flags."""
         return self.rows if self.rows_under is None else self.rows_under(config)
 

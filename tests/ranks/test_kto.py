@@ -22,7 +22,8 @@ from tests.ranks.train_case import TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 JOB = "tests.ranks.jobs.train_runs:run_each"
-# In global batches of 8 the last one of an epoch has 2 rows: of four ranks two have none.
+# One has a prompt that is too long. So in global batches of 8 the last one of an epoch is a single row: three of four
+# ranks have none.
 NUM_ROWS = 18
 
 
@@ -68,7 +69,7 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("resumed", **resumes, max_train_steps=2),
         case.command("resumed", **resumes),
     ]
-    start(1, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)), entry="kto")
+    start(1, JOB, timeout_s=400, commands=commands, ports=free_ports(len(commands)), entry="kto")
     return case
 
 
@@ -97,7 +98,7 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2, batch=4),
         one_process.command("context_2", ranks=1, context_parallel_degree=2),
     ]
-    run_ranks(2, JOB, timeout_s=180, commands=commands, ports=free_ports(len(commands)), entry="kto")
+    run_ranks(2, JOB, timeout_s=300, commands=commands, ports=free_ports(len(commands)), entry="kto")
     for name in ("fsdp_2", "tensor_2", "context_2"):
         assert_same(one_process, name)
 
@@ -108,7 +109,7 @@ def test_four_ranks_of_which_some_have_no_rows(one_process: TrainCase, run_ranks
         one_process.command("fsdp_4_padded", ranks=4, packing=False),
         one_process.command("apo_4", ranks=4, loss_type="apo_zero_unpaired"),
     ]
-    run_ranks(4, JOB, timeout_s=200, commands=commands, ports=free_ports(len(commands)), entry="kto")
+    run_ranks(4, JOB, timeout_s=300, commands=commands, ports=free_ports(len(commands)), entry="kto")
     for name in ("hsdp_2x2", "fsdp_4_padded"):
         assert_same(one_process, name)
     assert_same(one_process, "apo_4", "apo")
@@ -166,8 +167,8 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
     done = run([*torchrun, "open_instruct/kto.py", *command])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nplan: needs " in done.stdout
-    # 12 desirable rows and 6 that are not: the range of the paper is left, and the way back is told.
-    assert "--desirable_weight 0.5 to 0.667 would do" in " ".join(done.stdout.split())
+    # 11 desirable rows and 6 that are not: the range of the paper is left, and the way back is told.
+    assert "--desirable_weight 0.545 to 0.727 would do" in " ".join(done.stdout.split())
     rows = case.metrics("cli")
     assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-5) and rows[-1]["loss"] < 0.45
     model, report = AutoModelForCausalLM.from_pretrained(case.folder / "cli" / "hf_model", output_loading_info=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,14 @@ class TestRows:
         assert f"{rows}, line 2: " in str(refused.value) and reason in str(refused.value)
         dataset, report = load(rows, "1.0", on_bad_row="skip")
         assert len(dataset) == 2 and report.bad == {kind: 1}
+
+    def test_the_rows_of_its_page_are_rows(self, load: Load, tmp_path: Path) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "kto.md").read_text(encoding="utf-8")
+        *single, of_pair = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL))
+        assert [parse_labelled_row(row)[1] for row in single] == [True, False]
+        one, _ = load(write(tmp_path / "single.jsonl", *single), "1.0")
+        other, _ = load(write(tmp_path / "pairs.jsonl", of_pair), "1.0")
+        assert one.keys_N32.tolist() == other.keys_N32.tolist()
 
     def test_a_bad_pair_is_named_by_its_line(self, load: Load, tmp_path: Path) -> None:
         rows = write(tmp_path / "rows.jsonl", pair("p", "one", "two"), pair("q", "same", "same"))

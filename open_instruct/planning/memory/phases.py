@@ -126,12 +126,10 @@ class _Plan:
 
     def reference_pass(self) -> Iterator[Moment]:
         """DPO's, over the start weights before the optimizer has states, or GRPO's, before the first update."""
-        is_running, passes = self.workload.generates, self.passes
-        times = self.workload.reference_pass_tokens / self.workload.tokens_per_microbatch
-        if times > 1:  # of rows whose documents are not all learned
-            names = ("tokens_per_microbatch", "label_tokens_per_microbatch")
-            scored = {name: round(times * getattr(self.workload, name)) for name in names}
-            passes = Passes(self.shape, self.layout, replace(self.workload, **scored))
+        is_running = self.workload.generates
+        # More than a step has where not all documents of a row are learned.
+        num_tokens = max(self.workload.reference_pass_tokens, self.workload.tokens_per_microbatch)
+        passes = Passes(self.shape, self.layout, replace(self.workload, tokens_per_microbatch=num_tokens))
         yield from passes.scoring(self.held(gradients=is_running, optimizer=is_running))
 
     def optimizer_step(self) -> Moment:

@@ -184,10 +184,9 @@ def workload_of(
 
 def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -> Workload:
     documents_per_row, longest = objective.rows_of(config).documents_per_row, config.data.max_seq_length
-    num_learned = objective.documents_learned or documents_per_row
+    num_learned, num_rows = objective.documents_learned or documents_per_row, config.optim.per_device_train_batch_size
     num_tokens, num_scored = (
-        config.optim.per_device_train_batch_size * (num * longest - (num - 1) * prefix_tokens)
-        for num in (num_learned, documents_per_row)
+        num_rows * (num * longest - (num - 1) * prefix_tokens) for num in (num_learned, documents_per_row)
     )
     has_reference = objective.needs_reference(config)
     return Workload(
