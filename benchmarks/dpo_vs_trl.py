@@ -34,21 +34,24 @@ class Speed:
     losses: list[float]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, help="preference pairs (.jsonl); default: 512 made-up ones")
+def arguments(description: str | None, rows: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, help=f"{rows} (.jsonl); default: 512 made-up ones")
     parser.add_argument("--size", default="mini", help="of the tiny model (see open-instruct tiny-model --help)")
     parser.add_argument("--vocab_size", type=int, help="of its tokenizer; default: the size's own")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4, help="pairs a microbatch")
+    parser.add_argument("--batch", type=int, default=4, help="rows (or pairs) a microbatch")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--max_length", type=int, default=512)
     parser.add_argument("--num_steps", type=int, default=10)
     parser.add_argument("--num_warmup_steps", type=int, default=2)
     parser.add_argument("--num_rounds", type=int, default=2)
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = arguments(__doc__, "preference pairs")
     python = trl_python(args.trl_venv)
     with tempfile.TemporaryDirectory(prefix="dpo_vs_trl_") as name:
         folder = Path(name)
@@ -69,7 +72,7 @@ def main() -> None:
     report(runs)
 
 
-def report(runs: dict[str, list[Speed]]) -> None:
+def report(runs: dict[str, list[Speed]], *, ours: str = "shared") -> None:
     """Speeds and ratios, and the first and last loss of each as a check that all train the same thing."""
     speed = {name: statistics.median(each.tokens_per_second for each in speeds) for name, speeds in runs.items()}
     print()
@@ -79,20 +82,22 @@ def report(runs: dict[str, list[Speed]]) -> None:
             f"{name:6}  {speed[name]:8,.0f} tokens/s   {speed[name] / speed['TRL']:5.2f}x TRL   "
             f"loss {losses[0]:.4f} -> {statistics.mean(losses[-3:]):.4f} (mean of the last three)"
         )
-    print(f"ratio, shared to TRL: {speed['shared'] / speed['TRL']:.2f}x")
+    print(f"ratio, {ours} to TRL: {speed[ours] / speed['TRL']:.2f}x")
 
 
-def run_ours(args: argparse.Namespace, model: Path, rows: Path, out: Path, layout: list[str]) -> Speed:
-    """One run of dpo.py; the speed of each step is what it writes itself."""
+def run_ours(
+    args: argparse.Namespace, model: Path, rows: Path, out: Path, layout: list[str], *, name: str = "dpo"
+) -> Speed:
+    """One run of dpo.py, or of another objective; the speed of each step is what it writes itself."""
     flags = [
         *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
         *("--cache_dir", out.parent / "cache", "--max_seq_length", args.max_length, "--param_dtype", "float32"),
-        *("--loss_type", "dpo", "--beta", BETA, "--learning_rate", LEARNING_RATE),
+        *("--loss_type", name, "--beta", BETA, "--learning_rate", LEARNING_RATE),
         *("--lr_scheduler_type", "constant", "--warmup_ratio", "0"),
         *("--per_device_train_batch_size", args.batch, "--gradient_accumulation_steps", args.accumulation),
         *("--max_train_steps", args.num_steps, *layout),
     ]
-    torchrun(sys.executable, args.ranks, REPOSITORY / "open_instruct" / "dpo.py", flags)
+    torchrun(sys.executable, args.ranks, REPOSITORY / "open_instruct" / f"{name}.py", flags)
     rows_out = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     timed = rows_out[args.num_warmup_steps :]
     return Speed(
@@ -101,7 +106,9 @@ def run_ours(args: argparse.Namespace, model: Path, rows: Path, out: Path, layou
     )
 
 
-def run_trl(args: argparse.Namespace, python: Path, model: Path, rows: Path, out: Path) -> Speed:
+def run_trl(
+    args: argparse.Namespace, python: Path, model: Path, rows: Path, out: Path, *, program: str = "trl_dpo.py"
+) -> Speed:
     """One run of TRL; tokens of a step are those of all ranks, its time that of the slowest."""
     out.mkdir()
     flags = [
@@ -109,7 +116,7 @@ def run_trl(args: argparse.Namespace, python: Path, model: Path, rows: Path, out
         *("--batch", args.batch, "--accumulation", args.accumulation, "--steps", args.num_steps),
         *("--max_length", args.max_length),
     ]
-    torchrun(python, args.ranks, REPOSITORY / "benchmarks" / "trl_dpo.py", flags)
+    torchrun(python, args.ranks, REPOSITORY / "benchmarks" / program, flags)
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(args.ranks)]
     speeds = [
         sum(rank["num_tokens"][step] for rank in ranks) / max(rank["seconds"][step] for rank in ranks)

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class StepClock(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for flag in ("model", "rows", "out"):
         parser.add_argument(f"--{flag}", type=Path, required=True)
@@ -44,13 +45,16 @@ def main() -> None:
         parser.add_argument(f"--{flag}", type=int, required=True)
     parser.add_argument("--beta", type=float, required=True)
     parser.add_argument("--learning_rate", type=float, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def train_timed(args: argparse.Namespace, trainer_class: Any, config_class: Any, masks: Sequence[str]) -> None:
+    """Train and write what each step took. `masks` are those of a batch whose ones are real tokens."""
     torch.manual_seed(0)
     clock = StepClock()
-    trainer = DPOTrainer(
+    trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
-        args=DPOConfig(
+        args=config_class(
             output_dir=str(args.out),
             use_cpu=True,
             bf16=False,
@@ -77,7 +81,7 @@ def main() -> None:
 
     def counting(examples: Any) -> Any:
         batch = collate(examples)
-        num_tokens.append(int(batch["attention_mask"].sum()))
+        num_tokens.append(sum(int(batch[mask].sum()) for mask in masks))
         return batch
 
     # Reference log-probs first, so that only training batches are counted.
@@ -92,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train_timed(parsed(), DPOTrainer, DPOConfig, ["attention_mask"])

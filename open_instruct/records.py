@@ -249,6 +249,8 @@ class Batch:
     labels (name in `_N`). A microbatch of no rows still holds one unlabelled document, so that every rank enters the
     same collectives.
 
+    `documents` are what was laid out, in the order of the sequences, for an objective that lays some of them out again.
+
     Example: two preference pairs, rows 7 and 3: sequences 0 and 1 are the chosen replies of rows 7 and 3, 2 and 3 the
     rejected ones, and `values` may be `{"reference_logps_S": tensor([-3.0, -9.5, -8.0, -7.5])}`.
     """
@@ -256,6 +258,7 @@ class Batch:
     packed: PackedBatch
     row_ids: tuple[int, ...]
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    documents: tuple[Document, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

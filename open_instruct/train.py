@@ -103,8 +103,9 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         check_plan_of_run(config, run, pretrained.folder)
         loss = objective.bound(config, pretrained.tokenizer)
         start_model = start_model_of(pretrained, run)
+        form = objective.rows_of(config)
         rows, heldout_rows = load_datasets(
-            objective.rows,
+            form,
             config.data,
             pretrained=pretrained,
             seed=config.optim.seed,
@@ -115,11 +116,14 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             config.optim,
             config.data,
             run.layout,
-            documents_per_sample=objective.rows.documents_per_row,
+            documents_per_sample=form.documents_per_row,
             pad_token_id=pretrained.pad_token_id,
             prefix_sharing=objective.prefix_sharing(config),
         )
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
+        num_rows_per_step = shape.max_samples_per_rank * run.layout.data_parallel_world_size
+        for warning in objective.check_rows(rows, num_rows_per_step, config):
+            run.console.warn(warning)
 
         policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)
         scorer = Scorer(policy, shape=shape, console=run.console, measure=loss.measure)

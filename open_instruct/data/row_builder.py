@@ -88,6 +88,14 @@ class RowBuilder(ABC):
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """The token ids of a row's pieces that are kept; None, noted in `filtered`, where nothing is left to learn."""
 
+    def rows_in(self, source: RowSource) -> RowSource:
+        """The source as this form reads it."""
+        return source
+
+    def end_source(self, name: str, first: int) -> None:
+        """Called once all rows of a source are in: those kept of it are the `first` and what follows, one at least."""
+        return
+
     def limit(self) -> str:
         """The flag that leaves long prompts out, with its value."""
         return f"--max_seq_length {self.max_seq_length}"
@@ -109,6 +117,7 @@ class RowBuilder(ABC):
         Raises:
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
         """
+        sources = [self.rows_in(source) for source in sources]
         selected = [select_rows(entry, len(source), seed) for entry, source in zip(entries, sources, strict=True)]
         distinct = [np.unique(indices) for indices in selected]
         num_rows = sum(map(len, distinct))
@@ -116,6 +125,7 @@ class RowBuilder(ABC):
         num_done = 0
         for source, indices, rows in zip(sources, selected, distinct, strict=True):
             kept_of_row = np.full(len(rows), -1, dtype=np.int64)
+            first = len(self.edges)
             stream = enumerate(source.rows(rows.tolist()))
             while chunk := list(islice(stream, _ROWS_AT_ONCE)):
                 for index, place in self._add(chunk):
@@ -123,9 +133,11 @@ class RowBuilder(ABC):
                 num_done += len(chunk)
                 if on_progress is not None:
                     on_progress(num_done, num_rows)
+            if len(self.edges) > first and not self._only_counts:
+                self.end_source(source.name, first)
             kept = kept_of_row[np.searchsorted(rows, indices)]
             kept_of_N.append(kept[kept >= 0])
-        if self.bad.counts and self.on_bad_row == "error":
+        if self._only_counts:
             raise self.bad.error(num_rows)
         if not self.edges:
             raise self._nothing_left(num_rows)
@@ -154,6 +166,11 @@ class RowBuilder(ABC):
             unit=self.unit,
         )
 
+    @property
+    def _only_counts(self) -> bool:
+        """After a bad row the rest is read only to say how many there are."""
+        return bool(self.bad.counts) and self.on_bad_row == "error"
+
     def _add(self, rows: Sequence[tuple[int, RawRow | BadRow]]) -> Iterator[tuple[int, int]]:
         """Takes rows in; yields (index of the row, its index among those kept) of those that stay."""
         rendered: list[tuple[int, RawRow, RenderedRow]] = []
@@ -165,8 +182,8 @@ class RowBuilder(ABC):
                 rendered.append((index, row, self.render(row.value)))
             except MalformedRow as error:
                 self._add_bad(row, error)
-        if not rendered or (self.bad.counts and self.on_bad_row == "error"):
-            return  # after a bad row the rest is read only to say how many there are
+        if not rendered or self._only_counts:
+            return
         ids = iter(self.chat.tokenize([text for _, _, item in rendered for text in item.texts]))
         for index, row, item in rendered:
             pieces = list(islice(ids, len(item.texts)))

@@ -71,12 +71,14 @@ class BoundLoss:
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
     divides the logits; `with_entropy` and `with_collisions` ask for what `TokenLogprobs` may have. `ld_alpha` says how
     frozen log-probs are summed over the replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy
-    that equals its reference, where that is a number; `remedy` says what it means that the first step had another.
+    that equals its reference, where that is a number, or one of the counts of the first step; `remedy` says what it
+    means that the first step had another.
 
     `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
     first of them is learned from, and returns the step that is to be learned: with `values` more, documents fewer.
-    Every rank calls it, also one without rows.
+    `looks_at(step)` is what of the step is scored for it, where that is not all. Every rank calls them, also one
+    without rows.
 
     `classes` are words, each one token, whose logits are read in place of log-probs; `class_ids` are their ids, once
     there is a tokenizer. `derive` makes the metrics of a step of those that were reduced over all ranks, where some
@@ -86,11 +88,12 @@ class BoundLoss:
 
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
     prepare: Callable[[StepBatch, Sequence[TokenLogprobs], Gather], StepBatch] | None = None
+    looks_at: Callable[[StepBatch], StepBatch] | None = None
     temperature: float = 1.0
     with_entropy: bool = False
     with_collisions: bool = False
     ld_alpha: float | None = None
-    first_loss: float | None = None
+    first_loss: float | Callable[[Mapping[str, int]], float] | None = None
     remedy: str = ""
     classes: tuple[str, ...] = ()
     class_ids: tuple[int, ...] = ()
@@ -116,6 +119,11 @@ class Objective:
         config_class: its flags, in sections; see config/.
         validate: checks everything that the flags alone can tell, and returns warnings.
         rows: what a row must look like, and what is kept of it.
+        rows_under: the same under these flags, where it depends on them.
+        documents_learned: of the documents of a row, how many a step learns from, where that is not all; the others are
+            scored before it.
+        check_rows: given the training rows and how many of them a step has, refuses what cannot work, and returns
+            warnings.
         needs_reference: whether, under these flags, frozen log-probs of the start model go with each document.
         reference_moves: how the reference follows the policy, in the words of `learner.reference_policy.Reference`;
             without an `update_freq` it does not.
@@ -134,6 +142,9 @@ class Objective:
     config_class: type
     validate: Callable[[Any], list[str]]
     rows: type[RowBuilder]
+    rows_under: Callable[[Any], type[RowBuilder]] | None = None
+    documents_learned: int | None = None
+    check_rows: Callable[[TokenDataset, int, Any], list[str]] = lambda dataset, num_rows_per_step, config: []
     bind: Callable[[Any], BoundLoss]
     needs_reference: Callable[[Any], bool] = lambda config: False
     reference_moves: Callable[[Any], Mapping[str, Any]] = lambda config: {}
@@ -154,6 +165,10 @@ class Objective:
         """
         loss = self.bind(config)
         return replace(loss, class_ids=tuple(single_token_id(tokenizer, word) for word in loss.classes))
+
+    def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
+        """The form of the rows under these flags."""
+        return self.rows if self.rows_under is None else self.rows_under(config)
 
     @property
     def program(self) -> str:

@@ -205,6 +205,7 @@ def collate(
             groups=groups,
         ),
         row_ids=tuple(row_ids),
+        documents=tuple(documents),
         values={
             f"{name}_S": torch.from_numpy(values_ND[list(row_ids)].T.flatten())
             for name, values_ND in (scores or {}).items()

@@ -149,7 +149,7 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
     else:
         objective = objective_of(config)
-        if objective.rows.documents_per_row == 1:
+        if objective.rows_of(config).documents_per_row == 1:
             raise InputError(f"{given}: supervised rows share nothing; leave it out")
         sharing, is_packed = objective.prefix_sharing(config), config.data.packing
         longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"

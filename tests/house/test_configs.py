@@ -12,14 +12,9 @@ from typing import Any
 import pytest
 
 from open_instruct.cluster.placement import FleetShape, learner_layout
-from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.config.sft import SFTConfig, validate_sft
-from open_instruct.objectives.prm import PRMConfig
-from open_instruct.objectives.prm import validate as validate_prm
-from open_instruct.objectives.reward_model import RewardModelConfig
-from open_instruct.objectives.reward_model import validate as validate_reward_model
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.parallel.training_state import unsharded_memory_warning
 from open_instruct.planning.plan import plan_of
@@ -40,20 +35,20 @@ class Kind:
     script: str
 
 
-KINDS = {
-    "dpo": Kind(config_class=DPOConfig, validate=validate_dpo, script="open_instruct/dpo.py"),
-    "grpo": Kind(config_class=GRPOConfig, validate=validate_grpo, script="open_instruct/grpo_olmo_core_actor.py"),
-    "prm": Kind(config_class=PRMConfig, validate=validate_prm, script="open_instruct/prm.py"),
-    "reward_model": Kind(
-        config_class=RewardModelConfig, validate=validate_reward_model, script="open_instruct/reward_model.py"
-    ),
-    "sft": Kind(config_class=SFTConfig, validate=validate_sft, script="open_instruct/sft.py"),
+GRPO = Kind(config_class=GRPOConfig, validate=validate_grpo, script="open_instruct/grpo_olmo_core_actor.py")
+KINDS = {"grpo": GRPO} | {
+    name: Kind(config_class=objective.config_class, validate=objective.validate, script=f"open_instruct/{name}.py")
+    for name, objective in ((name, objective_named(name)) for name in OBJECTIVES)
 }
-UNITS = {"dpo": "pairs", "prm": "solutions", "reward_model": "pairs", "sft": "conversations"}  # of the global batch
 CLUSTER_SCRIPT = "scripts/launch_ray_slurm.sh"
 FILES = sorted(path for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml"))
 TORCHRUN_FILES = [path for path in FILES if path.parent.name != "grpo"]
 GRPO_FILES = [path for path in FILES if path.parent.name == "grpo"]
+
+
+def units_of(kind: str) -> str:
+    """What a global batch is counted in."""
+    return f"{objective_named(kind).rows.unit}s"
 
 
 def name_of(path: Path) -> str:
@@ -134,7 +129,7 @@ class TestTorchrunFile:
         optim = read(path).optim
         world = layout_of(path).data_parallel_world_size
         num_rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps * world
-        assert num_rows == int(header(path)[f"global_batch_{UNITS[path.parent.name]}"])
+        assert num_rows == int(header(path)[f"global_batch_{units_of(path.parent.name)}"])
 
     def test_the_launch_command_names_these_nodes(self, path: Path) -> None:
         (_, *launcher), _ = launch_words(path)

@@ -126,7 +126,7 @@ TINY = {
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([], "the first word is dpo, sft or grpo"),
+        ([], "the first word is dpo, kto, sft or grpo"),
         (["dpi", *OLMO_7B], "'dpi' is not a run; did you mean dpo?"),
         (["dpo", *OLMO_7B], "missing: --gpus_per_node"),
         (["dpo", *TWO_NODES], "missing: --model_name_or_path"),

@@ -193,8 +193,10 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if self.loss.prepare is None:
             return step
         self._set_model_mode("eval")
-        scores = [self.scores(batch.packed) for batch in step.microbatches]
-        reshard(self.model)
+        looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
+        scores = [self.scores(batch.packed) for batch in looked_at.microbatches]
+        if scores:
+            reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
 
     def pre_train(self) -> None:
@@ -248,7 +250,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             group=self.dp_process_group,
             device=self.device,
         )
-        self._check(reduced["loss"])
+        self._check(reduced["loss"], step.counts)
         self._check_gradient(reduced.pop(GRAD_NORM))
         if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
             self.optim.latest_loss = torch.tensor(reduced["loss"], device=self.device)
@@ -281,10 +283,11 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if self.reference is not None:
             self.reference.follow(self.model, step=self.trainer.global_step)
 
-    def _check(self, loss: float) -> None:
+    def _check(self, loss: float, counts: Mapping[str, int]) -> None:
         if not math.isfinite(loss):
             raise self._broken(f"the loss is {loss}")
-        expected = self.loss.first_loss
+        first_loss = self.loss.first_loss
+        expected = first_loss(counts) if callable(first_loss) else first_loss
         if self.trainer.global_step != 1 or expected is None:
             return
         # Policy and reference are the same weights before the first update: the cheapest proof that

@@ -13,7 +13,7 @@ Sources of the rest:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32
@@ -122,7 +122,10 @@ class _Moments:
     def reference_pass(self) -> Iterator[Moment]:
         """DPO's, over the start weights before the optimizer has states, or GRPO's, before the first update."""
         is_running = self.workload.generates
-        yield from self.passes.scoring(self.held(gradients=is_running, optimizer=is_running))
+        # More than a step has where not all documents of a row are learned.
+        num_tokens = max(self.workload.reference_pass_tokens, self.workload.tokens_per_microbatch)
+        passes = Passes(self.shape, self.layout, replace(self.workload, tokens_per_microbatch=num_tokens))
+        yield from passes.scoring(self.held(gradients=is_running, optimizer=is_running))
 
     def optimizer_step(self) -> Moment:
         return self.held(gradients=True) | {TEMPORARIES: self._step_temporaries()}

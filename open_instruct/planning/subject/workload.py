@@ -29,8 +29,9 @@ class Workload:
 
     Tokens are those of a whole row; a context degree splits them further. `num_updates` is above 1 for GRPO alone:
     mini-batches times epochs, each of `num_microbatches`. `has_reference` means a pass over the start weights before
-    training for DPO, a model that stays on the GPUs for GRPO. Of the engines, `kv_cache_bytes` is what lies on the
-    learner's own device: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node.
+    training for DPO, a model that stays on the GPUs for GRPO. `looks_first` means a pass without gradients over other
+    documents, as many and as long, before those of a step are learned. Of the engines, `kv_cache_bytes` is what lies on
+    the learner's own device: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
     counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
@@ -57,6 +58,7 @@ class Workload:
     activation_memory_budget: float = 1.0
     on_cuda: bool = True
     has_reference: bool = False
+    looks_first: bool = False
     reference_pass_tokens: int = 0
     shared_prefix_tokens: int = 0
     documents_per_group: int = 1
@@ -78,12 +80,13 @@ class Workload:
 
     @property
     def num_fixed_passes(self) -> int:
-        """Passes over a microbatch, in a GRPO step, for log-probs that are fixed during it.
+        """Passes over a microbatch, in a step, for log-probs that are fixed during it.
 
-        The reference policy's, if there is one, and where a step has several updates the policy's own before them.
+        The reference policy's, if there is one, and where a step has several updates the policy's own before them. Of
+        other runs, those over documents that are only looked at.
         """
         if not self.generates:
-            return 0
+            return self.num_microbatches if self.looks_first else 0
         num_models = int(self.has_reference) + int(self.num_updates > 1)
         return num_models * self.num_microbatches * (self.num_updates // self.num_epochs)
 
@@ -187,9 +190,11 @@ def shape_of_run(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -> Workload:
-    documents_per_row, longest = objective.rows.documents_per_row, config.data.max_seq_length
-    num_rows = config.optim.per_device_train_batch_size
-    num_tokens = num_rows * (documents_per_row * longest - (documents_per_row - 1) * prefix_tokens)
+    documents_per_row, longest = objective.rows_of(config).documents_per_row, config.data.max_seq_length
+    num_learned, num_rows = objective.documents_learned or documents_per_row, config.optim.per_device_train_batch_size
+    num_tokens, num_scored = (
+        num_rows * (num * longest - (num - 1) * prefix_tokens) for num in (num_learned, documents_per_row)
+    )
     has_reference = objective.needs_reference(config)
     return Workload(
         algorithm=objective.name,
@@ -197,9 +202,10 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
         longest_sequence=longest,
         label_tokens_per_microbatch=num_rows * documents_per_row if objective.rows.reads_ends else num_tokens,
         num_microbatches=config.optim.gradient_accumulation_steps,
-        documents_per_group=documents_per_row,
+        documents_per_group=num_learned,
         has_reference=has_reference,
-        reference_pass_tokens=num_tokens if has_reference else 0,
+        looks_first=num_learned < documents_per_row,
+        reference_pass_tokens=num_scored if has_reference else 0,
     )
 
 

@@ -1,0 +1,16 @@
+"""TRL's KTOTrainer on the same model and rows; run by `kto_vs_trl.py` with an interpreter that has TRL.
+
+Writes what `trl_dpo.py` writes. Real tokens are those of the replies that are learned and of the mismatched ones.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from trl import KTOConfig, KTOTrainer
+from trl_dpo import parsed, train_timed
+
+if __name__ == "__main__":
+    # Its mismatched replies are those of neighbours, so it reads rows in their order.
+    config = partial(KTOConfig, train_sampling_strategy="sequential")
+    train_timed(parsed(), KTOTrainer, config, ["attention_mask", "KL_attention_mask"])

@@ -1,0 +1,466 @@
+"""KTO: single replies, each labelled as desirable or not (arXiv 2402.01306).
+
+A reply is held against z0, how far the policy has moved from the reference on replies that do not belong to their
+prompts. So a row has two documents: its prompt with its own reply, and its prompt with the reply of another row. The
+second is scored before the step, without gradient; the step learns from the first alone.
+
+Legend: R rows, N those of a data set, D documents of a row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from open_instruct.config.sections import (
+    DataSection,
+    LoggingSection,
+    MemorySection,
+    ModelSection,
+    OptimSection,
+    ParallelSection,
+    PrefixSharing,
+    RunSection,
+    flag,
+    free_flag,
+)
+from open_instruct.config.validation import refuse, training_problems, training_warnings
+from open_instruct.data.messages import Message, kind_of, parse_conversation
+from open_instruct.data.preference_rows import parse_preference_row
+from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
+from open_instruct.errors import InputError
+from open_instruct.objectives.objective import (
+    REFERENCE,
+    BoundLoss,
+    Evaluation,
+    Gather,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
+from open_instruct.parallel.wording import counted
+from open_instruct.records import Batch, Metric, StepBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from open_instruct.data.token_dataset import TokenDataset
+
+LOSSES = ("kto", "apo_zero_unpaired")
+# Of the weight of all desirable rows to that of all undesirable ones; the paper's section 4.2.
+LOWEST_RATIO, HIGHEST_RATIO = 1.0, 4.0 / 3.0
+DESIRABLE = "desirable"  # of a step's counts
+
+
+@dataclass(kw_only=True)
+class KTODataSection(DataSection):
+    """Data"""
+
+    prefix_sharing: PrefixSharing = free_flag(
+        "in the pass for the reference log-probs, compute a prompt once for its reply and for the mismatched one; "
+        "'auto' where that saves at least 5% of the tokens",
+        "auto",
+    )
+
+
+@dataclass(kw_only=True)
+class KTOLossSection:
+    """Loss"""
+
+    loss_type: str = flag(
+        "'kto' measures replies from z0, the policy's distance from the reference; 'apo_zero_unpaired' from 0",
+        "kto",
+        choices=LOSSES,
+    )
+    beta: float = flag("strength of the pull towards the reference policy (scale of the reward)", 0.1, above=0)
+    desirable_weight: float = flag("weight of a row whose label is true", 1.0, above=0)
+    undesirable_weight: float = flag("weight of a row whose label is false", 1.0, above=0)
+    cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
+
+    @property
+    def has_mismatched(self) -> bool:
+        return self.loss_type == "kto"
+
+
+@dataclass(kw_only=True)
+class KTOOptimSection(OptimSection):
+    """Optimisation"""
+
+    learning_rate: float = flag("peak learning rate", 1e-6, above=0)
+
+
+@dataclass(kw_only=True)
+class KTOConfig:
+    """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and export it."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "torchrun --nproc_per_node 8 open_instruct/kto.py configs/kto/olmo3_7b_8gpu.yaml --output_dir runs/olmo3_kto",
+        "open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first",
+    )
+
+    model: ModelSection
+    data: KTODataSection
+    loss: KTOLossSection
+    optim: KTOOptimSection
+    parallel: ParallelSection
+    memory: MemorySection
+    run: RunSection
+    logging: LoggingSection
+
+
+def validate_kto(config: KTOConfig) -> list[str]:
+    """Check everything that the flags alone can tell, and return warnings.
+
+    Raises:
+        InputError: listing every problem, each with its remedy.
+    """
+    refuse([*training_problems(config), *_sharing_problems(config)])
+    return list(training_warnings(config))
+
+
+def _sharing_problems(config: KTOConfig) -> Iterator[str]:
+    if config.data.prefix_sharing == "on" and not config.data.packing:
+        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
+
+
+def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:
+    """The conversation of a row, which ends with the reply that is judged, and whether that is desirable.
+
+    Raises:
+        MalformedRow: with the kind and the reason; docs/kto.md lists them.
+    """
+    messages = parse_conversation(row, "messages") if "messages" in row else _prompt_and_completion(row)
+    if "label" not in row:
+        raise MalformedRow("missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}")
+    label = row["label"]
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
+        raise MalformedRow("bad_label", f"'label' must be true or false (or 1 or 0), not {shown}")
+    return messages, bool(label)
+
+
+def _prompt_and_completion(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    if not {"prompt", "completion"} <= row.keys():
+        raise MalformedRow(
+            "missing_key",
+            f"neither 'messages' nor 'prompt' and 'completion'; the row has {', '.join(map(repr, row)) or 'no keys'}",
+        )
+    parts = {key: row[key] for key in ("prompt", "completion")}
+    for key, part in parts.items():
+        if not isinstance(part, list):
+            raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {kind_of(part)}")
+    if len(parts["completion"]) != 1:
+        raise MalformedRow(
+            "not_messages",
+            f"'completion' must be one message, the reply that is judged, not {len(parts['completion'])}",
+        )
+    both = "prompt + completion"
+    return parse_conversation({both: [*parts["prompt"], *parts["completion"]]}, both)
+
+
+class UnpairedBuilder(RowBuilder):
+    """The pieces of a row: the prompt, and the reply; its label is the number that comes with it."""
+
+    unit = "row"
+
+    def rows_in(self, source: RowSource) -> RowSource:
+        """Preference pairs, as the first readable row of a source is one, are two rows each."""
+        first = next((row.value for row in source.rows(range(len(source))) if isinstance(row, RawRow)), {})
+        return _BothReplies(source) if "chosen" in first and "label" not in first else source
+
+    def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        messages, label = parse_labelled_row(row)
+        reply = messages[-1]["content"]
+        prompt, (text,) = self.chat.render(messages[:-1], (reply,))
+        return RenderedRow(texts=(prompt, text), replies=(None, reply), values=(float(label),))
+
+    def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
+        """The reply is cut on the right, the prompt never."""
+        prompt, reply = pieces
+        return [prompt, reply[: self.max_seq_length - len(prompt)]]
+
+
+class MismatchedBuilder(UnpairedBuilder):
+    """The same with a third piece, the reply of another row of the source: see `mismatched_replies`."""
+
+    documents_per_row = 2
+
+    def end_source(self, name: str, first: int) -> None:
+        rows = self._taken_back(first)
+        prompts, replies = dict[bytes, int](), dict[bytes, int]()
+        numbers = [
+            (prompts.setdefault(prompt.tobytes(), len(prompts)), replies.setdefault(reply.tobytes(), len(replies)))
+            for (prompt, reply), _ in rows
+        ]
+        if len(replies) == 1:
+            raise InputError(
+                f"{name}: {counted(len(rows), 'row')}, all with the same reply, but z0 of --loss_type kto needs "
+                "another one for each prompt; add rows with other replies, or use --loss_type apo_zero_unpaired"
+            )
+        distinct = [array("i", reply) for reply in replies]
+        for ((prompt, reply), details), number in zip(rows, mismatched_replies(numbers), strict=True):
+            room = self.max_seq_length - len(prompt)
+            in_turn = (distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct)))
+            # Replies may differ only behind the cut: of all of them, then its own is as good as any.
+            self._keep([prompt, reply, next((other for other in in_turn if other != reply), reply)], details)
+
+    def _taken_back(self, first: int) -> list[tuple[list[array[int]], bytes]]:
+        """Pieces and details of the rows from `first` on, which are no longer kept."""
+        rows = [
+            ([self.token_ids[start:stop] for start, stop in pairwise(edges)], bytes(self.details[begin:end]))
+            for edges, (begin, end) in zip(self.edges[first:], pairwise(self.details_edges[first:]), strict=True)
+        ]
+        del self.token_ids[self.edges[first][0] :], self.details[self.details_edges[first] :]
+        del self.keys[32 * first :], self.edges[first:], self.details_edges[first + 1 :]
+        return rows
+
+
+def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
+    """For each row, given the numbers of its prompt and its reply, the number of a reply that does not belong to it.
+
+    Distinct replies, two at least, are numbered from 0 as they first come. Each row takes the next one after its own,
+    after the last the first, that came with another prompt; where all have come with its prompt, the next one.
+    """
+    prompt_of_reply: list[int] = []
+    for prompt, reply in rows:
+        if reply == len(prompt_of_reply):
+            prompt_of_reply.append(prompt)
+    num_replies = len(prompt_of_reply)
+    # The first after each reply that came with another prompt than it; the second round sees past the end.
+    leaps = [0] * num_replies
+    for reply in [*reversed(range(num_replies))] * 2:
+        after = (reply + 1) % num_replies
+        leaps[reply] = after if prompt_of_reply[after] != prompt_of_reply[reply] else leaps[after]
+    chosen = []
+    for prompt, reply in rows:
+        after = (reply + 1) % num_replies
+        other = leaps[after] if prompt_of_reply[after] == prompt else after
+        chosen.append(after if other == reply or prompt_of_reply[other] == prompt else other)
+    return chosen
+
+
+class _BothReplies:
+    """A source of preference pairs as twice as many rows: each chosen reply is desirable, each rejected one is not."""
+
+    def __init__(self, pairs: RowSource) -> None:
+        self.name, self.fingerprint = pairs.name, pairs.fingerprint
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self._pairs)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        wanted = set(indices)
+        pairs = sorted({index // 2 for index in indices})
+        for pair, row in zip(pairs, self._pairs.rows(pairs), strict=True):
+            both = (row, row) if isinstance(row, BadRow) else _both_rows(row)
+            yield from (each for index, each in zip((2 * pair, 2 * pair + 1), both, strict=True) if index in wanted)
+
+
+def _both_rows(row: RawRow) -> tuple[RawRow | BadRow, ...]:
+    try:
+        pair = parse_preference_row(row.value)
+    except MalformedRow as error:
+        return (BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason),) * 2
+    return tuple(
+        replace(row, value={"messages": [*pair.prompt, {"role": "assistant", "content": reply}], "label": label})
+        for reply, label in ((pair.chosen, True), (pair.rejected, False))
+    )
+
+
+def check_rows(dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig) -> list[str]:
+    """What labels and weights are together, as warnings.
+
+    Raises:
+        InputError: a global batch of one row.
+    """
+    loss = config.loss
+    if loss.has_mismatched and num_rows_per_step == 1:
+        raise InputError(
+            "a global batch of one row: z0 of --loss_type kto is a mean over the rows of a step, and one row says "
+            "nothing of the policy's distance from the reference; raise --per_device_train_batch_size or "
+            "--gradient_accumulation_steps, or use --loss_type apo_zero_unpaired"
+        )
+    num_desirable = int(_are_desirable(dataset).sum())
+    num_undesirable = len(dataset) - num_desirable
+    if not (num_desirable and num_undesirable):
+        which = DESIRABLE if num_desirable else "undesirable"
+        return [f"all {counted(len(dataset), 'row')} are {which}: nothing is learned of what sets good from bad"]
+    balance = num_desirable / num_undesirable
+    ratio = loss.desirable_weight / loss.undesirable_weight * balance
+    if LOWEST_RATIO - 1e-6 <= ratio <= HIGHEST_RATIO + 1e-6:
+        return []
+    lowest, highest = (bound * loss.undesirable_weight / balance for bound in (LOWEST_RATIO, HIGHEST_RATIO))
+    fewest, most = (loss.desirable_weight * balance / bound for bound in (HIGHEST_RATIO, LOWEST_RATIO))
+    return [
+        f"{num_desirable:,} desirable rows of weight {loss.desirable_weight:g} count {ratio:.3g} times as much as "
+        f"{num_undesirable:,} undesirable ones of weight {loss.undesirable_weight:g}, where KTO's paper advises 1 to "
+        f"4/3: --desirable_weight {lowest:.3g} to {highest:.3g} would do, or --undesirable_weight {fewest:.3g} to "
+        f"{most:.3g}"
+    ]
+
+
+def _are_desirable(dataset: TokenDataset) -> np.ndarray:
+    """The labels of all rows: bool (N,)."""
+    labels: np.ndarray = dataset.details_C.view("float32")[dataset.bounds_N4[:, 2] // 4] > 0
+    return labels
+
+
+def unpaired_losses(
+    log_ratios_R: torch.Tensor, is_desirable_R: torch.Tensor, z0: torch.Tensor | float, loss: KTOLossSection
+) -> torch.Tensor:
+    """KTO, arXiv 2402.01306 eq. 7 and 8: `w_D (1 - sigmoid(beta (r - z0)))`, or `w_U (1 - sigmoid(beta (z0 - r)))`.
+
+    With z0 of 0 it is APO-zero on single replies (arXiv 2408.06266): `1 - sigmoid(beta r)`, or `sigmoid(beta r)`.
+    """
+    above_R = (log_ratios_R - z0) * (2 * is_desirable_R.to(log_ratios_R.dtype) - 1)
+    weights_R = is_desirable_R * loss.desirable_weight + ~is_desirable_R * loss.undesirable_weight
+    # 1 - sigmoid(x) is sigmoid(-x), which keeps its digits where x is large.
+    return weights_R * (-loss.beta * above_R).sigmoid()
+
+
+def bind(config: KTOConfig) -> BoundLoss:
+    """The loss that the flags name."""
+    loss, parallel = config.loss, config.parallel
+
+    def documents(step: StepBatch, document: int) -> StepBatch:
+        """The step with only that document of each row."""
+        from open_instruct.packing.documents import lay_out
+
+        def only(batch: Batch) -> Batch:
+            own = slice(document * len(batch.row_ids), (document + 1) * len(batch.row_ids))
+            packed = lay_out(
+                batch.documents[own],
+                packing=config.data.packing,
+                pad_token_id=0,
+                pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
+            )
+            values = {**batch.values, f"{REFERENCE}_S": _reference(batch)[own]}
+            return replace(batch, packed=packed, documents=batch.documents[own], values=values)
+
+        return replace(step, microbatches=tuple(map(only, step.microbatches)))
+
+    def looks_at(step: StepBatch) -> StepBatch:
+        return documents(step, 1) if loss.has_mismatched else replace(step, microbatches=())
+
+    def prepare(step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather) -> StepBatch:
+        """Count the desirable rows of the global batch, and take z0 from its mismatched replies."""
+        import torch
+
+        num_desirable = int(gather(torch.cat([_labels(batch) for batch in step.microbatches])).sum())
+        z0, learned = torch.zeros(()), step
+        if loss.has_mismatched:
+            log_ratios = [
+                _log_ratios(each, _reference(batch)[len(batch.row_ids) :])[1].cpu()
+                for each, batch in zip(scores, step.microbatches, strict=True)
+            ]
+            z0 = gather(torch.cat(log_ratios)).double().mean().clamp(min=0).float()
+            learned = documents(step, 0)
+        return StepBatch(
+            microbatches=tuple(replace(batch, values={**batch.values, "z0": z0}) for batch in learned.microbatches),
+            counts={**step.counts, DESIRABLE: num_desirable},
+        )
+
+    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+        return outputs_of(*_log_ratios(scores, _reference(batch)), _labels(batch), batch.values["z0"], counts, loss)
+
+    def first_loss(counts: Mapping[str, int]) -> float:
+        num_undesirable = counts["rows"] - counts[DESIRABLE]
+        weights = loss.desirable_weight * counts[DESIRABLE] + loss.undesirable_weight * num_undesirable
+        return weights / (2 * counts["rows"])
+
+    return BoundLoss(
+        function=function,
+        prepare=prepare,
+        looks_at=looks_at,
+        first_loss=first_loss,
+        remedy="the reference log-probs do not belong to these weights and rows. Remove the folder "
+        "'reference_logprobs' in --cache_dir and start again",
+    )
+
+
+def _labels(batch: Batch) -> torch.Tensor:
+    from open_instruct.packing.steps import ROW_VALUES
+
+    return batch.values[ROW_VALUES] > 0
+
+
+def _reference(batch: Batch) -> torch.Tensor:
+    return batch.values[f"{REFERENCE}_S"]
+
+
+def _log_ratios(scores: TokenLogprobs, reference_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-prob of each document, and how far that is above the reference's."""
+    from open_instruct.losses.logprobs import sum_by_sequence
+
+    logps_R, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, len(reference_R))
+    return logps_R, logps_R - reference_R.to(logps_R.device)
+
+
+def outputs_of(
+    logps_R: torch.Tensor,
+    log_ratios_R: torch.Tensor,
+    is_desirable_R: torch.Tensor,
+    z0: torch.Tensor,
+    counts: Mapping[str, int],
+    loss: KTOLossSection,
+) -> LossOutputs:
+    """The share of R rows in the loss and the means of their global batch; a class that it lacks has no means."""
+    losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
+    rewards_R, num_rows = loss.beta * log_ratios_R.detach(), float(losses_R.numel())
+    is_right_R = (rewards_R > loss.beta * z0) == is_desirable_R
+    means = {"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()}
+    metrics = {
+        name: Metric(value=value_R.sum() / max(num_rows, 1.0), weight=num_rows) for name, value_R in means.items()
+    }
+    if loss.has_mismatched:
+        metrics["kl"] = Metric(value=z0, weight=num_rows)
+    of_class = {"chosen": (is_desirable_R, counts[DESIRABLE])}
+    of_class["rejected"] = (~is_desirable_R, counts["rows"] - counts[DESIRABLE])
+    for name, (is_of_R, num) in of_class.items():
+        if num:
+            for what, values_R in (("rewards", rewards_R), ("logps", logps_R.detach())):
+                metrics[f"{what}/{name}"] = Metric(value=(values_R * is_of_R).sum() / num, reduction="sum")
+    if all(num for _, num in of_class.values()):
+        margin = metrics["rewards/chosen"].value - metrics["rewards/rejected"].value
+        metrics["rewards/margin"] = Metric(value=margin, reduction="sum")
+    return LossOutputs(loss=losses_R.sum() / counts["rows"], metrics=metrics)
+
+
+def evaluate(
+    dataset: TokenDataset, logps_ND: np.ndarray, reference_ND: np.ndarray | None, config: KTOConfig
+) -> Evaluation:
+    """The loss and rewards on held-out rows, with one z0 for all of them."""
+    import torch
+
+    assert reference_ND is not None
+    logps_DN, log_ratios_DN = torch.from_numpy(logps_ND).T, torch.from_numpy(logps_ND - reference_ND).T
+    is_desirable_N = torch.from_numpy(_are_desirable(dataset))
+    # Of rows without a mismatched reply, a mean over none.
+    z0 = log_ratios_DN[1:].double().sum().clamp(min=0).float() / len(dataset)
+    counts = {"rows": len(dataset), DESIRABLE: int(is_desirable_N.sum())}
+    metrics = outputs_of(logps_DN[0], log_ratios_DN[0], is_desirable_N, z0, counts, config.loss).metrics
+    row = {f"eval/{name}": float(metric.value) for name, metric in metrics.items()} | {"eval/num_rows": len(dataset)}
+    told = f"held-out loss {{when}}: {row['eval/loss']:.4f} over {counted(len(dataset), 'row')}"
+    return Evaluation(row=row, sentence=told)
+
+
+KTO = Objective(
+    name="kto",
+    config_class=KTOConfig,
+    validate=validate_kto,
+    rows=MismatchedBuilder,
+    rows_under=lambda config: MismatchedBuilder if config.loss.has_mismatched else UnpairedBuilder,
+    documents_learned=1,
+    check_rows=check_rows,
+    bind=bind,
+    needs_reference=lambda config: True,
+    only_scores=lambda config: config.loss.cache_logprobs_only,
+    prefix_sharing=lambda config: config.data.prefix_sharing,
+    evaluate=evaluate,
+)

@@ -1,0 +1,542 @@
+"""KTO: its rows, whose reply z0 is measured on, its loss by the paper, and that no cut of a batch changes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import OptimSection
+from open_instruct.data.report import DataReport
+from open_instruct.data.rows import MalformedRow
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.errors import InputError, RunError
+from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
+from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.losses.logprobs import sum_by_sequence
+from open_instruct.models.build import build_model
+from open_instruct.models.tiny import tiny_config, train_tokenizer
+from open_instruct.objectives.kto import (
+    KTO,
+    LOSSES,
+    KTOConfig,
+    KTOLossSection,
+    MismatchedBuilder,
+    UnpairedBuilder,
+    bind,
+    check_rows,
+    evaluate,
+    mismatched_replies,
+    parse_labelled_row,
+    unpaired_losses,
+    validate_kto,
+)
+from open_instruct.objectives.objective import REFERENCE
+from open_instruct.packing.documents import pack_documents
+from open_instruct.packing.steps import BatchShape, step_batch
+from open_instruct.planning.plan import plan_of
+from open_instruct.planning.request import parse_request
+from open_instruct.records import Document
+from tests.unit.test_finite import CPU, SIZE, Recorder
+
+Load = Callable[..., tuple[TokenDataset, DataReport]]
+VOCABULARY = 262
+USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+def config_of(**flags: Any) -> KTOConfig:
+    words = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    for name, value in flags.items():
+        words += [f"--{name}", str(value)]
+    return parse(KTOConfig, words)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes are tokens, so that lengths can be counted by hand."""
+    return train_tokenizer([""], vocab_size=VOCABULARY)
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+    def load(
+        *mixer_list: str | Path, form: type = MismatchedBuilder, **changes: Any
+    ) -> tuple[TokenDataset, DataReport]:
+        arguments: dict[str, Any] = {
+            "mixer_list": list(map(str, mixer_list)),
+            "splits": ["train"],
+            "tokenizer": tokenizer,
+            "chat_template_name": "simple_chat",
+            "max_seq_length": 128,
+            "on_bad_row": "error",
+            "seed": 0,
+            "cache_dir": tmp_path / "cache",
+        }
+        return load_token_dataset(form, **(arguments | changes))
+
+    return load
+
+
+def labelled(prompt: str, reply: str, label: object) -> dict[str, Any]:
+    return {"prompt": [USER | {"content": prompt}], "completion": [REPLY | {"content": reply}], "label": label}
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+    return {
+        key: [USER | {"content": prompt}, REPLY | {"content": reply}]
+        for key, reply in (("chosen", chosen), ("rejected", rejected))
+    }
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def replies(tokenizer: PreTrainedTokenizerFast, dataset: TokenDataset) -> list[tuple[str, ...]]:
+    """The replies of each row's documents, as text."""
+
+    def reply(document: Document) -> str:
+        (span,) = document.responses
+        text = str(tokenizer.decode(list(document.token_ids[span.start : span.stop])))
+        return text.removesuffix(str(tokenizer.eos_token)).strip()
+
+    return [tuple(map(reply, row)) for row in dataset]
+
+
+class TestRows:
+    def test_both_forms_are_the_same_row(self, load: Load, tmp_path: Path) -> None:
+        rows = [labelled("p", "one", True), labelled("q", "two", False)]
+        conversations = [{"messages": [*row["prompt"], *row["completion"]], "label": int(row["label"])} for row in rows]
+        one, _ = load(write(tmp_path / "a.jsonl", *rows), "1.0")
+        other, _ = load(write(tmp_path / "b.jsonl", *conversations), "1.0")
+        assert one.keys_N32.tolist() == other.keys_N32.tolist()
+        assert [one.values(row).tolist() for row in range(2)] == [[1.0], [0.0]]
+
+    def test_only_the_last_reply_of_a_conversation_is_judged(
+        self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    ) -> None:
+        turns = [USER, REPLY, USER | {"content": "again"}, REPLY | {"content": "last"}]
+        rows = write(tmp_path / "rows.jsonl", {"messages": turns, "label": True}, labelled("q", "two", False))
+        dataset, _ = load(rows, "1.0")
+        assert replies(tokenizer, dataset) == [("last", "two"), ("two", "last")]
+        own, mismatched = dataset[0]
+        assert own.token_ids[: own.responses[0].start] == mismatched.token_ids[: mismatched.responses[0].start]
+
+    def test_a_pair_is_two_rows_of_which_neither_is_measured_on_the_other(
+        self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    ) -> None:
+        rows = write(tmp_path / "rows.jsonl", pair("p", "good", "bad"), pair("q", "fine", "poor"))
+        dataset, report = load(rows, "1.0")
+        assert replies(tokenizer, dataset) == [("good", "fine"), ("bad", "fine"), ("fine", "good"), ("poor", "good")]
+        assert [float(dataset.values(row)[0]) for row in range(4)] == [1, 0, 1, 0]
+        assert report.sources == ((str(rows), 4, 4),)
+        # An amount counts the rows that pairs became.
+        assert len(load(rows, "3")[0]) == 3
+
+    def test_replies_come_from_the_same_source_and_are_repeated_with_their_row(
+        self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    ) -> None:
+        one = write(tmp_path / "one.jsonl", *(labelled(f"p{i}", f"one{i}", True) for i in range(3)))
+        two = write(tmp_path / "two.jsonl", *(labelled(f"q{i}", f"two{i}", False) for i in range(2)))
+        dataset, _ = load(one, "2.0", two, "1.0")
+        of_one = [("one0", "one1"), ("one1", "one2"), ("one2", "one0")]
+        assert replies(tokenizer, dataset) == [*of_one, *of_one, ("two0", "two1"), ("two1", "two0")]
+        again, report = load(one, "2.0", two, "1.0")
+        assert report.from_cache and again.fingerprint == dataset.fingerprint
+
+    def test_a_mismatched_reply_is_cut_to_the_room_behind_the_prompt(
+        self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    ) -> None:
+        rows = write(tmp_path / "rows.jsonl", labelled("p" * 20, "short", True), labelled("q", "l" * 40, True))
+        dataset, _ = load(rows, "1.0", max_seq_length=50)
+        assert all(len(document) <= 50 for row in dataset for document in row)
+        own, mismatched = replies(tokenizer, dataset)[0]
+        assert own == "short" and set(mismatched) == {"l"} and len(dataset[0][1]) == 50
+
+    def test_a_reply_that_only_the_cut_makes_equal_is_passed_over(
+        self, load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    ) -> None:
+        rows = [labelled("p" * 20, "same", True), labelled("q", "same but longer", True), labelled("r", "other", True)]
+        # Behind the first prompt there is room for one blank and three letters.
+        room = len("User: " + "p" * 20 + "\nAssistant:") + 4
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0", max_seq_length=room)
+        assert replies(tokenizer, dataset)[0] == ("sam", "oth")
+
+    def test_without_z0_there_is_one_document(self, load: Load, tmp_path: Path) -> None:
+        rows = write(tmp_path / "rows.jsonl", labelled("p", "one", True))
+        dataset, _ = load(rows, "1.0", form=UnpairedBuilder)
+        assert [len(row) for row in dataset] == [1] and dataset.values(0).tolist() == [1.0]
+        for loss_type, form in (("kto", MismatchedBuilder), ("apo_zero_unpaired", UnpairedBuilder)):
+            assert KTO.rows_of(config_of(loss_type=loss_type)) is form
+
+    @pytest.mark.parametrize("num_rows", [1, 3])
+    def test_one_distinct_reply_is_refused(self, load: Load, tmp_path: Path, num_rows: int) -> None:
+        rows = write(tmp_path / "rows.jsonl", *(labelled(f"p{i}", "yes", True) for i in range(num_rows)))
+        with pytest.raises(InputError, match=rf"rows.jsonl: {num_rows} rows?, all with the same reply.*apo_zero_unpai"):
+            load(rows, "1.0")
+
+    @pytest.mark.parametrize(
+        ("row", "kind", "reason"),
+        [
+            (labelled("a", "b", "good"), "bad_label", "'label' must be true or false (or 1 or 0), not 'good'"),
+            (labelled("a", "b", "true"), "bad_label", "not 'true'"),
+            (labelled("a", "b", 2), "bad_label", "not 2"),
+            (labelled("a", "b", -1), "bad_label", "not -1"),
+            (labelled("a", "b", 0.5), "bad_label", "not 0.5"),
+            (labelled("a", "b", math.nan), "bad_label", "not nan"),
+            (labelled("a", "b", None), "bad_label", "not null"),
+            (labelled("a", "b", [True]), "bad_label", "not a list"),
+            ({"messages": [USER, REPLY]}, "missing_key", "no key 'label'; the row has 'messages'"),
+            ({"text": "x", "label": True}, "missing_key", "neither 'messages' nor 'prompt' and 'completion'"),
+            ({"prompt": [USER], "label": True}, "missing_key", "the row has 'prompt', 'label'"),
+            ({"prompt": "a", "completion": "b", "label": True}, "not_messages", "'prompt' must be a list of messages"),
+            (labelled("a", "b", True) | {"completion": []}, "not_messages", "'completion' must be one message"),
+            (labelled("a", "b", True) | {"completion": [USER]}, "roles_out_of_order", "turn 2: the role is 'user'"),
+            (labelled("a", "b", True) | {"prompt": [USER, REPLY]}, "roles_out_of_order", "turn 3"),
+            (labelled("a", " ", True), "empty_reply", "the reply in 'prompt + completion' is empty"),
+        ],
+    )
+    def test_bad_rows(self, load: Load, tmp_path: Path, row: dict[str, Any], kind: str, reason: str) -> None:
+        with pytest.raises(MalformedRow) as caught:
+            parse_labelled_row(row)
+        assert caught.value.kind == kind and reason in caught.value.reason
+        good = [labelled("p", "one", True), labelled("q", "two", False)]
+        rows = write(tmp_path / "rows.jsonl", good[0], row, good[1])
+        with pytest.raises(InputError) as refused:
+            load(rows, "1.0")
+        assert f"{rows}, line 2: " in str(refused.value) and reason in str(refused.value)
+        dataset, report = load(rows, "1.0", on_bad_row="skip")
+        assert len(dataset) == 2 and report.bad == {kind: 1}
+
+    def test_the_rows_of_its_page_are_rows(self, load: Load, tmp_path: Path) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "kto.md").read_text(encoding="utf-8")
+        *single, of_pair = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL))
+        assert [parse_labelled_row(row)[1] for row in single] == [True, False]
+        one, _ = load(write(tmp_path / "single.jsonl", *single), "1.0")
+        other, _ = load(write(tmp_path / "pairs.jsonl", of_pair), "1.0")
+        assert one.keys_N32.tolist() == other.keys_N32.tolist()
+
+    def test_a_bad_pair_is_named_by_its_line(self, load: Load, tmp_path: Path) -> None:
+        rows = write(tmp_path / "rows.jsonl", pair("p", "one", "two"), pair("q", "same", "same"))
+        with pytest.raises(InputError, match=r"rows.jsonl, line 2: the chosen reply equals the rejected one"):
+            load(rows, "1.0")
+        assert load(rows, "1.0", on_bad_row="skip")[1].bad == {"chosen_equals_rejected": 2}
+
+
+class TestMismatched:
+    def test_examples(self) -> None:
+        assert mismatched_replies([(0, 0), (1, 1), (2, 2)]) == [1, 2, 0]
+        # Equal replies are passed over, and so are those to the same prompt.
+        assert mismatched_replies([(0, 0), (1, 0), (2, 1)]) == [1, 1, 0]
+        assert mismatched_replies([(0, 0), (0, 1), (1, 2), (1, 3)]) == [2, 2, 0, 0]
+        # A single prompt has no others.
+        assert mismatched_replies([(0, 0), (0, 1), (0, 2)]) == [1, 2, 0]
+        assert mismatched_replies([(0, 0), (1, 1), (1, 0)]) == [1, 0, 1]
+
+    def test_drawn_rows(self) -> None:
+        """By the definition, searched for one after the other."""
+        draw = random.Random(0)
+        for _ in range(300):
+            prompts = [draw.randrange(4) for _ in range(draw.randint(2, 12))]
+            raw = [draw.randrange(6) for _ in prompts]
+            order = list(dict.fromkeys(raw))
+            if len(order) == 1:
+                continue
+            rows = [(prompt, order.index(reply)) for prompt, reply in zip(prompts, raw, strict=True)]
+            came_with = [next(prompt for prompt, reply in rows if reply == number) for number in range(len(order))]
+            for (prompt, own), found in zip(rows, mismatched_replies(rows), strict=True):
+                in_turn = [(own + step) % len(order) for step in range(1, len(order))]
+                assert found == next((each for each in in_turn if came_with[each] != prompt), in_turn[0])
+                assert found != own
+
+
+def by_the_paper(r: float, z0: float, is_desirable: bool, loss: KTOLossSection) -> tuple[float, float]:
+    """`lambda_y - v(x, y)` of eq. 7 and 8, and its derivative by r, in float64."""
+
+    def sigma(x: float) -> float:
+        return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+    if is_desirable:
+        weight, inner = loss.desirable_weight, loss.beta * (r - z0)
+        return weight - weight * sigma(inner), -weight * loss.beta * sigma(inner) * sigma(-inner)
+    weight, inner = loss.undesirable_weight, loss.beta * (z0 - r)
+    return weight - weight * sigma(inner), weight * loss.beta * sigma(inner) * sigma(-inner)
+
+
+class TestLoss:
+    @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.33, 0.7)])
+    @pytest.mark.parametrize("beta", [0.01, 0.1, 2.0])
+    def test_values_and_gradients_are_the_papers(self, weights: tuple[float, float], beta: float) -> None:
+        draw = np.random.default_rng(0)
+        ratios = [*draw.normal(scale=5, size=40), 0.0, 1e-7, -1e-7, 80.0, -80.0, 1e4, -1e4, 1e6, -1e6]
+        loss = KTOLossSection(beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])
+        for z0 in (0.0, 0.3, 25.0, 1e4):
+            for label in (True, False):
+                ratios_R = torch.tensor(ratios, dtype=torch.float32, requires_grad=True)
+                labels_R = torch.full((len(ratios),), label)
+                losses_R = unpaired_losses(ratios_R, labels_R, torch.tensor(z0), loss)
+                losses_R.sum().backward()
+                expected = [by_the_paper(float(r), z0, label, loss) for r in ratios_R.detach()]
+                assert ratios_R.grad is not None
+                np.testing.assert_allclose(losses_R.detach(), [value for value, _ in expected], rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(ratios_R.grad, [slope for _, slope in expected], rtol=1e-5, atol=1e-6)
+
+    def test_without_z0_it_is_apo_zero(self) -> None:
+        ratios_R = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 30
+        labels_R = torch.arange(50) % 2 == 0
+        theirs_R = torch.where(labels_R, 1 - torch.sigmoid(0.1 * ratios_R), torch.sigmoid(0.1 * ratios_R))
+        torch.testing.assert_close(unpaired_losses(ratios_R, labels_R, 0.0, KTOLossSection()), theirs_R)
+
+
+@pytest.fixture(scope="module")
+def policy() -> torch.nn.Module:
+    """A model whose log-probs differ from token to token."""
+    torch.manual_seed(0)
+    return filled(build_model(tiny_config("olmo2", SIZE, vocab_size=VOCABULARY, tie=False), init_device="cpu"))
+
+
+@torch.no_grad()
+def filled(model: torch.nn.Module) -> torch.nn.Module:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.copy_(0.3 * torch.sin(torch.arange(parameter.numel()) + index).view_as(parameter))
+    return model
+
+
+ROWS = [labelled("p" * (1 + i), "reply " + "xyz" * (i % 4) + str(i), i % 3 != 0) for i in range(8)]
+
+
+def step_of(
+    policy: torch.nn.Module,
+    dataset: TokenDataset,
+    folder: Path,
+    *,
+    reference_ND: np.ndarray,
+    microbatches: int,
+    step: int = 3,
+    flags: dict[str, Any] | None = None,
+    **shape: Any,
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Metrics and gradient of one step over all rows, in so many microbatches."""
+    config = config_of(**(flags or {}), **({} if shape.get("packing", True) else {"packing": False}))
+    module = ObjectiveTrainModule(
+        loss=bind(config),
+        model=policy,  # type: ignore[arg-type]
+        optim=build_optimizer_config(OptimSection(), device=CPU),
+        rank_microbatch_size=2048,
+        max_sequence_length=128,
+        max_grad_norm=1e9,
+        device=CPU,
+    )
+    module._trainer = recorder = Recorder(folder)  # type: ignore[assignment]
+    recorder.global_step = step
+    batch_shape = BatchShape(
+        documents_per_sample=dataset.documents_per_row,
+        max_samples_per_microbatch=8 // microbatches,
+        max_microbatches=microbatches,
+        max_seq_length=128,
+        pad_token_id=0,
+        **({"packing": True} | shape),
+    )
+    filled(policy)  # the train module empties what it is given
+    scores = {REFERENCE: reference_ND}
+    module.zero_grads()
+    rows = step_batch(dataset, range(len(dataset)), shape=batch_shape, rank=0, num_ranks=1, scores=scores)
+    metrics = module.forward_backward(rows)
+    gradient = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
+    return metrics, gradient
+
+
+def logps_of(policy: Any, dataset: TokenDataset) -> np.ndarray:
+    """Each document by itself."""
+    from open_instruct.learner.forward import token_logprobs
+
+    with torch.no_grad():
+        scores = [
+            [token_logprobs(policy, pack_documents([document]), device=CPU) for document in row] for row in dataset
+        ]
+    return np.array([[float(sum_by_sequence(*each_of(score), 1)[0]) for score in row] for row in scores], np.float32)
+
+
+def each_of(score: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return score.logprobs_N, score.sequence_ids_N
+
+
+class TestStep:
+    def test_it_is_the_papers_loss_of_the_whole_batch_however_it_is_cut(
+        self, policy: torch.nn.Module, load: Load, tmp_path: Path
+    ) -> None:
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        logps_ND = logps_of(policy, dataset)
+        reference_ND = logps_ND - np.random.default_rng(1).normal(2.0, 3.0, logps_ND.shape).astype(np.float32)
+        loss = config_of(desirable_weight=1.2).loss
+        z0 = max(0.0, float((logps_ND - reference_ND)[:, 1].mean(dtype="float64")))
+        assert z0 > 0.5
+        labels = [row["label"] for row in ROWS]
+        ratios = (logps_ND - reference_ND)[:, 0].astype(float)
+        each = [by_the_paper(r, z0, label, loss)[0] for r, label in zip(ratios, labels, strict=True)]
+        run = {"flags": {"desirable_weight": 1.2}, "reference_ND": reference_ND}
+        whole, gradient = step_of(policy, dataset, tmp_path, microbatches=1, **run)
+        of_class = {
+            label: [r for r, own in zip(ratios, labels, strict=True) if own is label] for label in (True, False)
+        }
+        chosen, rejected = (0.1 * np.mean(of_class[label]) for label in (True, False))
+        expected = {
+            "loss": np.mean(each),
+            "kl": z0,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": chosen - rejected,
+            "rewards/accuracy": np.mean([bool(r > z0) is label for r, label in zip(ratios, labels, strict=True)]),
+            "logps/chosen": logps_ND[np.array(labels), 0].mean(),
+            "logps/rejected": logps_ND[~np.array(labels), 0].mean(),
+        }
+        assert {name: whole[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        cuts = [
+            *({"microbatches": number} for number in (2, 4, 8)),
+            {"microbatches": 2, "packing": False},
+            {"microbatches": 2, "prefix_sharing": "on"},
+        ]
+        for cut in cuts:
+            metrics, of_cut = step_of(policy, dataset, tmp_path, **run, **cut)
+            assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5), cut
+            torch.testing.assert_close(of_cut, gradient, rtol=1e-4, atol=1e-7)
+
+    def test_only_own_replies_are_learned(self, policy: torch.nn.Module, load: Load, tmp_path: Path) -> None:
+        """The step has half of the documents, and so no place for a gradient of the others."""
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        seen: list[int] = []
+        function = ObjectiveTrainModule.microbatch_loss
+
+        def watched(self: ObjectiveTrainModule, batch: Any, counts: Any) -> Any:
+            seen.extend(len(document) for document in batch.documents)
+            assert batch.packed.num_tokens == sum(map(len, batch.documents))
+            return function(self, batch, counts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ObjectiveTrainModule, "microbatch_loss", watched)
+            step_of(policy, dataset, tmp_path, reference_ND=logps_of(policy, dataset), microbatches=2)
+        assert sorted(seen) == sorted(len(own) for own, _ in dataset)
+
+    @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+    def test_the_first_loss_is_known(self, policy: torch.nn.Module, load: Load, tmp_path: Path, loss_type: str) -> None:
+        flags = {"loss_type": loss_type, "desirable_weight": 2, "undesirable_weight": 3}
+        form = KTO.rows_of(config_of(**flags))
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0", form=form)
+        reference_ND = logps_of(policy, dataset)
+        run: dict[str, Any] = {"step": 1, "flags": flags, "microbatches": 2}
+        metrics, _ = step_of(policy, dataset, tmp_path, reference_ND=reference_ND, **run)
+        # Five of the eight rows are desirable.
+        assert metrics["loss"] == pytest.approx((2 * 5 + 3 * 3) / (2 * 8), abs=1e-5)
+        assert ("kl" in metrics) == (loss_type == "kto")
+        elsewhere_ND = reference_ND.copy()
+        elsewhere_ND[0, 0] += 9
+        with pytest.raises(RunError, match=r"the first loss is .* has 1.187500: the reference log-probs do not belong"):
+            step_of(policy, dataset, tmp_path, reference_ND=elsewhere_ND, **run)
+
+    def test_a_class_that_is_not_there_has_no_metrics(
+        self, policy: torch.nn.Module, load: Load, tmp_path: Path
+    ) -> None:
+        rows = [row | {"label": False} for row in ROWS]
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0")
+        metrics, gradient = step_of(
+            policy, dataset, tmp_path, reference_ND=logps_of(policy, dataset), microbatches=8, step=1
+        )
+        assert metrics["loss"] == pytest.approx(0.5, abs=1e-5) and gradient.any()
+        assert all(map(math.isfinite, metrics.values()))
+        assert {name for name in metrics if "/" in name} == {"rewards/rejected", "rewards/accuracy", "logps/rejected"}
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("labels", [{True, False}, {True}])
+def test_held_out_rows_are_scored_without_nan(load: Load, tmp_path: Path, loss_type: str, labels: set[bool]) -> None:
+    config = config_of(loss_type=loss_type)
+    rows = [row for row in ROWS if row["label"] in labels]
+    dataset, _ = load(write(tmp_path / "rows.jsonl", *rows), "1.0", form=KTO.rows_of(config))
+    draw = np.random.default_rng(0)
+    logps_ND, reference_ND = draw.normal(-20, 3, (2, len(rows), dataset.documents_per_row)).astype(np.float32)
+    row = evaluate(dataset, logps_ND, reference_ND, config).row
+    assert all(map(math.isfinite, row.values()))
+    ratios_ND = (logps_ND - reference_ND).astype(float)
+    z0 = max(0.0, ratios_ND[:, 1].mean()) if loss_type == "kto" else 0.0
+    each = [by_the_paper(r, z0, own["label"], config.loss)[0] for r, own in zip(ratios_ND[:, 0], rows, strict=True)]
+    assert row["eval/loss"] == pytest.approx(np.mean(each), rel=1e-5)
+    assert ("eval/kl" in row) == (loss_type == "kto") and ("eval/rewards/rejected" in row) == (False in labels)
+    assert row["eval/num_rows"] == len(rows)
+    before = evaluate(dataset, reference_ND, reference_ND, config).row
+    assert before["eval/loss"] == pytest.approx(0.5) and before["eval/rewards/chosen"] == 0
+
+
+class TestChecks:
+    def test_a_global_batch_of_one_row_is_refused(self, load: Load, tmp_path: Path) -> None:
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        with pytest.raises(InputError, match=r"a global batch of one row: z0 .* raise --per_device_train_batch_size"):
+            check_rows(dataset, 1, config_of())
+        check_rows(dataset, 2, config_of())
+        check_rows(dataset, 1, config_of(loss_type="apo_zero_unpaired"))
+
+    def test_weights_that_leave_the_papers_range(self, load: Load, tmp_path: Path) -> None:
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        (warning,) = check_rows(dataset, 8, config_of())
+        assert "5 desirable rows of weight 1 count 1.67 times as much as 3 undesirable ones of weight 1" in warning
+        assert "--desirable_weight 0.6 to 0.8 would do, or --undesirable_weight 1.25 to 1.67" in warning
+        for flags in ({"desirable_weight": 0.6}, {"desirable_weight": 0.8}, {"undesirable_weight": 1.25}):
+            assert check_rows(dataset, 8, config_of(**flags)) == []
+        assert len(check_rows(dataset, 8, config_of(desirable_weight=0.59))) == 1
+
+    def test_a_single_class(self, load: Load, tmp_path: Path) -> None:
+        rows = write(tmp_path / "rows.jsonl", labelled("p", "one", 0), labelled("q", "two", 0))
+        (warning,) = check_rows(load(rows, "1.0")[0], 8, config_of())
+        assert warning.startswith("all 2 rows are undesirable")
+
+    def test_flags(self) -> None:
+        assert validate_kto(config_of()) == []
+        assert (config_of().loss.beta, config_of().loss.desirable_weight) == (0.1, 1.0)
+        for flags, message in (
+            ({"beta": 0}, "--beta 0.0: must be above 0"),
+            ({"desirable_weight": -1}, "--desirable_weight -1.0: must be above 0"),
+            ({"prefix_sharing": "on", "packing": False}, "--prefix_sharing on: only packed rows share prompts"),
+        ):
+            with pytest.raises(InputError, match=message):
+                validate_kto(config_of(**flags))
+        with pytest.raises(InputError, match="loss_type"):
+            config_of(loss_type="ktoo")
+
+
+RUN = ["kto", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]
+
+
+def test_the_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
+    rows = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
+    with_z0, without = (plan_of(parse_request([*RUN, *rows, "--loss_type", loss_type]).setting) for loss_type in LOSSES)
+    for plan in (with_z0, without):
+        workload = plan.workload
+        assert (workload.algorithm, workload.tokens_per_microbatch) == ("kto", 2 * 2048)
+        assert workload.has_reference and workload.documents_per_group == 1
+    assert (with_z0.workload.reference_pass_tokens, without.workload.reference_pass_tokens) == (8192, 4096)
+    scored, scored_without = (
+        next(phase.total_bytes for phase in plan.phases if phase.name == "reference pass")
+        for plan in (with_z0, without)
+    )
+    assert scored > scored_without
+    # A forward pass of each of the three microbatches more, which takes a third of what learning from them does.
+    assert (with_z0.workload.num_fixed_passes, without.workload.num_fixed_passes) == (3, 0)
+    assert with_z0.time.compute_s == pytest.approx(without.time.compute_s * 4 / 3, rel=0.02)
+
+
+def test_its_prompts_may_be_planned_as_shared() -> None:
+    shared = [*RUN, "--shared_prompt_tokens", "1025"]
+    workload = plan_of(parse_request(shared).setting).workload
+    assert (workload.tokens_per_microbatch, workload.reference_pass_tokens) == (8 * 2048, 8 * (2 * 2048 - 1024))
+    with pytest.raises(InputError, match="share nothing"):
+        parse_request([*shared, "--loss_type", "apo_zero_unpaired"])
