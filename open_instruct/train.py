@@ -35,6 +35,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
+    from open_instruct.learner.teacher import compare_with, open_teacher
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
@@ -54,6 +55,7 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         )
         check_plan_of_run(config, run, pretrained.folder)
         start_model = start_model_of(pretrained, run)
+        teacher = open_teacher(objective.teacher(config), pretrained, run=run, config=config)
         rows, heldout_rows = load_datasets(
             objective.rows, config.data, pretrained=pretrained, seed=config.optim.seed, console=run.console
         )
@@ -70,6 +72,10 @@ def train(config: TrainingConfig, *, objective: Objective) -> int:
         policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=objective.bind(config))
         scorer = Scorer(policy, shape=shape, console=run.console)
 
+        if teacher is not None:
+            policy.comparison, rows, heldout_rows = compare_with(
+                teacher, rows, heldout_rows, scorer=scorer, run=run, config=config
+            )
         scores = {}
         heldout_reference_ND = None
         if objective.needs_reference(config):

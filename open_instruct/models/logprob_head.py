@@ -6,8 +6,9 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,43 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS_BYTES = 1 << 30
+MEASURED_SHARE = 8
+"""What is measured of logits may need several tensors of their size: chunks are smaller by this."""
+
+
+class Measure(NamedTuple):
+    """Something else to be computed from the logits of every position.
+
+    `function(logits_NV, *beside_N)` is given some positions' logits and the same positions of every tensor of `beside`,
+    whose first two axes are (B, K): of the rank's own positions. It returns a value, or a row of values, for each.
+    """
+
+    function: Callable[..., torch.Tensor]
+    beside: tuple[torch.Tensor, ...] = ()
+
+
+class HeadSettings(NamedTuple):
+    """What logits are divided by, and what is wanted of every position beside the loss: see `LabelLosses`.
+
+    `only_hidden` asks for no logits at all, but for what they are computed from.
+    """
+
+    temperature: float = 1.0
+    with_entropy: bool = False
+    measure: Measure | None = None
+    only_hidden: bool = False
 
 
 class LabelLosses(NamedTuple):
-    """-log p of every label (nats, 0 where there is none), and the entropy of every position if it was asked for.
+    """-log p of every label (nats, 0 where there is none), and what was asked for of every position.
 
-    Both float32 of shape (B, K); under tensor parallelism DTensors that are split along K. Only `loss` has a gradient.
+    That is its entropy, and what its measure is. All of shape (B, K), and a measure may have one axis more; under
+    tensor parallelism DTensors that are split along K. `entropy` has no gradient.
     """
 
     loss: torch.Tensor
     entropy: torch.Tensor | None
+    measured: torch.Tensor | None
 
 
 class LogprobHead(LMHead):
@@ -41,8 +69,7 @@ class LogprobHead(LMHead):
     """
 
     max_logits_bytes = MAX_LOGITS_BYTES
-    temperature = 1.0
-    with_entropy = False
+    settings = HeadSettings()
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for."""
@@ -58,60 +85,77 @@ class LogprobHead(LMHead):
         # Under tensor parallelism these are the rank's own positions, as many on every rank, so that ranks cut them
         # into the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
-        num_positions = max(1, self.max_logits_bytes // (4 * self.vocab_size))
-        chunks = zip(h_BKD.flatten(0, 1).split(num_positions), labels_BK.flatten().split(num_positions), strict=True)
-        settings = (kwargs.get("ignore_index", -100), self.temperature, self.with_entropy)
-        if labels_BK.numel() <= num_positions:
-            parts = [self._losses(h_ND, labels_N, *settings) for h_ND, labels_N in chunks]
-        else:
-            parts = [
-                checkpoint(self._losses, h_ND, labels_N, *settings, use_reentrant=False) for h_ND, labels_N in chunks
-            ]
-        losses, entropies = zip(*parts, strict=True)
-        return LabelLosses(
-            loss=self._joined(losses, labels_BK),
-            entropy=self._joined(entropies, labels_BK) if self.with_entropy else None,
-        )
+        settings = self.settings
+        if settings.only_hidden:
+            return h_BKD
+        beside, max_bytes = (), self.max_logits_bytes
+        if settings.measure is not None:
+            beside, max_bytes = settings.measure.beside, max_bytes // MEASURED_SHARE
+        num_positions = max(1, max_bytes // (4 * self.vocab_size))
+        losses: Callable[..., Any] = partial(self._losses, ignored=kwargs.get("ignore_index", -100), settings=settings)
+        if labels_BK.numel() > num_positions:
+            losses = partial(checkpoint, losses, use_reentrant=False)
+        split = [tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)]
+        parts = [losses(*chunk) for chunk in zip(*split, strict=True)]
+        return LabelLosses(*(None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)))
 
     def _losses(
-        self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignore_index: int, temperature: float, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        h_ND: torch.Tensor,
+        labels_N: torch.Tensor,
+        *beside_N: torch.Tensor,
+        ignored: int,
+        settings: HeadSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         if self.tp_enabled:
             assert self._tp_mesh is not None
             h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self._tp_mesh, (Shard(1),), run_check=False)
             logits_NV = get_local_tensor(self.w_out(h_1ND)).squeeze(0).float()
         else:
             logits_NV = self.w_out(h_ND).float()
-        if temperature != 1.0:
-            logits_NV = logits_NV / temperature
+        if settings.temperature != 1.0:
+            logits_NV = logits_NV / settings.temperature
         entropy_N = None
-        if with_entropy:
+        if settings.with_entropy:
             with torch.no_grad():
                 logprobs_NV = logits_NV.log_softmax(dim=-1)
                 entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none"), entropy_N
+        measured_N = None if settings.measure is None else settings.measure.function(logits_NV, *beside_N)
+        return F.cross_entropy(logits_NV, labels_N, ignore_index=ignored, reduction="none"), entropy_N, measured_N
 
-    def _joined(self, parts: tuple[torch.Tensor, ...], labels_BK: torch.Tensor) -> torch.Tensor:
-        values_BK = torch.cat(parts).view_as(labels_BK)
+    def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
+        values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)
         if self.tp_enabled:
             assert self._tp_mesh is not None
             return DTensor.from_local(values_BK, self._tp_mesh, (Shard(1),), run_check=False)
         return values_BK
 
+    def own_positions(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """Of values at all positions (further axes may follow), those whose logits this rank computes."""
+        if not self.tp_enabled:
+            return values_BT
+        assert self._tp_mesh is not None
+        return values_BT.chunk(self._tp_mesh.size(), dim=1)[self._tp_mesh.get_local_rank()]
+
 
 @contextmanager
-def head_settings(model: Transformer, *, temperature: float, with_entropy: bool) -> Iterator[None]:
-    """Within, the model's head divides its logits by `temperature`, and gives entropies if they are wanted.
+def head_settings(model: Transformer, settings: HeadSettings) -> Iterator[None]:
+    """Within, the model's head does as `settings` say.
 
     A backward pass may come after: chunks that are computed again keep the settings of their forward pass.
     """
-    head = model.lm_head
-    assert isinstance(head, LogprobHead), type(head)
-    head.temperature, head.with_entropy = temperature, with_entropy
+    head = head_of(model)
+    head.settings = settings
     try:
         yield
     finally:
-        head.temperature, head.with_entropy = 1.0, False
+        head.settings = HeadSettings()
+
+
+def head_of(model: Transformer) -> LogprobHead:
+    head = model.lm_head
+    assert isinstance(head, LogprobHead), type(head)
+    return head
 
 
 def install_logprob_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:

@@ -31,12 +31,14 @@ REFERENCE = "reference_logps"
 class TokenLogprobs:
     """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, and whose it is.
 
-    `entropy_N` is that of the distribution the token was drawn from; it carries no gradient.
+    `entropy_N` is that of the distribution the token was drawn from; it carries no gradient. `measured_N` is what the
+    objective's `Teacher` compares, with gradient.
     """
 
     logprobs_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     entropy_N: torch.Tensor | None = None
+    measured_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,23 @@ class BoundLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """A frozen model of the same vocabulary whose distribution at every label the policy's is compared with.
+
+    `compare(logits_NV, teacher_NV)` is given the logits of both, over the tokens that both know, and returns a value
+    for each position, with gradient. Where `keep` is there, `keep(teacher_NV)` is computed once, a row of numbers for
+    each label, kept on disk under the name `kept_as`, and given to `compare` instead: then no teacher is there during
+    training. It needs a vocabulary of more than `num_kept` tokens.
+    """
+
+    model_name_or_path: str
+    compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    keep: Callable[[torch.Tensor], torch.Tensor] | None = None
+    kept_as: str = ""
+    num_kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Held-out scores: a row of eval.jsonl, and what is said of it."""
 
@@ -92,11 +111,11 @@ class Objective:
         rows: what a row must look like, and what is kept of it.
         needs_reference: whether, under these flags, frozen log-probs of the start model go with each document.
         only_scores: whether these flags ask for those alone, and no training.
+        teacher: the frozen model, under these flags, that the policy is compared with; None where there is none.
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
-        evaluate: from summed log-probs of all held-out documents (float32, (N, D)) and the reference's; None where
-        there
-            is nothing to tell of them.
+        evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
+            the sums of what was compared) and the reference's; None where there is nothing to tell of them.
     """
 
     name: str
@@ -106,6 +125,7 @@ class Objective:
     bind: Callable[[Any], BoundLoss]
     needs_reference: Callable[[Any], bool] = lambda config: False
     only_scores: Callable[[Any], bool] = lambda config: False
+    teacher: Callable[[Any], Teacher | None] = lambda config: None
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
 

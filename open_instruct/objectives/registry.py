@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # Where each is, and what it trains on.
 OBJECTIVES = {
     "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
+    "distill": ("open_instruct.objectives.distill:DISTILL", "conversations, towards a frozen teacher"),
     "sft": ("open_instruct.objectives.sft:SFT", "conversations, as a warm start"),
 }
 

@@ -25,7 +25,9 @@ from open_instruct.learner.backend import Metrics
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.reference_policy import Reference
+from open_instruct.learner.teacher import Comparison
 from open_instruct.models.context_parallel import context_of
+from open_instruct.models.logprob_head import Measure
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
@@ -81,6 +83,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self.loss = loss
         # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
         self.reference: Reference | None = None
+        # For losses that compare logits with a teacher's.
+        self.comparison: Comparison | None = None
         self._has_nothing_to_learn = False
         self._grad_norm = torch.zeros(())
         self._num_left_out = 0
@@ -135,6 +139,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             device=self.device,
             temperature=self.loss.temperature,
             with_entropy=self.loss.with_entropy,
+            measure=self._measure(batch),
         )
         values = {name: value.to(self.device) for name, value in batch.values.items()}
         return self.loss.function(scores, replace(batch, values=values), counts)
@@ -176,11 +181,16 @@ class ObjectiveTrainModule(TransformerTrainModule):
         return filled
 
     @torch.no_grad()
-    def scores(self, packed: PackedBatch) -> TokenLogprobs:
-        return self._scores(self.computing_model, packed)
+    def scores(self, batch: Batch) -> TokenLogprobs:
+        return self._scores(self.computing_model, batch.packed, measure=self._measure(batch))
 
-    def _scores(self, model: Transformer, packed: PackedBatch) -> TokenLogprobs:
-        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
+    def _scores(self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None) -> TokenLogprobs:
+        temperature = self.loss.temperature
+        return token_logprobs(model, packed, device=self.device, temperature=temperature, measure=measure)
+
+    def _measure(self, batch: Batch) -> Measure | None:
+        comparison = self.comparison
+        return None if comparison is None else comparison.measure(self.computing_model, batch, device=self.device)
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
@@ -188,7 +198,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if self.loss.prepare is None:
             return step
         self._set_model_mode("eval")
-        scores = [self.scores(batch.packed) for batch in step.microbatches]
+        scores = [self.scores(batch) for batch in step.microbatches]
         reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
 
