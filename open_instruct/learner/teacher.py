@@ -72,24 +72,23 @@ class Comparison:
 
     def measure(self, policy: Transformer, batch: Batch, *, device: torch.device) -> Measure:
         """What a forward pass of `policy` over a microbatch is to compute of its logits."""
-        opened, head_VD = self.opened, self.head_VD
-        if self.model is None or head_VD is None:
+        if self.model is None:
             num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
             kept_NC = batch.values[ROW_VALUES].view(num_labels, -1 if num_labels else 1)
-            beside = beside_labels(policy, batch.packed, kept_NC, device=device)
-            return Measure(
-                lambda logits_NV, kept_NC: opened.teacher.compare(opened.of_both(logits_NV), kept_NC), (beside,)
-            )
-
-        def compare(logits_NV: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
-            teacher_NV = opened.of_both(F.linear(hidden_ND, head_VD)).float()
-            return opened.teacher.compare(opened.of_both(logits_NV), teacher_NV)
-
+            return Measure(self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),))
         with torch.no_grad():
             hidden_BKD = hidden_at_labels(self.model, batch.packed, device=device)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
-        return Measure(compare, (hidden_BKD,))
+        return Measure(self.compare_logits, (hidden_BKD,))
+
+    def compare_kept(self, logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
+        return self.opened.teacher.compare(self.opened.of_both(logits_NV), kept_NC)
+
+    def compare_logits(self, logits_NV: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
+        assert self.head_VD is not None
+        teacher_NV = F.linear(hidden_ND, self.head_VD).float()
+        return self.opened.teacher.compare(self.opened.of_both(logits_NV), self.opened.of_both(teacher_NV))
 
 
 def open_teacher(

@@ -83,7 +83,7 @@ class DistillConfig:
     """
 
     examples: ClassVar[tuple[str, ...]] = (
-        "torchrun --nproc_per_node 8 open_instruct/distill.py configs/distill/qwen3_8b_to_1b_8gpu.yaml "
+        "torchrun --nproc_per_node 8 open_instruct/distill.py configs/distill/olmo2_1b_from_7b_8gpu.yaml "
         "--output_dir runs/small",
         "open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE "
         "--mixer_list chats.jsonl 1.0 --output_dir runs/small",

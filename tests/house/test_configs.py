@@ -16,6 +16,7 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.objectives.distill import DistillConfig, validate_distill
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.parallel.training_state import unsharded_memory_warning
 from open_instruct.planning.plan import plan_of
@@ -37,11 +38,12 @@ class Kind:
 
 
 KINDS = {
+    "distill": Kind(config_class=DistillConfig, validate=validate_distill, script="open_instruct/distill.py"),
     "dpo": Kind(config_class=DPOConfig, validate=validate_dpo, script="open_instruct/dpo.py"),
     "grpo": Kind(config_class=GRPOConfig, validate=validate_grpo, script="open_instruct/grpo_olmo_core_actor.py"),
     "sft": Kind(config_class=SFTConfig, validate=validate_sft, script="open_instruct/sft.py"),
 }
-UNITS = {"dpo": "pairs", "sft": "conversations"}  # of the global batch
+UNITS = {"distill": "conversations", "dpo": "pairs", "sft": "conversations"}  # of the global batch
 CLUSTER_SCRIPT = "scripts/launch_ray_slurm.sh"
 FILES = sorted(path for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml"))
 TORCHRUN_FILES = [path for path in FILES if path.parent.name != "grpo"]

@@ -22,6 +22,7 @@ from open_instruct.config.sft import SFTConfig
 from open_instruct.config.upstream_flags import SYNONYMS, UPSTREAM_FLAGS
 from open_instruct.families import FAMILIES
 from open_instruct.models.tiny_command import TinyModelFlags
+from open_instruct.objectives.distill import DistillConfig
 from open_instruct.parallel.layout_command import LayoutFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,6 +55,7 @@ FLOORS = [
     {"rollout"},
     {
         "entry",
+        "distill",
         "dpo",
         "sft",
         "grpo_olmo_core_actor",
@@ -71,7 +73,7 @@ WITHOUT_TORCH = [
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for path in sorted((PACKAGE / "planning").rglob("*.py"))),
 ]
-LIGHT_TO_IMPORT = ["dpo.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
+LIGHT_TO_IMPORT = ["distill.py", "dpo.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
 
 MAX_LINES_OF_A_FILE = 500
 # Code lines of each room; what stands in no room counts as one. A room that is full is split by idea, or trimmed.
@@ -339,7 +341,7 @@ class TestFlags:
 @cache
 def known_flags() -> frozenset[str]:
     """Flags of our commands: the config's, and whatever a program of ours spells as a word of its own."""
-    configs = (DPOConfig, SFTConfig, GRPOConfig, ReplayFlags, PlanFlags, LayoutFlags, TinyModelFlags)
+    configs = (DistillConfig, DPOConfig, SFTConfig, GRPOConfig, ReplayFlags, PlanFlags, LayoutFlags, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
     known = {flag.name for flag in flags} | {f"no_{flag.name}" for flag in flags if flag.kind is bool}
     programs = [*FILES, *(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]

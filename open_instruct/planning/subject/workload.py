@@ -15,6 +15,7 @@ from open_instruct.models.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, ModelShape
+from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.records import ShardLayout
 
 RunConfig = TrainingConfig | GRPOConfig
@@ -58,6 +59,7 @@ class Workload:
     on_cuda: bool = True
     has_reference: bool = False
     reference_pass_tokens: int = 0
+    teacher: ModelShape | None = None
     shared_prefix_tokens: int = 0
     documents_per_group: int = 1
     temperature: float = 1.0
@@ -183,7 +185,9 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
     documents_per_row, longest = objective.rows.documents_per_row, config.data.max_seq_length
     num_rows = config.optim.per_device_train_batch_size
     num_tokens = num_rows * (documents_per_row * longest - (documents_per_row - 1) * prefix_tokens)
-    has_reference = objective.needs_reference(config)
+    has_reference, teacher = objective.needs_reference(config), objective.teacher(config)
+    # One of whose distributions a part is kept is gone before the first step.
+    name = teacher.model_name_or_path if teacher is not None and teacher.keep is None else None
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
@@ -193,6 +197,7 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
         documents_per_group=documents_per_row,
         has_reference=has_reference,
         reference_pass_tokens=num_tokens if has_reference else 0,
+        teacher=None if name is None else model_shape(name),
     )
 
 
