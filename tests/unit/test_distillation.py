@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import io
 import math
+import shutil
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.learner.forward import beside_labels, hidden_at_labels, token_logprobs
-from open_instruct.learner.teacher import Comparison, OpenedTeacher
+from open_instruct.learner.teacher import Comparison, OpenedTeacher, open_teacher
 from open_instruct.learner.token_cache import TokenCache
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.logprob_head import LogprobHead, Measure
+from open_instruct.models.tiny import write_tiny_model
 from open_instruct.objectives.distill import DistillConfig, bind, evaluate, teacher_of, validate_distill
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.packing.steps import ROW_VALUES
+from open_instruct.parallel.layout import layout_of
+from open_instruct.planning.advice import advise
+from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.request import parse_request
+from open_instruct.planning.shown.terminal import print_plan
+from open_instruct.planning.subject.public_models import find_public_model
 from open_instruct.records import Batch, Document, PackedBatch, Span
+from open_instruct.run.pretrained import open_pretrained
 from tests.unit.small_models import CPU, VOCAB_SIZE, new_model, random_model
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -124,8 +137,10 @@ LAID_OUT = {"packed": pack_documents, "padded": partial(pad_documents, pad_token
 
 
 def flags(*words: str) -> DistillConfig:
-    needed = ["--model_name_or_path", "S", "--teacher_model_name_or_path", "T", "--mixer_list", "rows.jsonl", "1.0"]
-    return parse(DistillConfig, [*needed, "--output_dir", "out", *words])
+    needed = {"--model_name_or_path": "S", "--teacher_model_name_or_path": "T", "--output_dir": "out"}
+    given = needed | dict(zip(words[::2], words[1::2], strict=True))
+    spelled = [word for pair in given.items() for word in pair]
+    return parse(DistillConfig, ["--mixer_list", "rows.jsonl", "1.0", *spelled])
 
 
 def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> Comparison:
@@ -248,6 +263,83 @@ def test_the_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
     assert len(damaged) == 0
 
 
+# The teacher's vocabulary.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student; a teacher whose head is padded; one of another vocabulary."""
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_model(folder / "student", family="olmo2", vocab_size=300)
+    write_tiny_model(folder / "other", family="olmo2", vocab_size=290)
+    write_tiny_model(folder / "padded", family="qwen3", vocab_size=320)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "student" / file, folder / "padded" / file)
+    return folder
+
+
+def opened(folders: Path, *words: str) -> OpenedTeacher | None:
+    config = flags("--model_name_or_path", str(folders / "student"), *words)
+    run: Any = SimpleNamespace(
+        directory=SimpleNamespace(hf_model=folders / "out"), layout=layout_of(config.parallel, (1,))
+    )
+    student = open_pretrained(config.model, max_seq_length=64, export_folder=folders / "out")
+    return open_teacher(teacher_of(config), student, run=run, config=config)
+
+
+def test_a_padded_head_is_cut(folders: Path) -> None:
+    teacher = opened(folders, "--teacher_model_name_or_path", str(folders / "padded"))
+    assert teacher is not None and teacher.vocab_size == 300
+    assert teacher.pretrained.hf_config.vocab_size == 320
+
+
+def test_another_vocabulary_is_refused_with_both_sizes(folders: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        opened(folders, "--teacher_model_name_or_path", str(folders / "other"))
+    told = str(refused.value)
+    assert "its tokenizer has 290 tokens (its head 290 rows), the student's 300 (its head 300)" in told
+    assert "is no token there and id 290 here" in told
+
+
+def test_more_tokens_than_there_are_cannot_be_kept(folders: Path) -> None:
+    words = ["--teacher_model_name_or_path", str(folders / "padded")]
+    assert opened(folders, *words, "--teacher_top_k", "299") is not None
+    with pytest.raises(InputError, match="--teacher_top_k 300: the vocabulary has 300 tokens, of which fewer"):
+        opened(folders, *words, "--teacher_top_k", "300")
+
+
+def test_no_teacher_is_opened_where_none_is_needed() -> None:
+    assert open_teacher(None, None, run=None, config=None) is None  # type: ignore[arg-type]
+
+
+# The plan.
+
+LARGE = ["--model_name_or_path", "allenai/OLMo-2-0425-1B", "--teacher_model_name_or_path", "allenai/OLMo-2-0325-32B"]
+
+
+def planned(*words: str) -> Plan:
+    return plan_of(parse_request(["distill", *LARGE, "--gpus_per_node", "8", *words]).setting)
+
+
+def test_the_plan_counts_the_teacher() -> None:
+    plan, without = planned(), planned("--teacher_top_k", "64")
+    shape = find_public_model("allenai/OLMo-2-0325-32B")
+    assert shape is not None and plan.workload.teacher == shape
+    phases, phases_without = ({phase.name: dict(phase.parts) for phase in each.phases} for each in (plan, without))
+    teacher_bytes = phases["backward"]["teacher"]
+    # Float32 shards of an eighth each, and the head's matrix in bfloat16.
+    assert teacher_bytes == pytest.approx(4 * shape.num_params / 8 + 2 * shape.vocab_size * shape.d_model, rel=1e-3)
+    assert all("teacher" not in parts for parts in phases_without.values())
+    assert plan.peak.total_bytes == without.peak.total_bytes + teacher_bytes
+    gathered = [sum(e.num_bytes for e in each.exchanges if e.collective == "all_gather") for each in (plan, without)]
+    assert gathered[0] - gathered[1] == pytest.approx(2 * shape.num_params, rel=1e-2)
+    assert plan.time.compute_s > 5 * without.time.compute_s
+    shown = io.StringIO()
+    print_plan(plan, advise(plan), Console(file=shown, width=200))
+    told = " ".join(shown.getvalue().split())
+    assert "teacher: the teacher's weights, this GPU's 1/8, 4 bytes each, and all of its head's matrix" in told
+
+
 # Flags and evaluation.
 
 
@@ -263,11 +355,7 @@ def test_the_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_cannot_work_are_refused(words: list[str], told: str) -> None:
-    needed = {"--model_name_or_path": "S", "--teacher_model_name_or_path": "T", "--output_dir": "out"}
-    given = needed | dict(zip(words[::2], words[1::2], strict=True))
-    config = parse(
-        DistillConfig, ["--mixer_list", "rows.jsonl", "1.0", *(word for pair in given.items() for word in pair)]
-    )
+    config = flags(*words)
     with pytest.raises(InputError, match=told.replace("(", r"\(")):
         validate_distill(config)
 
