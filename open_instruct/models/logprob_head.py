@@ -88,7 +88,8 @@ class LogprobHead(LMHead):
         settings = self.settings
         if settings.only_hidden:
             return h_BKD
-        beside, max_bytes = (), self.max_logits_bytes
+        beside: tuple[torch.Tensor, ...] = ()
+        max_bytes = self.max_logits_bytes
         if settings.measure is not None:
             beside, max_bytes = settings.measure.beside, max_bytes // MEASURED_SHARE
         num_positions = max(1, max_bytes // (4 * self.vocab_size))
@@ -97,7 +98,12 @@ class LogprobHead(LMHead):
             losses = partial(checkpoint, losses, use_reentrant=False)
         split = [tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)]
         parts = [losses(*chunk) for chunk in zip(*split, strict=True)]
-        return LabelLosses(*(None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)))
+        of_labels, entropies, measured = zip(*parts, strict=True)
+        return LabelLosses(
+            loss=self._joined(of_labels, labels_BK),
+            entropy=self._joined(entropies, labels_BK) if settings.with_entropy else None,
+            measured=self._joined(measured, labels_BK) if settings.measure is not None else None,
+        )
 
     def _losses(
         self,

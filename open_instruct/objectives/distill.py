@@ -165,7 +165,12 @@ def bind(section: DistillationSection) -> BoundLoss:
             metrics=token_metrics({"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}),
         )
 
-    return BoundLoss(function=function)
+    return BoundLoss(
+        function=function,
+        never_negative=("ce", "kl"),
+        remedy="what was kept of the teacher is no distribution. Remove the folder 'teacher_distributions' in "
+        "--cache_dir and start again",
+    )
 
 
 def weights_of(section: DistillationSection) -> tuple[float, float]:

@@ -59,7 +59,8 @@ class BoundLoss:
 
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
     divides the logits; `with_entropy` asks for the entropy at every label. `first_loss` is the loss of a policy that
-    equals its reference, where that is a number; `remedy` says what it means that the first step had another.
+    equals its reference, where that is a number; `never_negative` are metrics that are below 0 by rounding at most;
+    `remedy` says what it means that a step had another.
 
     `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
@@ -72,6 +73,7 @@ class BoundLoss:
     temperature: float = 1.0
     with_entropy: bool = False
     first_loss: float | None = None
+    never_negative: tuple[str, ...] = ()
     remedy: str = ""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,15 +19,19 @@ import torch
 from rich.console import Console
 
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError
+from open_instruct.config.sections import OptimSection
+from open_instruct.errors import InputError, RunError
 from open_instruct.learner.forward import beside_labels, hidden_at_labels, token_logprobs
+from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
+from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.learner.teacher import Comparison, OpenedTeacher, open_teacher
 from open_instruct.learner.token_cache import TokenCache
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
+from open_instruct.models.build import build_model
 from open_instruct.models.logprob_head import LogprobHead, Measure
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.objectives.distill import DistillConfig, bind, evaluate, teacher_of, validate_distill
-from open_instruct.objectives.objective import TokenLogprobs
+from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.packing.steps import ROW_VALUES
 from open_instruct.parallel.layout import layout_of
@@ -34,9 +40,10 @@ from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.public_models import find_public_model
-from open_instruct.records import Batch, Document, PackedBatch, Span
+from open_instruct.records import Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained
-from tests.unit.small_models import CPU, VOCAB_SIZE, new_model, random_model
+from tests.unit.small_models import CPU, VOCAB_SIZE, hf_config, new_model, random_model, with_random_weights
+from tests.unit.test_finite import Recorder
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 EXTREMES = {
@@ -379,3 +386,31 @@ def test_the_loss_without_a_teacher_is_a_mistake_of_ours() -> None:
     batch = Batch(packed=pack_documents(DOCUMENTS), row_ids=(0, 1))
     with pytest.raises(AssertionError, match="there is no teacher"):
         bind(flags().distillation).function(scores, batch, {"labels": 1})
+
+
+@pytest.mark.parametrize(("kl", "is_refused"), [(-0.01, True), (-1e-6, False)])
+def test_a_divergence_below_zero_ends_the_run(tmp_path: Path, kl: float, is_refused: bool) -> None:
+    settings = bind(flags().distillation)
+
+    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+        measured_N = torch.full_like(scores.logprobs_N, kl)
+        return settings.function(replace(scores, measured_N=measured_N), batch, counts)
+
+    module = ObjectiveTrainModule(
+        loss=replace(settings, function=function),
+        model=with_random_weights(build_model(hf_config("olmo2"), init_device="cpu")),
+        optim=build_optimizer_config(OptimSection(), device=CPU),
+        rank_microbatch_size=32,
+        max_sequence_length=32,
+        max_grad_norm=1e9,
+        device=CPU,
+    )
+    with_random_weights(module.model)
+    module._trainer = Recorder(tmp_path)  # type: ignore[assignment]
+    batch = Batch(packed=pack_documents(DOCUMENTS), row_ids=(0, 1))
+    step = StepBatch(microbatches=(batch,), counts={"rows": 2, "labels": 9, "tokens": 17})
+    if is_refused:
+        with pytest.raises(RunError, match=r"kl is -0\.010000, but can never be below 0: what was kept of the teacher"):
+            module.forward_backward(step)
+    else:
+        assert module.forward_backward(step)["kl"] == pytest.approx(kl)

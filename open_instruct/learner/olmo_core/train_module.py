@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 GIB = 1024**3
 GRAD_NORM = "grad_norm"
+NEGATIVE_BY_ROUNDING = 1e-3
 # A skip-step optimizer leaves out a step whose gradient is not finite. More than so many in a row are no outliers.
 MAX_LEFT_OUT = 10
 
@@ -254,6 +255,9 @@ class ObjectiveTrainModule(TransformerTrainModule):
             device=self.device,
         )
         self._check(reduced["loss"])
+        for name in self.loss.never_negative:
+            if reduced[name] < -NEGATIVE_BY_ROUNDING:
+                raise RunError(f"{name} is {reduced[name]:.6f}, but can never be below 0: {self.loss.remedy}")
         self._check_gradient(reduced.pop(GRAD_NORM))
         if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
             self.optim.latest_loss = torch.tensor(reduced["loss"], device=self.device)
