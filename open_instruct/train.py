@@ -80,6 +80,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
+    from open_instruct.learner.teacher import compare_with, open_teacher
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
@@ -104,6 +105,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         loss = objective.bound(config, pretrained.tokenizer)
         start_model = start_model_of(pretrained, run)
         form = objective.rows_of(config)
+        teacher = open_teacher(objective.teacher(config), pretrained, run=run, config=config)
         rows, heldout_rows = load_datasets(
             form,
             config.data,
@@ -126,8 +128,12 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             run.console.warn(warning)
 
         policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)
-        scorer = Scorer(policy, shape=shape, console=run.console, measure=loss.measure)
+        scorer = Scorer(policy, shape=shape, console=run.console)
 
+        if teacher is not None:
+            policy.comparison, rows, heldout_rows = compare_with(
+                teacher, rows, heldout_rows, scorer=scorer, run=run, config=config
+            )
         scores, moves = {}, objective.reference_moves(config)
         heldout_reference_ND = None
         if objective.needs_reference(config):

@@ -14,7 +14,7 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module import TrainModule
 
 from open_instruct.objectives.objective import BoundLoss, TokenLogprobs
-from open_instruct.records import PackedBatch, StepBatch
+from open_instruct.records import Batch, StepBatch
 
 Metrics = Mapping[str, float | torch.Tensor]
 """Numbers of an update, the same on every rank; a tensor is one number that the host has not waited for."""
@@ -67,6 +67,6 @@ class Learner(Protocol):
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
 
-    def scores(self, packed: PackedBatch) -> TokenLogprobs:
-        """Log-probs of the labelled tokens under the policy as it is, without gradient; call `reshard` after the
-        last of several."""
+    def scores(self, batch: Batch) -> TokenLogprobs:
+        """Log-probs of the labelled tokens under the policy as it is, and what the loss compares with a teacher; no
+        gradient. Call `reshard` after the last of several."""

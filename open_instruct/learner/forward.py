@@ -6,13 +6,14 @@ B rows, T tokens of a row, K label positions kept for the language-model head, N
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
 from open_instruct.models.context_parallel import ContextGroup, context_of
-from open_instruct.models.logprob_head import HeadSettings, LabelLosses, head_settings
+from open_instruct.models.logprob_head import HeadSettings, LabelLosses, Measure, head_of, head_settings
 from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions
@@ -28,51 +29,31 @@ def token_logprobs(
     with_entropy: bool = False,
     with_collisions: bool = False,
     classes: tuple[int, ...] = (),
+    measure: Measure | None = None,
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
     `batch` is on the CPU. The language-model head runs only where there are labels. Under tensor parallelism the
     hidden states are split along T, so there the head runs everywhere and the result is gathered. Where rows are split
-    over ranks, each runs its part and all of them get the log-probs of the whole row.
+    over ranks, each runs its part and all of them get the log-probs of the whole row. `measure` is computed of the
+    same logits, at the head's own positions.
 
     Of a model that scores, or with `classes` (ids of words), also what its head says there: see `TokenLogprobs`.
     """
+    settings = HeadSettings(temperature, with_entropy, with_collisions, classes, measure)
+    output, own, kept = _run(model, batch, settings, device=device)
     context = context_of(model)
-    whole, kwargs = batch, dict[str, object]()
-    if batch.prefix_lengths is not None or context is not None:
-        lengths = batch.document_lengths
-        assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
-        segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=device)
-        if context is not None:
-            part = context.part_of(batch.input_ids_BT.shape[1])
-            batch, segments = _part_of_row(batch, part), segments._replace(positions_T=segments.positions_T[part])
-        kwargs["segments"] = segments
-    elif batch.document_lengths is not None:
-        kwargs["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32, device=device)
-        kwargs["max_doc_lens"] = [max(batch.document_lengths)]
-    kept = None if model.tp_enabled else batch.kept or kept_positions(batch)
-    if kept is not None:
-        kwargs["logits_to_keep"] = kept.positions_BK.to(device)
-
-    with head_settings(model, HeadSettings(temperature, with_entropy, with_collisions, classes)):
-        output = model(
-            batch.input_ids_BT.to(device),
-            labels=batch.labels_BT.to(device),
-            ignore_index=IGNORE_INDEX,
-            loss_reduction="none",
-            return_logits=False,
-            **kwargs,
-        )
-    sequence_ids = whole.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK
+    sequence_ids = batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK
     # Computed on the CPU, where the ids are: no wait for the device.
     labelled_N = (sequence_ids.flatten() >= 0).nonzero().squeeze(1)
 
     def of_labels(values: torch.Tensor) -> torch.Tensor:
         # Tensor-parallel ranks hold a part each.
         values = values.full_tensor() if isinstance(values, DTensor) else values
+        values = values.flatten(0, 1)
         if context is not None:
-            values = _whole_row(values, kept, batch, context)
-        return values.flatten().index_select(0, labelled_N.to(values.device))
+            values = _whole_row(values, kept, own, context)
+        return values.index_select(0, labelled_N.to(values.device))
 
     sequence_ids_N = sequence_ids.flatten()[labelled_N].to(device)
     if isinstance(output, LabelLosses):
@@ -81,10 +62,72 @@ def token_logprobs(
             sequence_ids_N=sequence_ids_N,
             entropy_N=None if output.entropy is None else of_labels(output.entropy),
             collision_logprobs_N=None if output.collision_logprobs is None else of_labels(output.collision_logprobs),
+            measured_N=None if output.measured is None else of_labels(output.measured),
         )
     values_NC = torch.stack([of_labels(column) for column in output], dim=1)
     logprobs_NC = values_NC.log_softmax(dim=1) if classes else values_NC
     return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=sequence_ids_N, values_NC=values_NC)
+
+
+def hidden_at_labels(model: Transformer, batch: PackedBatch, *, device: torch.device) -> torch.Tensor:
+    """What the head's matrix of `model` is multiplied with, (B, K, D), at the positions that its head runs on here."""
+    hidden, _, _ = _run(model, batch, HeadSettings(only_hidden=True), device=device)
+    return cast(torch.Tensor, hidden)
+
+
+def beside_labels(
+    model: Transformer, batch: PackedBatch, values_N: torch.Tensor, *, device: torch.device
+) -> torch.Tensor:
+    """Values of the labels (further axes may follow), put at the positions that the head of `model` runs on here: for
+    a `Measure`. 0 where there is no label."""
+    flat_T = values_N.new_zeros(batch.labels_BT.numel(), *values_N.shape[1:])
+    flat_T[(batch.sequence_ids_BT.flatten() >= 0).nonzero().squeeze(1)] = values_N
+    values_BT = flat_T.unflatten(0, batch.labels_BT.shape)
+    if (context := context_of(model)) is not None:
+        values_BT = values_BT[:, context.part_of(values_BT.shape[1])]
+    _, kept = _own(model, batch)
+    if kept is None:
+        return head_of(model).own_positions(values_BT).to(device)
+    rows_B1 = torch.arange(len(values_BT)).unsqueeze(1)
+    return values_BT[rows_B1, kept.positions_BK].to(device)
+
+
+def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPositions | None]:
+    """This rank's part of the batch, and where in it the head runs; None under tensor parallelism: everywhere."""
+    if (context := context_of(model)) is not None:
+        batch = _part_of_row(batch, context.part_of(batch.input_ids_BT.shape[1]))
+    return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
+
+
+def _run(
+    model: Transformer, batch: PackedBatch, settings: HeadSettings, *, device: torch.device
+) -> tuple[Any, PackedBatch, KeptPositions | None]:
+    """The forward pass of this rank's part: what its head puts out, that part, and where in it the head runs."""
+    context, kwargs = context_of(model), dict[str, object]()
+    own, kept = _own(model, batch)
+    if batch.prefix_lengths is not None or context is not None:
+        lengths = batch.document_lengths
+        assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
+        segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=device)
+        if context is not None:
+            part = context.part_of(batch.input_ids_BT.shape[1])
+            segments = segments._replace(positions_T=segments.positions_T[part])
+        kwargs["segments"] = segments
+    elif batch.document_lengths is not None:
+        kwargs["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32, device=device)
+        kwargs["max_doc_lens"] = [max(batch.document_lengths)]
+    if kept is not None:
+        kwargs["logits_to_keep"] = kept.positions_BK.to(device)
+    with head_settings(model, settings):
+        output = model(
+            own.input_ids_BT.to(device),
+            labels=own.labels_BT.to(device),
+            ignore_index=IGNORE_INDEX,
+            loss_reduction="none",
+            return_logits=False,
+            **kwargs,
+        )
+    return output, own, kept
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
@@ -101,9 +144,9 @@ def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
 def _whole_row(
     values: torch.Tensor, kept: KeptPositions | None, part: PackedBatch, context: ContextGroup
 ) -> torch.Tensor:
-    """The values of a row's tokens, shape (T,), from those that this rank has of its part."""
+    """The values of a row's tokens, shape (T, ...), from those that this rank has of its part."""
     if kept is None:
-        return context.whole_row(values.flatten())
+        return context.whole_row(values)
     positions_K = kept.positions_BK.flatten().to(values.device)
-    values_T = values.new_zeros(part.input_ids_BT.numel()).index_copy(0, positions_K, values.flatten())
+    values_T = values.new_zeros(part.input_ids_BT.numel(), *values.shape[1:]).index_copy(0, positions_K, values)
     return context.whole_row(values_T)

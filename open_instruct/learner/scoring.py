@@ -5,7 +5,7 @@ Legend: N rows that are asked for, D documents of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +16,9 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.backend import Learner
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
-from open_instruct.objectives.objective import Measure
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
+from open_instruct.records import Batch
 from open_instruct.run.console import Console
 
 
@@ -28,57 +28,58 @@ class Scorer:
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(self, policy: Learner, *, shape: BatchShape, console: Console, measure: Measure) -> None:
+    def __init__(self, policy: Learner, *, shape: BatchShape, console: Console) -> None:
         self.policy = policy
         self.model = policy.computing_model
         self.dp_group = policy.dp_process_group
         self.device = policy.device
-        self.ld_alpha = policy.loss.ld_alpha
         self.shape = shape
         self.console = console
-        self.measure = measure
 
     @torch.no_grad()
     def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
         """Sums over the replies of each document of `rows`: float32 array (N, D); of a pair, chosen then rejected.
 
-        Where several values are measured, those of each stand side by side.
+        Where the loss has several values added up, those of each stand side by side.
         """
-        doing(f"scoring rows ({title})")
-        rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
-        # Rows of like length share a step, so that padding and waiting are short.
-        order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
-        position_of = {rows[j]: j for j in range(len(rows))}
         num_documents = dataset.documents_per_row
         zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=self.device)
         columns: list[torch.Tensor] = []
-        num_rows_per_step = self.shape.max_samples_per_rank * num_ranks
+        position_of = {rows[j]: j for j in range(len(rows))}
         was_training = self.model.training
         self.model.eval()
-        with self.console.counting(title) as on_progress:
-            for start in range(0, len(order), num_rows_per_step):
-                indices = [rows[j] for j in order[start : start + num_rows_per_step]]
-                step = step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
-                for batch in step.microbatches:
-                    scores = self.policy.scores(batch.packed)
-                    values = {name: value.to(self.device) for name, value in batch.values.items()}
-                    measured = self.measure(scores, replace(batch, values=values))
-                    columns = columns or [zeros_ND.clone() for _ in measured]
-                    positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
-                    for column_ND, values_N in zip(columns, measured, strict=True):
-                        sums_S, _ = sum_by_reply(
-                            values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.ld_alpha
-                        )
-                        column_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
-                on_progress(min(start + num_rows_per_step, len(order)), len(order))
+        for batch in self.batches(dataset, rows, title=title):
+            scores = self.policy.scores(batch)
+            values = {name: value.to(self.device) for name, value in batch.values.items()}
+            summed = self.policy.loss.summed(scores, replace(batch, values=values))
+            columns = columns or [zeros_ND.clone() for _ in summed]
+            positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
+            for column_ND, values_N in zip(columns, summed, strict=True):
+                sums_S, _ = sum_by_reply(
+                    values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.policy.loss.ld_alpha
+                )
+                column_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
         values_ND = torch.cat(columns or [zeros_ND], dim=1)
-        if num_ranks > 1:
+        if dist.get_world_size(self.dp_group) > 1:
             # Each row was computed on one rank and is zero on the others.
             dist.all_reduce(values_ND, group=self.dp_group)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
         self.model.train(was_training)
         return values_ND.cpu().numpy()
+
+    def batches(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> Iterator[Batch]:
+        """This rank's microbatches of `rows`; every rank has as many, and goes through them together."""
+        doing(f"scoring rows ({title})")
+        rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
+        # Rows of like length share a step, so that padding and waiting are short.
+        order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
+        num_rows_per_step = self.shape.max_samples_per_rank * num_ranks
+        with self.console.counting(title) as on_progress:
+            for start in range(0, len(order), num_rows_per_step):
+                indices = [rows[j] for j in order[start : start + num_rows_per_step]]
+                yield from step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks).microbatches
+                on_progress(min(start + num_rows_per_step, len(order)), len(order))
 
     def score_all(self, dataset: TokenDataset, *, title: str) -> np.ndarray:
         """`score` of every row."""

@@ -36,7 +36,7 @@ class ContextGroup:
         return slice(self.rank * num_local, (self.rank + 1) * num_local)
 
     def whole_row(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of all ranks' tokens, shape (T,), from those of this rank's own, shape (T / C,).
+        """The values of all ranks' tokens, shape (T, ...), from those of this rank's own, shape (T / C, ...).
 
         Every rank goes on to compute the same from them, so a gradient is passed to its owner as it is.
         """
@@ -58,13 +58,13 @@ class _WholeRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, context: ContextGroup) -> torch.Tensor:
         ctx.context = context
-        row = values.new_empty(values.numel() * context.degree)
+        row = values.new_empty(len(values) * context.degree, *values.shape[1:])
         dist.all_gather_into_tensor(row, values.contiguous(), group=context.group)
         return row
 
     @staticmethod
     def backward(ctx: Any, grad_row: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad_row[ctx.context.part_of(grad_row.numel())], None
+        return grad_row[ctx.context.part_of(len(grad_row))], None
 
 
 def apply_context_parallel(model: Transformer, cp_mesh: DeviceMesh, **style: Any) -> None:

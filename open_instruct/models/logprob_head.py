@@ -6,7 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,30 +20,47 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 MAX_LOGITS_BYTES = 1 << 30
+MEASURED_SHARE = 8
+"""What is measured of logits may need several tensors of their size: chunks are smaller by this."""
+
+
+class Measure(NamedTuple):
+    """Something else to be computed from the logits of every position.
+
+    `function(logits_NV, *beside_N)` is given some positions' logits and the same positions of every tensor of `beside`,
+    whose first two axes are (B, K): of the rank's own positions. It returns a value, or a row of values, for each.
+    """
+
+    function: Callable[..., torch.Tensor]
+    beside: tuple[torch.Tensor, ...] = ()
 
 
 class HeadSettings(NamedTuple):
     """What logits are divided by, and what is wanted of every position beside the loss: see `LabelLosses`.
 
-    With `classes`, words of the vocabulary, their logits are wanted and nothing else.
+    With `classes`, words of the vocabulary, their logits are wanted and nothing else; `only_hidden` asks for no logits
+    at all, but for what they are computed from.
     """
 
     temperature: float = 1.0
     with_entropy: bool = False
     with_collisions: bool = False
     classes: tuple[int, ...] = ()
+    measure: Measure | None = None
+    only_hidden: bool = False
 
 
 class LabelLosses(NamedTuple):
     """-log p of every label (nats, 0 where there is none), and what was asked for of every position.
 
-    That is the entropy, and log(sum over v of p(v)^2). All float32 of shape (B, K); under tensor parallelism DTensors
-    that are split along K. Only `loss` has a gradient.
+    That is the entropy, log(sum over v of p(v)^2), and what its measure is. All of shape (B, K), and a measure may have
+    one axis more; under tensor parallelism DTensors that are split along K. Only `loss` and `measured` have a gradient.
     """
 
     loss: torch.Tensor
     entropy: torch.Tensor | None
     collision_logprobs: torch.Tensor | None
+    measured: torch.Tensor | None
 
 
 class LogprobHead(LMHead):
@@ -77,12 +94,19 @@ class LogprobHead(LMHead):
         # Under tensor parallelism these are the rank's own positions, as many on every rank, so that ranks cut them
         # into the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
-        num_positions = max(1, self.max_logits_bytes // (4 * self.vocab_size))
-        chunks = zip(h_BKD.flatten(0, 1).split(num_positions), labels_BK.flatten().split(num_positions), strict=True)
-        settings = (kwargs.get("ignore_index", -100), self.settings)
-        is_whole = labels_BK.numel() <= num_positions
-        losses = self._losses if is_whole else partial(checkpoint, self._losses, use_reentrant=False)
-        parts = [losses(h_ND, labels_N, *settings) for h_ND, labels_N in chunks]
+        settings = self.settings
+        if settings.only_hidden:
+            return h_BKD
+        beside: tuple[torch.Tensor, ...] = ()
+        max_bytes = self.max_logits_bytes
+        if settings.measure is not None:
+            beside, max_bytes = settings.measure.beside, max_bytes // MEASURED_SHARE
+        num_positions = max(1, max_bytes // (4 * self.vocab_size))
+        losses: Callable[..., Any] = partial(self._losses, ignored=kwargs.get("ignore_index", -100), settings=settings)
+        if labels_BK.numel() > num_positions:
+            losses = partial(checkpoint, losses, use_reentrant=False)
+        split = [tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)]
+        parts = [losses(*chunk) for chunk in zip(*split, strict=True)]
         joined: list[Any] = [None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)]
         return LabelLosses(*joined)
 
@@ -92,8 +116,13 @@ class LogprobHead(LMHead):
         return (h_BKD.float() @ weight_CD.float().T).unbind(-1)
 
     def _losses(
-        self, h_ND: torch.Tensor, labels_N: torch.Tensor, ignored: int, settings: HeadSettings
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        self,
+        h_ND: torch.Tensor,
+        labels_N: torch.Tensor,
+        *beside_N: torch.Tensor,
+        ignored: int,
+        settings: HeadSettings,
+    ) -> LabelLosses:
         if self.tp_enabled:
             assert self._tp_mesh is not None
             h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self._tp_mesh, (Shard(1),), run_check=False)
@@ -109,21 +138,31 @@ class LogprobHead(LMHead):
                 entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
             if settings.with_collisions:
                 collisions_N = logits_NV.log_softmax(dim=-1).mul_(2.0).logsumexp(dim=-1)
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=ignored, reduction="none"), entropy_N, collisions_N
+        return LabelLosses(
+            loss=F.cross_entropy(logits_NV, labels_N, ignore_index=ignored, reduction="none"),
+            entropy=entropy_N,
+            collision_logprobs=collisions_N,
+            measured=None if settings.measure is None else settings.measure.function(logits_NV, *beside_N),
+        )
 
     def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
-        values_BK = torch.cat(parts).view_as(labels_BK)
+        values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)
         if self.tp_enabled:
             assert self._tp_mesh is not None
             return DTensor.from_local(values_BK, self._tp_mesh, (Shard(1),), run_check=False)
         return values_BK
 
+    def own_positions(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """Of values at all positions (further axes may follow), those whose logits this rank computes."""
+        if not self.tp_enabled:
+            return values_BT
+        assert self._tp_mesh is not None
+        return values_BT.chunk(self._tp_mesh.size(), dim=1)[self._tp_mesh.get_local_rank()]
+
 
 @contextmanager
 def head_settings(model: Transformer, settings: HeadSettings) -> Iterator[None]:
-    """Within, the model's head divides its logits by the temperature, and gives what is wanted of every position.
-
-    Or the logits of `classes` as they are. A head that gives a score has no settings.
+    """Within, the model's head does as `settings` say. A head that gives a score has no settings.
 
     A backward pass may come after: chunks that are computed again keep the settings of their forward pass.
     """
@@ -136,6 +175,12 @@ def head_settings(model: Transformer, settings: HeadSettings) -> Iterator[None]:
         yield
     finally:
         head.settings = HeadSettings()
+
+
+def head_of(model: Transformer) -> LogprobHead:
+    head = model.lm_head
+    assert isinstance(head, LogprobHead), type(head)
+    return head
 
 
 def install_logprob_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:

@@ -38,7 +38,8 @@ class TokenLogprobs:
     """Log-prob of every labelled token (nats, float32), row by row in the order of the labels, and whose it is.
 
     `entropy_N` is that of the distribution the token was drawn from, and `collision_logprobs_N` the log-prob that two
-    tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient.
+    tokens drawn from it are the same: log(sum over v of p(v)^2). They carry no gradient. `measured_N` is what the
+    objective's `Teacher` compares, with gradient.
 
     Where another head is read, `values_NC` is what it says at each label: the score (C = 1), or the logit of each class
     (`BoundLoss.classes`). `logprobs_N` is then the score itself, or the log-prob of the first class among them.
@@ -49,6 +50,7 @@ class TokenLogprobs:
     entropy_N: torch.Tensor | None = None
     collision_logprobs_N: torch.Tensor | None = None
     values_NC: torch.Tensor | None = None
+    measured_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class LossOutputs:
 
 # Of a tensor (rows, ...) of each data-parallel rank, however many rows it has: those of all ranks, in their order.
 Gather = Callable[["torch.Tensor"], "torch.Tensor"]
-Measure = Callable[[TokenLogprobs, Batch], Sequence["torch.Tensor"]]
+Summed = Callable[[TokenLogprobs, Batch], Sequence["torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +73,8 @@ class BoundLoss:
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
     divides the logits; `with_entropy` and `with_collisions` ask for what `TokenLogprobs` may have. `ld_alpha` says how
     frozen log-probs are summed over the replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy
-    that equals its reference, where that is a number, or one of the counts of the first step; `remedy` says what it
-    means that the first step had another.
+    that equals its reference, where that is a number, or one of the counts of the first step; `never_negative` are
+    metrics that are below 0 by rounding at most; `remedy` says what it means that a step had another.
 
     `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
@@ -82,7 +84,7 @@ class BoundLoss:
 
     `classes` are words, each one token, whose logits are read in place of log-probs; `class_ids` are their ids, once
     there is a tokenizer. `derive` makes the metrics of a step of those that were reduced over all ranks, where some
-    are no means: a standard deviation. `measure(scores, batch)` are values of each label that are added up, of held-out
+    are no means: a standard deviation. `summed(scores, batch)` are values of each label that are added up, of held-out
     rows, in place of its log-prob: `Objective.evaluate` is then given a column for each.
     """
 
@@ -94,11 +96,29 @@ class BoundLoss:
     with_collisions: bool = False
     ld_alpha: float | None = None
     first_loss: float | Callable[[Mapping[str, int]], float] | None = None
+    never_negative: tuple[str, ...] = ()
     remedy: str = ""
     classes: tuple[str, ...] = ()
     class_ids: tuple[int, ...] = ()
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    measure: Measure = lambda scores, batch: (scores.logprobs_N,)
+    summed: Summed = lambda scores, batch: (scores.logprobs_N,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """A frozen model of the same vocabulary whose distribution at every label the policy's is compared with.
+
+    `compare(logits_NV, teacher_NV)` is given the logits of both, over the tokens that both know, and returns a value
+    for each position, with gradient. Where `keep` is there, `keep(teacher_NV)` is computed once, a row of numbers for
+    each label, kept on disk under the name `kept_as`, and given to `compare` instead: then no teacher is there during
+    training. It needs a vocabulary of more than `num_kept` tokens.
+    """
+
+    model_name_or_path: str
+    compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    keep: Callable[[torch.Tensor], torch.Tensor] | None = None
+    kept_as: str = ""
+    num_kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +148,11 @@ class Objective:
         reference_moves: how the reference follows the policy, in the words of `learner.reference_policy.Reference`;
             without an `update_freq` it does not.
         only_scores: whether these flags ask for those alone, and no training.
+        teacher: the frozen model, under these flags, that the policy is compared with; None where there is none.
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
-        evaluate: from summed log-probs of all held-out documents (float32, (N, D)) and the reference's; None where
-            there is nothing to tell of them.
+        evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
+            the sums of what was compared) and the reference's; None where there is nothing to tell of them.
         head: what the model says at a position; its first head is drawn where the start model has another.
         row_arguments: what `rows` is made with, under these flags, beside what every form of row is.
         exported: under these flags, with this tokenizer and for this start model, what the exported config.json has
@@ -149,6 +170,7 @@ class Objective:
     needs_reference: Callable[[Any], bool] = lambda config: False
     reference_moves: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     only_scores: Callable[[Any], bool] = lambda config: False
+    teacher: Callable[[Any], Teacher | None] = lambda config: None
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
     head: Head = "vocabulary"

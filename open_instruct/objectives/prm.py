@@ -258,7 +258,7 @@ def step_losses(logits_N2: torch.Tensor, right_N: torch.Tensor) -> torch.Tensor:
     return -(right_N * logprobs_N2[:, 0] + (1 - right_N) * logprobs_N2[:, 1])
 
 
-def measured(scores: TokenLogprobs, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def judged_steps(scores: TokenLogprobs, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each step the loss, and whether the word that is likelier is the label's."""
     logits_N2, right_N = scores.values_NC, batch.values[ROW_VALUES]
     assert logits_N2 is not None and len(logits_N2) == len(right_N)
@@ -268,19 +268,19 @@ def measured(scores: TokenLogprobs, batch: Batch) -> tuple[torch.Tensor, torch.T
 
 def bind(steps: StepSection) -> BoundLoss:
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        losses_N, is_right_N = measured(scores, batch)
+        losses_N, is_right_N = judged_steps(scores, batch)
         metrics = token_metrics({"loss": losses_N.detach(), "accuracy": is_right_N})
         return LossOutputs(loss=losses_N.sum() / counts["labels"], metrics=metrics)
 
-    return BoundLoss(function=function, classes=tuple(steps.reward_tokens), measure=measured)
+    return BoundLoss(function=function, classes=tuple(steps.reward_tokens), summed=judged_steps)
 
 
 def evaluate(
-    dataset: TokenDataset, measured_R2: np.ndarray, reference_R1: np.ndarray | None, config: PRMConfig
+    dataset: TokenDataset, judged_R2: np.ndarray, reference_R1: np.ndarray | None, config: PRMConfig
 ) -> Evaluation:
     """The same means over the steps of held-out solutions."""
     num_steps = int(dataset.num_label_tokens.sum())
-    loss, accuracy = (float(total) / num_steps for total in measured_R2.sum(axis=0, dtype="float64"))
+    loss, accuracy = (float(total) / num_steps for total in judged_R2.sum(axis=0, dtype="float64"))
     return Evaluation(
         row={"eval/loss": loss, "eval/accuracy": accuracy, "eval/num_steps": num_steps},
         sentence=f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(num_steps, 'step')}, loss {loss:.4f}",

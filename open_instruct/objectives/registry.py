@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # Where each is, and what it trains on.
 OBJECTIVES = {
     "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
+    "distill": ("open_instruct.objectives.distill:DISTILL", "conversations, towards a frozen teacher"),
     "kto": ("open_instruct.objectives.kto:KTO", "single replies, each labelled good or bad"),
     "prm": ("open_instruct.objectives.prm:PRM", "solutions whose steps are labelled"),
     "reward_model": ("open_instruct.objectives.reward_model:REWARD_MODEL", "preference pairs, to score replies"),

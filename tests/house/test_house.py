@@ -53,6 +53,7 @@ FLOORS = [
     {"rollout"},
     {
         "entry",
+        "distill",
         "dpo",
         "prm",
         "reward_model",

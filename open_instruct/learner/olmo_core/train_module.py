@@ -25,7 +25,9 @@ from open_instruct.learner.backend import Metrics
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.reference_policy import Reference
+from open_instruct.learner.teacher import Comparison
 from open_instruct.models.context_parallel import context_of
+from open_instruct.models.logprob_head import Measure
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 GIB = 1024**3
 GRAD_NORM = "grad_norm"
+NEGATIVE_BY_ROUNDING = 1e-3
 # A skip-step optimizer leaves out a step whose gradient is not finite. More than so many in a row are no outliers.
 MAX_LEFT_OUT = 10
 
@@ -81,6 +84,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self.loss = loss
         # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
         self.reference: Reference | None = None
+        # For losses that compare logits with a teacher's.
+        self.comparison: Comparison | None = None
         self._has_nothing_to_learn = False
         self._grad_norm = torch.zeros(())
         self._num_left_out = 0
@@ -137,6 +142,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             with_entropy=self.loss.with_entropy,
             with_collisions=self.loss.with_collisions,
             classes=self.loss.class_ids,
+            measure=self._measure(batch),
         )
         values = {name: value.to(self.device) for name, value in batch.values.items()}
         return self.loss.function(scores, replace(batch, values=values), counts)
@@ -178,12 +184,23 @@ class ObjectiveTrainModule(TransformerTrainModule):
         return filled
 
     @torch.no_grad()
-    def scores(self, packed: PackedBatch) -> TokenLogprobs:
-        return self._scores(self.computing_model, packed)
+    def scores(self, batch: Batch) -> TokenLogprobs:
+        return self._scores(self.computing_model, batch.packed, measure=self._measure(batch))
 
-    def _scores(self, model: Transformer, packed: PackedBatch) -> TokenLogprobs:
+    def _scores(self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None) -> TokenLogprobs:
         loss = self.loss
-        return token_logprobs(model, packed, device=self.device, temperature=loss.temperature, classes=loss.class_ids)
+        return token_logprobs(
+            model,
+            packed,
+            device=self.device,
+            temperature=loss.temperature,
+            classes=loss.class_ids,
+            measure=measure,
+        )
+
+    def _measure(self, batch: Batch) -> Measure | None:
+        comparison = self.comparison
+        return None if comparison is None else comparison.measure(self.computing_model, batch, device=self.device)
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
@@ -194,7 +211,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             return step
         self._set_model_mode("eval")
         looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
-        scores = [self.scores(batch.packed) for batch in looked_at.microbatches]
+        scores = [self.scores(batch) for batch in looked_at.microbatches]
         if scores:
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
@@ -251,6 +268,9 @@ class ObjectiveTrainModule(TransformerTrainModule):
             device=self.device,
         )
         self._check(reduced["loss"], step.counts)
+        for name in self.loss.never_negative:
+            if reduced[name] < -NEGATIVE_BY_ROUNDING:
+                raise RunError(f"{name} is {reduced[name]:.6f}, but can never be below 0: {self.loss.remedy}")
         self._check_gradient(reduced.pop(GRAD_NORM))
         if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
             self.optim.latest_loss = torch.tensor(reduced["loss"], device=self.device)

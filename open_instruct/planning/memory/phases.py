@@ -35,7 +35,8 @@ NUM_SYNC_SLOTS = 2
 """`weights.wire.NUM_SLOTS`; the same."""
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer states"
-REFERENCE, ENGINE, BUFFERS, CUDA = "reference policy", "vLLM engine", "buffers", "CUDA and libraries"
+REFERENCE, TEACHER, ENGINE = "reference policy", "teacher", "vLLM engine"
+BUFFERS, CUDA = "buffers", "CUDA and libraries"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +99,25 @@ class _Moments:
             PARAMETERS: self.parameters,
             GRADIENTS: self.gradients if gradients else 0,
             OPTIMIZER: self.optimizer if optimizer else 0,
-            REFERENCE: self._reference_bytes() if has_resident_reference else 0,
+            REFERENCE: self._frozen_bytes(self.shape) if has_resident_reference else 0,
+            TEACHER: self._teacher_bytes() if reference else 0,
             ENGINE: engine,
             BUFFERS: self._rope_bytes(),
             CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
         }
 
-    def _reference_bytes(self) -> int:
+    def _frozen_bytes(self, shape: ModelShape) -> int:
         """Sharded as the policy's masters are; on a single device it is only in the dtype that is computed in."""
-        whole = self.shape.num_params * self.workload.compute_bytes
-        return whole if self.layout.single_device else self.parameters
+        if self.layout.single_device:
+            return shape.num_params * self.workload.compute_bytes
+        return state_bytes(shape, self.layout, self.workload)[0]
+
+    def _teacher_bytes(self) -> int:
+        """With its head's matrix, whole on every rank (`learner/teacher.py`)."""
+        if (teacher := self.workload.teacher) is None:
+            return 0
+        head = teacher.vocab_size * teacher.d_model * self.workload.compute_bytes
+        return self._frozen_bytes(teacher) + (0 if self.layout.single_device else head)
 
     def _rope_bytes(self) -> int:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and

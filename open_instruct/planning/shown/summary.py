@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.parallel.wording import counted, nodes_text
 from open_instruct.planning.memory.forward_backward import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
-from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, REFERENCE, Phase
+from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, REFERENCE, TEACHER, Phase
 from open_instruct.planning.memory.state import cast_copy_bytes
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown.units import GIB, billions, gib, seconds
@@ -33,7 +33,7 @@ PURPOSES = {
 
 STAYS = (PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, ENGINE)
 COMES_AND_GOES = (GATHERED, REDUCED, ACTIVATIONS, HEAD, TEMPORARIES, BUFFERS, CUDA)
-LETTERS = dict(zip(STAYS + COMES_AND_GOES, "PGOREWSAHTBC", strict=True))
+LETTERS = dict(zip((*STAYS, *COMES_AND_GOES, TEACHER), "PGOREWSAHTBCF", strict=True))
 
 
 def headline(plan: Plan) -> str:
@@ -209,6 +209,10 @@ def meaning_of(label: str, plan: Plan) -> str:
         GRADIENTS: f"what the backward pass finds for each weight, {share}, {MASTER_BYTES} bytes each",
         OPTIMIZER: f"{moments} of each weight, {share}, {MASTER_BYTES} bytes a moment",
         REFERENCE: f"the weights of the policy that is compared with, {share}, {reference_bytes} bytes each",
+        TEACHER: (
+            f"the teacher's weights, {share}, {reference_bytes} bytes each"
+            + ("" if layout.single_device else f", and all of its head's matrix in {workload.param_dtype}")
+        ),
         ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
         GATHERED: (
             f"whole weights of the block at work, put together from {counted(layout.shard_group_size, 'GPU')} in "

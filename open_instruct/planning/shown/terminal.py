@@ -26,7 +26,7 @@ WHAT_WIDTH = 36
 _STYLES = (
     *("black on bright_cyan", "black on bright_magenta", "black on bright_blue", "black on bright_green"),
     *("black on bright_yellow", "white on blue", "white on magenta", "black on cyan", "white on red"),
-    *("black on magenta", "black on white", "white on bright_black"),
+    *("black on magenta", "black on white", "white on bright_black", "black on bright_red"),
 )
 PART_STYLES = dict(zip(summary.LETTERS, _STYLES, strict=True))
 _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})

@@ -15,6 +15,7 @@ from open_instruct.models.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, ModelShape
+from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.records import ShardLayout
 
 RunConfig = TrainingConfig | GRPOConfig
@@ -60,6 +61,7 @@ class Workload:
     has_reference: bool = False
     looks_first: bool = False
     reference_pass_tokens: int = 0
+    teacher: ModelShape | None = None
     shared_prefix_tokens: int = 0
     documents_per_group: int = 1
     temperature: float = 1.0
@@ -195,7 +197,9 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
     num_tokens, num_scored = (
         num_rows * (num * longest - (num - 1) * prefix_tokens) for num in (num_learned, documents_per_row)
     )
-    has_reference = objective.needs_reference(config)
+    has_reference, teacher = objective.needs_reference(config), objective.teacher(config)
+    # One of whose distributions a part is kept is gone before the first step.
+    name = teacher.model_name_or_path if teacher is not None and teacher.keep is None else None
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
@@ -206,6 +210,7 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
         has_reference=has_reference,
         looks_first=num_learned < documents_per_row,
         reference_pass_tokens=num_scored if has_reference else 0,
+        teacher=None if name is None else model_shape(name),
     )
 
 

@@ -26,7 +26,7 @@ METRIC_BYTES = 8
 
 # Metrics of a microbatch: means, sums and maxima; of an objective that is not here, its loss. A mean travels as two
 # numbers, a maximum as one for each rank.
-NUM_METRICS = {"dpo": (7, 0, 0), "kto": (3, 5, 0), "grpo": (11, 2, 2)}
+NUM_METRICS = {"distill": (3, 0, 0), "dpo": (7, 0, 0), "kto": (3, 5, 0), "grpo": (11, 2, 2)}
 
 SENT_BY = ("nccl", "gloo")
 """Ways of the weights to the engines that use the network."""
@@ -41,6 +41,8 @@ def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload)
     exchanges: list[Exchange] = []
     if not layout.single_device:
         exchanges += _forward_passes(shape, layout, workload, num_passes=workload.num_fixed_passes)
+        if workload.teacher is not None:
+            exchanges += _forward_passes(workload.teacher, layout, workload, num_passes=workload.num_microbatches)
         exchanges += _updates(shape, layout, workload)
     if workload.generates:
         exchanges += traffic_of_weight_sync(shape, layout, workload)

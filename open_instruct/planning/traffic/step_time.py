@@ -100,6 +100,10 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
         again += sum(flops for module, flops in parts.items() if is_recomputed(workload, layer, module))
     num_training_passes = workload.num_updates * workload.num_microbatches
     total = num_training_passes * (3 * forward + again) + workload.num_fixed_passes * forward
+    if (teacher := workload.teacher) is not None:
+        of_blocks = sum(sum(parts.values()) for parts in _block_flops(teacher, workload))
+        # Its head runs again in the backward pass.
+        total += num_training_passes * (of_blocks + 2 * _head_flops(teacher, layout, workload))
     return total // layout.model_parallel_degree
 
 

@@ -75,7 +75,7 @@ def _dpo_steps(
         microbatches=(microbatch,) * num_microbatches, counts={"rows": num_rows, "tokens": num_tokens * num_rows}
     )
     counted = {}
-    counted["reference"] = _counted(lambda: policy.scores(microbatch.packed))
+    counted["reference"] = _counted(lambda: policy.scores(microbatch))
     # The second step, as all that follow: the first one makes what lasts.
     loop.take_step([step], num_tokens=step.counts["tokens"])
     counted["step"] = _counted(lambda: loop.take_step([step], num_tokens=step.counts["tokens"]))

@@ -1,0 +1,200 @@
+"""A frozen teacher beside the policy: a model that is sharded as the policy is, or what was kept of its distributions.
+
+The matrix of the teacher's head is gathered once and stays: the policy's head multiplies with it chunk by chunk, in the
+forward and again in the backward pass, when the teacher's own parameters have long been shards again.
+
+Legend: N labelled tokens, V vocabulary, D width of the teacher, C numbers kept of a distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from olmo_core.nn.transformer import Transformer
+from torch.distributed.tensor import DTensor
+
+from open_instruct.config.training import TrainingConfig
+from open_instruct.data.cache import cache_root
+from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.errors import InputError
+from open_instruct.learner.forward import beside_labels, hidden_at_labels, token_logprobs
+from open_instruct.learner.reference_policy import build_reference
+from open_instruct.learner.scoring import Scorer
+from open_instruct.learner.token_cache import TokenCache
+from open_instruct.models.fingerprint import with_config
+from open_instruct.models.logprob_head import Measure
+from open_instruct.models.shards import reshard
+from open_instruct.objectives.objective import Teacher
+from open_instruct.packing.steps import ROW_VALUES
+from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.wording import counted
+from open_instruct.records import Batch
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained, open_pretrained
+
+FLAG = "--teacher_model_name_or_path"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedTeacher:
+    """A teacher's checkpoint, checked. Both heads have `vocab_size` rows; where one has more, the rest is padding."""
+
+    teacher: Teacher
+    pretrained: Pretrained
+    vocab_size: int
+
+    def of_both(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        return logits_NV[:, : self.vocab_size]
+
+    def build(self, *, run: Run, config: TrainingConfig) -> Transformer:
+        """The frozen model, under the policy's mesh, which must be there."""
+        doing("loading the teacher")
+        model = build_reference(self.pretrained, run=run, config=config)
+        run.console.say(f"loaded the teacher ({model.num_params / 1e6:,.1f}M parameters)")
+        return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What a policy is compared with at every label: the model with its head's matrix, whole and in the dtype that is
+    computed in; or, where there is none, the numbers that come with the rows."""
+
+    opened: OpenedTeacher
+    model: Transformer | None = None
+    head_VD: torch.Tensor | None = None
+
+    def measure(self, policy: Transformer, batch: Batch, *, device: torch.device) -> Measure:
+        """What a forward pass of `policy` over a microbatch is to compute of its logits."""
+        if self.model is None:
+            num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
+            kept_NC = batch.values[ROW_VALUES].view(num_labels, -1 if num_labels else 1)
+            return Measure(self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),))
+        with torch.no_grad():
+            hidden_BKD = hidden_at_labels(self.model, batch.packed, device=device)
+        # A forward pass without a backward leaves FSDP's root parameters gathered.
+        reshard(self.model)
+        return Measure(self.compare_logits, (hidden_BKD,))
+
+    def compare_kept(self, logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
+        return self.opened.teacher.compare(self.opened.of_both(logits_NV), kept_NC)
+
+    def compare_logits(self, logits_NV: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
+        assert self.head_VD is not None
+        teacher_NV = F.linear(hidden_ND, self.head_VD).float()
+        return self.opened.teacher.compare(self.opened.of_both(logits_NV), self.opened.of_both(teacher_NV))
+
+
+def open_teacher(
+    teacher: Teacher | None, student: Pretrained, *, run: Run, config: TrainingConfig
+) -> OpenedTeacher | None:
+    """Open the teacher's checkpoint, if there is a teacher.
+
+    :raises InputError: it is damaged, or its vocabulary is not the student's.
+    """
+    if teacher is None:
+        return None
+    section = replace(config.model, model_name_or_path=teacher.model_name_or_path, tokenizer_name_or_path=None)
+    pretrained = open_pretrained(
+        section, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model, layout=run.layout
+    )
+    widths = [student.hf_config.vocab_size, pretrained.hf_config.vocab_size]
+    _check_same_vocabulary(student, pretrained)
+    if teacher.num_kept >= min(widths):
+        raise InputError(
+            f"--teacher_top_k {teacher.num_kept}: the vocabulary has {min(widths):,} tokens, of which fewer must be "
+            "kept; leave it out to compare all of them"
+        )
+    return OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=min(widths))
+
+
+def _check_same_vocabulary(student: Pretrained, teacher: Pretrained) -> None:
+    ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    token = min(
+        dict(ours.items() ^ theirs.items()), key=lambda token: min(ours.get(token, 1e9), theirs.get(token, 1e9))
+    )
+    raise InputError(
+        f"{FLAG} {teacher.folder}: its tokenizer has {len(theirs):,} tokens (its head {teacher.hf_config.vocab_size:,}"
+        f" rows), the student's {len(ours):,} (its head {student.hf_config.vocab_size:,}), and they are not the same: "
+        f"{token!r} is {_id_of(theirs, token)} there and {_id_of(ours, token)} here. Take a teacher with the student's "
+        "vocabulary"
+    )
+
+
+def _id_of(vocabulary: dict[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "no token"
+
+
+def compare_with(
+    opened: OpenedTeacher,
+    rows: TokenDataset,
+    heldout: TokenDataset | None,
+    *,
+    scorer: Scorer,
+    run: Run,
+    config: TrainingConfig,
+) -> tuple[Comparison, TokenDataset, TokenDataset | None]:
+    """What the policy is compared with, and the rows that it is compared on. Collective; the policy is built.
+
+    Where only a part of each distribution is kept, that comes with the rows, from the cache or from the teacher, which
+    is there no longer afterwards.
+    """
+    if opened.teacher.keep is None:
+        model = opened.build(run=run, config=config)
+        weight = model.lm_head.w_out.weight.detach().to(getattr(torch, config.model.param_dtype))
+        head_VD = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return Comparison(opened=opened, model=model, head_VD=head_VD), rows, heldout
+    cache = TokenCache(_cache_name(opened, scorer, config))
+    cache.read()
+    # All ranks must see the same rows before any of them writes.
+    dist.barrier()
+    datasets = [dataset for dataset in (rows, heldout) if dataset is not None]
+    num_missing = len({dataset.key(row) for dataset in datasets for row in cache.missing(dataset)})
+    run.console.say(f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute")
+    if num_missing:
+        model = opened.build(run=run, config=config)
+        for dataset in datasets:
+            _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
+        on_main_process(cache.write)
+    return Comparison(opened=opened), cache.beside(rows), None if heldout is None else cache.beside(heldout)
+
+
+@torch.no_grad()
+def _keep(
+    opened: OpenedTeacher,
+    keep: Callable[[torch.Tensor], torch.Tensor],
+    model: Transformer,
+    dataset: TokenDataset,
+    *,
+    cache: TokenCache,
+    scorer: Scorer,
+) -> None:
+    """Have the teacher read the rows that `cache` lacks, and put what is kept of them there, on every rank."""
+    measure = Measure(lambda logits_NV: keep(opened.of_both(logits_NV)))
+    for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
+        kept_NC = token_logprobs(model, batch.packed, device=scorer.device, measure=measure).measured_N
+        assert kept_NC is not None
+        lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
+        of_rows = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
+        own = {dataset.key(row): values_NC.numpy() for row, values_NC in of_rows}
+        of_ranks = [own] * dist.get_world_size(scorer.dp_group)
+        dist.all_gather_object(of_ranks, own, group=scorer.dp_group)
+        for key, values_NC in chain.from_iterable(each.items() for each in of_ranks):
+            cache.add(key, values_NC)
+    reshard(model)
+
+
+def _cache_name(opened: OpenedTeacher, scorer: Scorer, config: TrainingConfig) -> Path:
+    pretrained, is_packed = opened.pretrained, scorer.shape.packing
+    fingerprint = with_config(pretrained.weights_fingerprint, pretrained.hf_config.to_dict())
+    words = [fingerprint[:32], config.model.param_dtype, "packed" if is_packed else "padded", opened.teacher.kept_as]
+    name = "-".join([*words, str(opened.vocab_size)])
+    return cache_root(config.data.cache_dir) / "teacher_distributions" / f"{name}.safetensors"

@@ -1,0 +1,76 @@
+"""Numbers of every label of a row, computed once by a frozen model and kept on disk by content.
+
+A row's key covers its token ids and spans; what else the numbers depend on is in the name of the file.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import copy
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from open_instruct.data.cache import DamagedFile, read_arrays, write_arrays
+from open_instruct.data.token_dataset import TokenDataset
+
+log = logging.getLogger(__name__)
+
+KEY_NUM_BYTES = 32
+
+
+class TokenCache:
+    """One file of (row key -> float32 numbers of its labels, label by label), the same on every rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values = np.zeros(0, dtype=np.float32)
+        self._added: list[np.ndarray] = []
+        self._place_of: dict[str, tuple[int, int]] = {}  # one behind the other, in this order
+
+    def read(self) -> None:
+        """Map what is there. A damaged file counts as empty, and is replaced by the next `write`."""
+        try:
+            arrays, _ = read_arrays(self.path)
+            keys = [key.tobytes().hex() for key in arrays["keys"]]
+            self._place_of = dict(zip(keys, pairwise(arrays["edges"].tolist()), strict=True))
+            self._values = arrays["values"]
+        except FileNotFoundError:
+            return
+        except (DamagedFile, KeyError, ValueError) as error:
+            log.warning("%s cannot be read (%s): computing it again", self.path, error)
+
+    def __len__(self) -> int:
+        return len(self._place_of)
+
+    def missing(self, dataset: TokenDataset) -> list[int]:
+        """A row of `dataset` for every key that is not here."""
+        first_of = {dataset.key(row): row for row in reversed(range(len(dataset)))}
+        return sorted(row for key, row in first_of.items() if key not in self._place_of)
+
+    def add(self, key: str, values: np.ndarray) -> None:
+        """Take a row in, unless it is here; `write` puts it on disk."""
+        if key not in self._place_of:
+            start = next(reversed(self._place_of.values()), (0, 0))[1]
+            self._place_of[key] = (start, start + values.size)
+            self._added.append(values.reshape(-1))
+
+    def write(self) -> None:
+        """Put the whole file in place."""
+        keys = np.frombuffer(bytes.fromhex("".join(self._place_of)), dtype=np.uint8).reshape(-1, KEY_NUM_BYTES)
+        edges = np.array([0, *(stop for _, stop in self._place_of.values())], dtype=np.int64)
+        write_arrays(self.path, {"keys": keys, "edges": edges, "values": self._all()}, {})
+
+    def beside(self, dataset: TokenDataset) -> TokenDataset:
+        """The rows of `dataset`, all of which must be here, with their numbers as their values."""
+        places_N2 = np.array([self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64)
+        rows, values = copy(dataset), self._all()
+        rows.details_C = values.view(np.uint8)
+        rows.bounds_N4 = np.concatenate([dataset.bounds_N4[:, :2], places_N2 * values.itemsize], axis=1)
+        return rows
+
+    def _all(self) -> np.ndarray:
+        if self._added:
+            self._values, self._added = np.concatenate([self._values, *self._added]), []
+        return self._values

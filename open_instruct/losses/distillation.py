@@ -1,0 +1,106 @@
+"""How far a student's distributions are from a teacher's, at every label.
+
+With p the teacher's distribution and q the student's, and beta between 0 and 1 (Agarwal et al. 2023, arXiv:2306.13649):
+beta 0 is the forward KL(p || q), beta 1 the reverse KL(q || p), and between them the generalised Jensen-Shannon
+divergence `beta KL(p || m) + (1 - beta) KL(q || m)` of the mixture `m = beta p + (1 - beta) q`.
+
+Legend: N labelled tokens, V vocabulary, k tokens kept of a teacher's distribution, O outcomes (V, or k and the rest).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+
+def divergence(
+    logits_NV: torch.Tensor, teacher_logits_NV: torch.Tensor, *, beta: float, temperature: float = 1.0
+) -> torch.Tensor:
+    """Divergence (nats) of every position, shape (N,); both logits are divided by `temperature`.
+
+    Exactly 0, with a gradient of exactly 0, where the two are the same bits.
+    """
+    teacher_NV = (teacher_logits_NV / temperature).log_softmax(dim=-1)
+    return _divergence((logits_NV / temperature).log_softmax(dim=-1), teacher_NV, beta)
+
+
+def keep_top_k(logits_NV: torch.Tensor, k: int, temperature: float = 1.0) -> torch.Tensor:
+    """What is kept of distributions: float32 (N, 2k + 1), the ids of the k most likely tokens, then the log-probs of
+    those and of all others together. Float32 holds every whole number up to 16.7 million, so ids too.
+    """
+    ids_Nk = logits_NV.topk(k, dim=-1).indices
+    return torch.cat([ids_Nk.float(), _outcomes(logits_NV, ids_Nk, temperature).float()], dim=-1)
+
+
+def top_k_divergence(
+    logits_NV: torch.Tensor, kept_NC: torch.Tensor, *, beta: float, temperature: float = 1.0
+) -> torch.Tensor:
+    """`divergence` over the tokens that `keep_top_k` kept of the teacher under `temperature`, and all others as one.
+
+    It is never more than that over the whole vocabulary.
+    """
+    k = kept_NC.shape[-1] // 2
+    ids_Nk, teacher_NO = kept_NC[:, :k].long(), kept_NC[:, k:].to(logits_NV.dtype)
+    return _divergence(_outcomes(logits_NV, ids_Nk, temperature), teacher_NO, beta)
+
+
+def _outcomes(logits_NV: torch.Tensor, ids_Nk: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs (N, k + 1) of some tokens, and of all others together; there must be others."""
+    logits_NV = logits_NV / temperature
+    rest_N1 = logits_NV.scatter(-1, ids_Nk, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    return torch.cat([logits_NV.gather(-1, ids_Nk), rest_N1], dim=-1) - logits_NV.logsumexp(dim=-1, keepdim=True)
+
+
+def _divergence(logprobs_NO: torch.Tensor, teacher_NO: torch.Tensor, beta: float) -> torch.Tensor:
+    assert logprobs_NO.shape == teacher_NO.shape, (logprobs_NO.shape, teacher_NO.shape)
+    return cast(torch.Tensor, _Divergence.apply(logprobs_NO, teacher_NO, beta))
+
+
+class _Divergence(torch.autograd.Function):
+    """Keeps one tensor for the backward pass, where autograd would keep one an operation.
+
+    The gradient is written so that it adds up to 0 over the outcomes: normalised log-probs have no other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logprobs_NO: torch.Tensor, teacher_NO: torch.Tensor, beta: float) -> torch.Tensor:
+        p_NO, q_NO = teacher_NO.exp(), logprobs_NO.exp()
+        if beta == 0.0:
+            value_N1 = _mean(p_NO, teacher_NO - logprobs_NO)
+            slope_NO = q_NO - p_NO
+        elif beta == 1.0:
+            ratio_NO = logprobs_NO - teacher_NO
+            value_N1 = _mean(q_NO, ratio_NO)
+            slope_NO = _weighed(q_NO, ratio_NO - value_N1)
+        else:
+            ratio_NO = teacher_NO - logprobs_NO
+            from_student_NO = -_log_mixed(ratio_NO, beta)  # log q - log m
+            student_N1 = _mean(q_NO, from_student_NO)
+            value_N1 = beta * _mean(p_NO, -_log_mixed(-ratio_NO, 1.0 - beta)) + (1.0 - beta) * student_N1
+            slope_NO = (1.0 - beta) * _weighed(q_NO, from_student_NO - student_N1)
+        ctx.save_for_backward(slope_NO)
+        return value_N1.squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (slope_NO,) = ctx.saved_tensors
+        return grad_N.unsqueeze(-1) * slope_NO, None, None
+
+
+def _log_mixed(ratio_NO: torch.Tensor, weight: float) -> torch.Tensor:
+    """log((1 - weight) + weight * e^ratio), exactly 0 where `ratio` is."""
+    return torch.where(
+        ratio_NO <= 0,
+        torch.log1p(weight * torch.expm1(ratio_NO)),
+        ratio_NO + torch.log1p((1.0 - weight) * torch.expm1(-ratio_NO)),
+    )
+
+
+def _weighed(probs_NO: torch.Tensor, values_NO: torch.Tensor) -> torch.Tensor:
+    """Their product; what cannot happen counts nothing, also where its value is infinite."""
+    return torch.where(probs_NO > 0, probs_NO * values_NO, 0.0)
+
+
+def _mean(probs_NO: torch.Tensor, values_NO: torch.Tensor) -> torch.Tensor:
+    return _weighed(probs_NO, values_NO).sum(dim=-1, keepdim=True)

@@ -1,0 +1,215 @@
+"""Distillation: a student learns a frozen teacher's distribution at every token of the replies, and the tokens.
+
+With the divergence D of the two distributions, both under --kd_temperature T (see losses/distillation.py):
+
+    loss = (1 - kd_coef) * cross-entropy + kd_coef * T^2 * D
+
+each a mean over the tokens of the replies of the global batch. Gradients of D shrink as 1 / T^2 (Hinton, Vinyals and
+Dean 2015, arXiv:1503.02531, section 2.1); the factor keeps the two parts in the same proportion for every T.
+
+Legend: N labelled tokens or rows of a data set, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from open_instruct.config.sections import (
+    DataSection,
+    LoggingSection,
+    MemorySection,
+    ModelSection,
+    ParallelSection,
+    RunSection,
+    SFTOptimSection,
+    flag,
+)
+from open_instruct.config.validation import changed, refuse, training_problems, training_warnings
+from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Evaluation,
+    LossOutputs,
+    Objective,
+    Teacher,
+    TokenLogprobs,
+)
+from open_instruct.objectives.token_metrics import token_metrics
+from open_instruct.parallel.wording import counted
+from open_instruct.records import Batch
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from open_instruct.data.token_dataset import TokenDataset
+
+
+@dataclass(kw_only=True)
+class DistillationSection:
+    """Distillation"""
+
+    teacher_model_name_or_path: str = flag(
+        "folder (or hub name) of the frozen model to learn from; any size and family, with the student's tokenizer"
+    )
+    kd_loss: Literal["forward", "reverse", "jsd"] = flag(
+        "the divergence: KL(teacher || student), KL(student || teacher), or the generalised Jensen-Shannon divergence",
+        "forward",
+    )
+    kd_beta: float = flag(
+        "weight of the teacher in the mixture of 'jsd'; 0 is 'forward', 1 is 'reverse'", 0.5, minimum=0, maximum=1
+    )
+    kd_temperature: float = flag(
+        "divides the logits of both in the divergence, which is multiplied by its square", 1.0, above=0
+    )
+    kd_coef: float = flag(
+        "share of the divergence in the loss; the rest is cross-entropy", 0.5, above=0, maximum=1, note=" (0 is sft)"
+    )
+    teacher_top_k: int | None = flag(
+        "compute the teacher's most likely tokens once, keep so many for each token of a reply in --cache_dir, and "
+        "train without a teacher in memory; all others count as one. Default: the teacher runs beside the student",
+        None,
+        minimum=1,
+    )
+
+
+@dataclass(kw_only=True)
+class DistillConfig:
+    """Train a model on conversations towards a larger one: its distribution at every token of the replies, mixed with
+    their cross-entropy. Both are sharded as HSDP.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "torchrun --nproc_per_node 8 open_instruct/distill.py configs/distill/olmo2_1b_from_7b_8gpu.yaml "
+        "--output_dir runs/small",
+        "open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE "
+        "--mixer_list chats.jsonl 1.0 --output_dir runs/small",
+    )
+
+    model: ModelSection
+    data: DataSection
+    distillation: DistillationSection
+    optim: SFTOptimSection
+    parallel: ParallelSection
+    memory: MemorySection
+    run: RunSection
+    logging: LoggingSection
+
+
+def validate_distill(config: DistillConfig) -> list[str]:
+    """Check everything that the flags alone can tell, and return warnings.
+
+    Raises:
+        InputError: listing every problem, each with its remedy.
+    """
+    refuse([*training_problems(config), *_problems(config)])
+    return list(training_warnings(config))
+
+
+def _problems(config: DistillConfig) -> Iterator[str]:
+    if not config.distillation.teacher_model_name_or_path.strip():
+        yield "--teacher_model_name_or_path is empty: name the folder of the model to learn from"
+    if config.distillation.kd_loss != "jsd":
+        for given in changed(config, "kd_beta"):
+            yield f"{given}: is read only with --kd_loss jsd, not {config.distillation.kd_loss}; leave one of them out"
+
+
+def teacher_of(config: DistillConfig) -> Teacher:
+    """The teacher that the flags name, and how the student is compared with it."""
+    section = config.distillation
+    settings = {
+        "beta": {"forward": 0.0, "reverse": 1.0, "jsd": section.kd_beta}[section.kd_loss],
+        "temperature": section.kd_temperature,
+    }
+
+    def compare(logits_NV: torch.Tensor, teacher_NV: torch.Tensor) -> torch.Tensor:
+        from open_instruct.losses.distillation import divergence
+
+        return divergence(logits_NV, teacher_NV, **settings)
+
+    def compare_kept(logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
+        from open_instruct.losses.distillation import top_k_divergence
+
+        return top_k_divergence(logits_NV, kept_NC, **settings)
+
+    def keep(logits_NV: torch.Tensor, k: int) -> torch.Tensor:
+        from open_instruct.losses.distillation import keep_top_k
+
+        return keep_top_k(logits_NV, k, section.kd_temperature)
+
+    name, k = section.teacher_model_name_or_path, section.teacher_top_k
+    if k is None:
+        return Teacher(model_name_or_path=name, compare=compare)
+    return Teacher(
+        model_name_or_path=name,
+        compare=compare_kept,
+        keep=partial(keep, k=k),
+        kept_as=f"top{k}-temperature{section.kd_temperature!r}",
+        num_kept=k,
+    )
+
+
+def bind(section: DistillationSection) -> BoundLoss:
+    """The mixture that the flags name."""
+    of_ce, of_kl = weights_of(section)
+
+    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+        ce_N, kl_N = -scores.logprobs_N, compared(scores)
+        loss_N = of_ce * ce_N + of_kl * kl_N
+        return LossOutputs(
+            loss=loss_N.sum() / counts["labels"],
+            metrics=token_metrics({"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}),
+        )
+
+    return BoundLoss(
+        function=function,
+        summed=lambda scores, batch: (scores.logprobs_N, compared(scores)),
+        never_negative=("ce", "kl"),
+        remedy="what was kept of the teacher is no distribution. Remove the folder 'teacher_distributions' in "
+        "--cache_dir and start again",
+    )
+
+
+def compared(scores: TokenLogprobs) -> torch.Tensor:
+    assert scores.measured_N is not None, "there is no teacher"
+    return scores.measured_N
+
+
+def weights_of(section: DistillationSection) -> tuple[float, float]:
+    """What cross-entropy and divergence are multiplied by."""
+    return 1.0 - section.kd_coef, section.kd_coef * section.kd_temperature**2
+
+
+def evaluate(
+    dataset: TokenDataset, sums_N2: np.ndarray, reference_ND: np.ndarray | None, config: DistillConfig
+) -> Evaluation:
+    """The same means over held-out conversations."""
+    num_label_tokens = int(dataset.num_label_tokens.sum())
+    log_prob, kl = (sums_N2.sum(axis=0, dtype="float64") / num_label_tokens).tolist()
+    of_ce, of_kl = weights_of(config.distillation)
+    loss = of_kl * kl - of_ce * log_prob
+    return Evaluation(
+        row={
+            "eval/loss": loss,
+            "eval/ce": -log_prob,
+            "eval/kl": kl,
+            "eval/num_label_tokens": num_label_tokens,
+            "eval/num_conversations": len(dataset),
+        },
+        sentence=f"held-out loss {{when}}: {loss:.4f} (cross-entropy {-log_prob:.4f}, divergence {kl:.4f}) over "
+        f"{counted(len(dataset), 'conversation')}",
+    )
+
+
+DISTILL = Objective(
+    name="distill",
+    config_class=DistillConfig,
+    validate=validate_distill,
+    rows=SFTBuilder,
+    bind=lambda config: bind(config.distillation),
+    teacher=teacher_of,
+    evaluate=evaluate,
+)
