@@ -21,6 +21,8 @@ from open_instruct.cli import main
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.parallel.wording import one_of
 from open_instruct.planning.advice import Advice, advise, change_to_fit, faster_layout
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
@@ -126,7 +128,7 @@ TINY = {
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([], "the first word is dpo, sft or grpo"),
+        ([], f"the first word is {one_of([*OBJECTIVES, 'grpo'])}"),
         (["dpi", *OLMO_7B], "'dpi' is not a run; did you mean dpo?"),
         (["dpo", *OLMO_7B], "missing: --gpus_per_node"),
         (["dpo", *TWO_NODES], "missing: --model_name_or_path"),

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.parallel.wording import one_of
+
 REPOSITORY = Path(__file__).parents[2]
 MADE_UP = """
 import sys
@@ -108,5 +111,6 @@ def test_it_needs_what_a_known_one_of_as_many_tokens_does(program: Path) -> None
 def test_it_is_named(program: Path) -> None:
     done = run(program, "made_up", *RUN)
     assert done.stdout.startswith("MADE_UP of allenai/OLMo-2-1124-7B (7.3B parameters) on 1 node of 8 GPUs")
-    assert "dpo|sft|made_up|grpo" in run(program, "--help").stdout
-    assert "the first word is dpo, sft, made_up or grpo" in run(program, "made_down").stderr.replace("\n", " ")
+    runs = [*OBJECTIVES, "made_up", "grpo"]
+    assert "|".join(runs) in run(program, "--help").stdout
+    assert f"the first word is {one_of(runs)}" in run(program, "made_down").stderr.replace("\n", " ")
