@@ -26,7 +26,7 @@ METRIC_BYTES = 8
 
 # Metrics of a microbatch: means, sums and maxima; of an objective that is not here, its loss. A mean travels as two
 # numbers, a maximum as one for each rank.
-NUM_METRICS = {"dpo": (7, 0, 0), "grpo": (11, 2, 2)}
+NUM_METRICS = {"dpo": (7, 0, 0), "grpo": (11, 2, 2), "prm": (2, 0, 0), "reward_model": (7, 0, 0)}
 
 SENT_BY = ("nccl", "gloo")
 """Ways of the weights to the engines that use the network."""
