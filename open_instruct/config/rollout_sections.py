@@ -78,7 +78,9 @@ class RewardSection:
 
     verification_reward: float = flag("reward of a completion that its verifiers accept in full", 1.0, above=0)
     verifier: list[str] = flag(
-        "verifiers of your own, as FILE.py:Class or module:Class, beside those that are installed", []
+        "verifiers beside those that are installed: FILE.py:Class or module:Class of your own, reward_model:FOLDER or "
+        "prm:FOLDER of a run of ours",
+        [],
     )
     verifier_timeout_s: float = free_flag("seconds that one verdict may take before it counts as 0", 10.0, above=0)
     num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)

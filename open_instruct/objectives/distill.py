@@ -212,4 +212,5 @@ DISTILL = Objective(
     bind=lambda config: bind(config.distillation),
     teacher=teacher_of,
     evaluate=evaluate,
+    num_metrics=(3, 0, 0),
 )

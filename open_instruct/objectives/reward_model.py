@@ -244,7 +244,10 @@ def exported(
         )
     pad, template = tokenizer.pad_token_id, choose_chat_template(tokenizer, config.data.chat_template_name)
     chat = ChatFormat(tokenizer, template)
-    _, (reply,) = chat.render([{"role": "user", "content": "?"}], ["!"])
+    try:
+        _, (reply,) = chat.render([{"role": "user", "content": "?"}], ["!"])
+    except MalformedRow as error:
+        raise InputError(f"{error.reason}: how it ends a reply cannot be told") from error
     if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
         raise InputError(
             f"the tokenizer {'has no pad token' if pad is None else 'pads with the token that ends a reply'}, and "
@@ -274,4 +277,5 @@ REWARD_MODEL = Objective(
     head="score",
     row_arguments=lambda config: {"margin": config.loss.margin},
     exported=exported,
+    num_metrics=(7, 0, 0),
 )

@@ -12,7 +12,7 @@ import torch
 from open_instruct.cluster.placement import learner_layout
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.prompts import Prompts, load_prompt_dataset
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
@@ -23,6 +23,7 @@ from open_instruct.run.plan_check import say_plan
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers
+from open_instruct.verifiers.judge_models import JudgeModel
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import Verifier
 
@@ -75,6 +76,13 @@ def _opened(
     _say_plan(config, pretrained.folder, console)
     data = config.data
     chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
+
+    for judge in verifiers.values():
+        if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
+            console.warn(
+                f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than the "
+                "policy's: it is given the policy's prompts as they are, and may judge what it has never seen"
+            )
 
     def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> Prompts:
         with console.counting(title) as on_progress:
@@ -129,3 +137,8 @@ def _say_plan(config: GRPOConfig, folder: Path, console: Console) -> None:
     if on_cuda or config.fleet.ray_address is None:
         device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
         say_plan(config, learners, folder, device=device, num_sharing=sum(learners), console=console)
+
+
+def has_other_template(folder: Path, chat: ChatFormat) -> bool:
+    """Whether the model in `folder` has a chat template, and it is another than the policy's."""
+    return load_tokenizer(str(folder), flag="--verifier").chat_template not in (None, chat.template.text)

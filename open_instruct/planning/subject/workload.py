@@ -62,6 +62,7 @@ class Workload:
     looks_first: bool = False
     reference_pass_tokens: int = 0
     teacher: ModelShape | None = None
+    num_metrics: tuple[int, int, int] = (1, 0, 0)
     shared_prefix_tokens: int = 0
     documents_per_group: int = 1
     temperature: float = 1.0
@@ -211,6 +212,7 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
         looks_first=num_learned < documents_per_row,
         reference_pass_tokens=num_scored if has_reference else 0,
         teacher=None if name is None else model_shape(name),
+        num_metrics=objective.num_metrics,
     )
 
 
@@ -234,6 +236,7 @@ def _of_rollouts(
     sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
     engine_bytes = shape.num_params * sync_bytes_per_param
     return Workload(
+        num_metrics=(11, 2, 2),
         algorithm=GRPO,
         tokens_per_microbatch=num_tokens,
         longest_sequence=longest,

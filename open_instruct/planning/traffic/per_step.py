@@ -24,10 +24,6 @@ from open_instruct.records import ShardLayout
 REDUCE_BYTES = NORM_BYTES = 4
 METRIC_BYTES = 8
 
-# Metrics of a microbatch: means, sums and maxima; of an objective that is not here, its loss. A mean travels as two
-# numbers, a maximum as one for each rank.
-NUM_METRICS = {"distill": (3, 0, 0), "dpo": (7, 0, 0), "kto": (3, 5, 0), "grpo": (11, 2, 2)}
-
 SENT_BY = ("nccl", "gloo")
 """Ways of the weights to the engines that use the network."""
 
@@ -111,7 +107,8 @@ def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
 
 
 def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
-    num_means, num_sums, num_maxima = NUM_METRICS.get(workload.algorithm, (1, 0, 0))
+    # A mean travels as two numbers, a maximum as one for each rank.
+    num_means, num_sums, num_maxima = workload.num_metrics
     if workload.generates:
         num_means += int(workload.has_reference) + int(workload.records_entropy)
     # With the shares of padding and of what is shared; with the peak of memory and the norm of the gradient.

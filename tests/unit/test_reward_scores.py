@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from open_instruct.cli import main
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import ModelSection
+from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.learner.forward import token_logprobs
@@ -38,6 +39,7 @@ from open_instruct.objectives.reward_model import (
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.packing.steps import ROW_VALUES
 from open_instruct.records import Batch, Check, Document, Span
+from open_instruct.rollout.checked_run import has_other_template
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
@@ -365,6 +367,12 @@ def test_a_verifier_that_cannot_judge_is_refused(judge: Path, settings: str, tol
         known_verifiers([f"reward_model:{settings.format(there=judge)}"])
     with pytest.raises(InputError, match=r"is called 'reward_model'|cannot be loaded"):
         known_verifiers([f"reward_model:{judge}", f"reward_model:{judge}"])
+
+
+def test_a_judge_of_another_chat_template_than_the_policys_is_noticed(judge: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    own, other = (ChatFormat(tokenizer, choose_chat_template(tokenizer, name)) for name in (None, "simple_chat"))
+    assert not has_other_template(judge, own) and has_other_template(judge, other)
 
 
 def test_a_causal_model_is_no_reward_model_for_a_verifier(folder: Path) -> None:
