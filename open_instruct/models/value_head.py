@@ -28,8 +28,8 @@ from open_instruct.models.names import HF_LM_HEAD, HF_SCORE
 class ValueHead(LMHead):
     """The model's last norm, and a matrix of one row."""
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor]:
-        """The score at the positions to keep (all, where none are chosen), float32 of shape (B, K)."""
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        """The score at the positions to keep (all, where none are chosen): one column, float32 of shape (B, K)."""
         h_BKD = x if self.norm is None else self.norm(x)
         keep_BK = kwargs.get("logits_to_keep")
         if isinstance(keep_BK, torch.Tensor):

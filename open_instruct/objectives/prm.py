@@ -125,11 +125,12 @@ def texts_of_steps(row: Mapping[str, Any], chat: ChatFormat, *, separator: str, 
         text = row["input"]
         if not isinstance(text, str):
             raise MalformedRow("bad_step", f"'input' must be text, not {kind_of(text)}")
-        *steps, _ = text.split(placeholder)
-        if not steps:
+        *ended, _ = text.split(placeholder)
+        if not ended:
             raise MalformedRow("no_step", f"'input' has no {placeholder!r}, which ends a step")
-        return [step + placeholder for step in steps]
-    prompt, steps = row["prompt"], row.get("completions")
+        return [step + placeholder for step in ended]
+    prompt: Any = row["prompt"]
+    steps: Any = row.get("completions")
     if not isinstance(prompt, str):
         prompt, _ = chat.render(parse_conversation(row, "prompt", last_role="user"), ())
     if not prompt:
