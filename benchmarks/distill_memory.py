@@ -53,7 +53,7 @@ def step_of(way: str, num_tokens: int, width: int, dtype_name: str) -> Any:
 
     from open_instruct.learner.teacher import Comparison, OpenedTeacher
     from open_instruct.losses.distillation import divergence
-    from open_instruct.models.logprob_head import HeadSettings, LogprobHead, Measure
+    from open_instruct.models.heads.logprob_head import HeadSettings, LogprobHead, Measure
     from open_instruct.objectives.objective import Teacher
 
     dtype = getattr(torch, dtype_name)

@@ -28,7 +28,7 @@ from open_instruct.learner.reference_policy import build_reference
 from open_instruct.learner.scoring import Scorer
 from open_instruct.learner.token_cache import TokenCache
 from open_instruct.models.fingerprint import with_config
-from open_instruct.models.logprob_head import Measure
+from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Teacher
 from open_instruct.packing.steps import ROW_VALUES

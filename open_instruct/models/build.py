@@ -16,10 +16,10 @@ from transformers import PretrainedConfig
 from open_instruct.models.attention import install_segment_attention
 from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
-from open_instruct.models.logprob_head import install_logprob_head
+from open_instruct.models.heads.logprob_head import install_logprob_head
+from open_instruct.models.heads.value_head import install_value_head
 from open_instruct.models.names import Head, clean_name
 from open_instruct.models.segments import install_segments
-from open_instruct.models.value_head import install_value_head
 
 
 def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary") -> Transformer:

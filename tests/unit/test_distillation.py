@@ -28,7 +28,7 @@ from open_instruct.learner.teacher import Comparison, OpenedTeacher, open_teache
 from open_instruct.learner.token_cache import TokenCache
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
-from open_instruct.models.logprob_head import LogprobHead, Measure
+from open_instruct.models.heads.logprob_head import LogprobHead, Measure
 from open_instruct.models.tiny import write_tiny_model
 from open_instruct.objectives.distill import DistillConfig, bind, evaluate, teacher_of, validate_distill
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs

@@ -16,8 +16,8 @@ from open_instruct.config.sections import MemorySection
 from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.models.build import build_model
+from open_instruct.models.heads.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
 from open_instruct.models.load import CHUNK_BYTES
-from open_instruct.models.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, block_profile

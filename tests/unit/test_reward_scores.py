@@ -21,9 +21,9 @@ from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.learner.forward import token_logprobs
+from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
 from open_instruct.models.tiny import write_tiny_model
-from open_instruct.models.value_head import drawn_score
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.reward_model import (
     SQUARE,

@@ -27,7 +27,7 @@ from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.reference_policy import Reference
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.context_parallel import context_of
-from open_instruct.models.logprob_head import Measure
+from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.learner.grpo import GRPOLearner
-from open_instruct.models.logprob_head import LogprobHead
+from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Document, RolloutSample, Span

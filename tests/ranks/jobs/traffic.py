@@ -18,7 +18,7 @@ from open_instruct.config.parser import parse
 from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.policy import build_policy
-from open_instruct.models.logprob_head import LogprobHead
+from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.names import TensorNames
 from open_instruct.objectives.dpo import DPO
 from open_instruct.objectives.objective import REFERENCE
