@@ -81,7 +81,6 @@ LIGHT_TO_IMPORT = ["dpo.py", "prm.py", "reward_model.py", "score.py", "sft.py", 
 MAX_LINES_OF_A_FILE = 500
 # Code lines of each room; what stands in no room counts as one. A room that is full is split by idea, or trimmed.
 BUDGETS = {
-<<<<<<< HEAD
     "checkpoints": 480,
     "cluster": 815,
     "config": 1615,
@@ -93,7 +92,7 @@ BUDGETS = {
     "learner/olmo_core": 620,
     "losses": 460,
     "models": 1990,
-    "objectives": 1300,
+    "objectives": 1305,
     "packing": 520,
     "parallel": 1110,
     "planning": 2420,
@@ -102,26 +101,6 @@ BUDGETS = {
     "toys": 400,
     "verifiers": 900,
     "weights": 860,
-=======
-    "checkpoints": 540,
-    "cluster": 830,
-    "config": 1695,
-    "data": 1627,
-    "engines": 680,
-    "entries": 1053,
-    "learner": 707,
-    "learner/olmo_core": 594,
-    "losses": 260,
-    "models": 2395,
-    "objectives": 730,
-    "packing": 530,
-    "parallel": 1155,
-    "planning": 2407,
-    "rollout": 1320,
-    "run": 788,
-    "verifiers": 935,
-    "weights": 920,
->>>>>>> rewards
 }
 MAX_FILES_OF_A_ROOM = 16
 NOT_CODE = {

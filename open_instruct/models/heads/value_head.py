@@ -29,11 +29,7 @@ class ValueHead(LMHead):
     """The model's last norm, and a matrix of one row."""
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-<<<<<<< HEAD
-        """One column: the score at the positions to keep (all, where none are chosen), float32 of shape (B, K)."""
-=======
         """The score at the positions to keep (all, where none are chosen): one column, float32 of shape (B, K)."""
->>>>>>> rewards
         h_BKD = x if self.norm is None else self.norm(x)
         keep_BK = kwargs.get("logits_to_keep")
         if isinstance(keep_BK, torch.Tensor):
