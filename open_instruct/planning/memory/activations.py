@@ -2,7 +2,8 @@
 
 Sources, in OLMo-core 3.0 and PyTorch 2.13: `TransformerBlock` and `ReorderedNormTransformerBlock`, `Attention`,
 `RotaryEmbedding`, `RMSNorm`, `QwenRMSNorm` and `FeedForward` for the operations; `derivatives.yaml` of PyTorch for
-what each saves; `models/attention.py` and `models/heads/logprob_head.py` here for attention over documents and for the head.
+what each saves; `models/attention.py` and `models/heads/logprob_head.py` here for attention over documents
+and for the head.
 
 Norms, and RoPE for OLMo, are computed in float32 whatever the rest is computed in, and keep float32 copies of what they
 are given: in bfloat16 these are most of what a block keeps.
