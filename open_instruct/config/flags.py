@@ -71,12 +71,13 @@ class Flag:
     help: str
     item_kind: type = str  # of a list's items
     resume: str = "same"  # see `sections.Resume`
+    takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
 
     @property
     def metavar(self) -> str:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
-            return "|".join(self.choices)
+            return "|".join((*self.choices, "FILE.py:FUNCTION") if self.takes_own else self.choices)
         of_list = "INT ..." if self.item_kind is int else "WORD ..."
         return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: of_list}[self.kind]
 
@@ -85,6 +86,7 @@ class Flag:
         """The values it takes, for error messages."""
         if self.choices:
             what = f"one of {', '.join(self.choices)}"
+            what += ", or a function of your own as FILE.py:function or module:function" if self.takes_own else ""
         else:
             what = {
                 bool: "true or false",
@@ -113,7 +115,7 @@ class Flag:
         if self.optional and word.lower() in NONE_WORDS:
             return None
         if self.choices:
-            if word in self.choices:
+            if word in self.choices or (self.takes_own and all(word.rpartition(":"))):
                 return word
         elif self.kind is str:
             return word
@@ -203,6 +205,7 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 help=field.metadata["help"],
                 item_kind=item_kind,
                 resume=field.metadata["resume"],
+                takes_own=field.metadata["takes_own"],
             )
     return flags
 

@@ -23,6 +23,7 @@ ROLLOUT_FLAGS = (
     "filter_zero_std_samples",
     "mask_truncated_completions",
     "advantage_normalization_type",
+    "advantage_pass_k",
 )
 
 DESCRIPTION = """

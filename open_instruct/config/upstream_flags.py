@@ -18,8 +18,11 @@ _REVISION = "is not offered: download that revision and give its folder to {}"
 _LOAD_BALANCING = "has no use here: mixture-of-experts models are not supported; leave it out"
 _CHECKPOINTING = "is called --activation_checkpointing here: none, full or selected_modules"
 
-SYNONYMS: dict[str, str] = {"sequence_parallel_size": "context_parallel_degree"}
-"""Names of theirs that are taken for ours."""
+SYNONYMS: dict[str, str] = {
+    "sequence_parallel_size": "context_parallel_degree",
+    "advantages": "advantage_normalization_type",
+}
+"""Other names of flags, theirs and shorter ones."""
 
 UPSTREAM_FLAGS: dict[str, str] = {
     # the same thing under another name

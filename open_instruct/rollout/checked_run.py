@@ -14,8 +14,10 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.prompts import Prompts, load_prompt_dataset
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
+from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker
 from open_instruct.run.opened import made_ready
@@ -39,6 +41,7 @@ class RolloutRun:
     chat: ChatFormat
     prompts: Prompts
     held_out: Prompts | None
+    conversations: TokenDataset | None
     trackers: tuple[Tracker, ...]
 
 
@@ -114,6 +117,7 @@ def _opened(
         chat=chat,
         prompts=prompts,
         held_out=held_out,
+        conversations=load_conversations(config, pretrained.tokenizer, say=console.say),
         trackers=tuple(trackers),
     )
 

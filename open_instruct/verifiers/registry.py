@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from open_instruct.errors import InputError
 from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, StringF1, StringMatcher
 from open_instruct.verifiers.ifeval import IFEval
 from open_instruct.verifiers.math_answers import Math
+from open_instruct.verifiers.own_code import own_module
 from open_instruct.verifiers.verifier import Verifier
 
 BUILT_IN: tuple[type[Verifier], ...] = (GSM8K, IFEval, Math, StringMatcher, StringF1, Passthrough, R1Format)
@@ -38,7 +34,7 @@ def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
 def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
     where, _, class_name = word.rpartition(":")
     try:
-        kind: Any = getattr(_module(where), class_name)
+        kind: Any = getattr(own_module(where), class_name)
     except (Exception, SystemExit) as error:  # it is foreign code, which may raise anything
         raise InputError(
             f"{origin} cannot be loaded ({type(error).__name__}: {error}); it takes FILE.py:Class, or module:Class "
@@ -55,26 +51,3 @@ def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
         verifiers[kind.name] = kind()
     except Exception as error:
         raise InputError(f"{origin} cannot be made without arguments ({type(error).__name__}: {error})") from error
-
-
-def _module(where: str) -> ModuleType:
-    """A file, exactly that one; or a module: an installed one, else the file of its name in the working folder.
-
-    The working folder is not on the path: nothing else that lies there can be imported in place of a library.
-    """
-    beside = Path(f"{where}.py")
-    if where.endswith(".py"):
-        beside = Path(where)
-    elif "." in where or find_spec(where) is not None or not beside.is_file():
-        return importlib.import_module(where)
-    name = str(beside.resolve())
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, name)
-        assert spec is not None and spec.loader is not None, "the name ends in .py"
-        module = sys.modules[name] = module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]

@@ -81,6 +81,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self.loss = loss
         # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
         self.reference: Reference | None = None
+        # A frozen model that the policy is drawn to on its own completions; built from its files after a restart.
+        self.teacher: Transformer | None = None
         self._has_nothing_to_learn = False
         self._grad_norm = torch.zeros(())
         self._num_left_out = 0
@@ -148,6 +150,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         ratio is exactly 1.
         """
         models = {} if self.reference is None else {"reference_logprobs_N": self.reference.model}
+        if self.teacher is not None:
+            models["teacher_logprobs_N"] = self.teacher
         if len(updates) * num_epochs > 1:
             models["old_logprobs_N"] = self.computing_model
         if not models:
@@ -171,16 +175,16 @@ class ObjectiveTrainModule(TransformerTrainModule):
         )
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
-        if self.reference is not None:
-            reshard(self.reference.model)
+        for model in models.values():
+            reshard(model)
         return filled
 
     @torch.no_grad()
     def scores(self, packed: PackedBatch) -> TokenLogprobs:
         return self._scores(self.computing_model, packed)
 
-    def _scores(self, model: Transformer, packed: PackedBatch) -> TokenLogprobs:
-        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature)
+    def _scores(self, model: Transformer, packed: PackedBatch, **rest: bool) -> TokenLogprobs:
+        return token_logprobs(model, packed, device=self.device, temperature=self.loss.temperature, **rest)
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
@@ -188,7 +192,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if self.loss.prepare is None:
             return step
         self._set_model_mode("eval")
-        scores = [self.scores(batch.packed) for batch in step.microbatches]
+        model, with_entropy = self.computing_model, self.loss.with_entropy
+        scores = [self._scores(model, batch.packed, with_entropy=with_entropy) for batch in step.microbatches]
         reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
 

@@ -90,7 +90,7 @@ class Learner(GRPOLearner):
         if one_at_a_time:
             work = spread(work)
         row = self.step(work)
-        return row | {"num_labels": sum(minibatch.num_label_tokens_global for minibatch in work.minibatches)}
+        return row | {"num_labels": sum(minibatch.counts["labels"] for minibatch in work.minibatches)}
 
 
 def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSample]:

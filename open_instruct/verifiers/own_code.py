@@ -1,0 +1,56 @@
+"""What users bring of their own, named as FILE.py:NAME or module:NAME."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from open_instruct.errors import InputError
+
+
+def own_function(word: str, *, flag: str) -> Callable[..., Any]:
+    """The function that `word` names.
+
+    Raises:
+        InputError: it cannot be imported, or is no function.
+    """
+    where, _, name = word.rpartition(":")
+    try:
+        function = getattr(own_module(where), name)
+    except (Exception, SystemExit) as error:  # it is foreign code, which may raise anything
+        raise InputError(
+            f"{flag} {word} cannot be loaded ({type(error).__name__}: {error}); it takes FILE.py:function, or "
+            "module:function of a module that is installed or lies in the working folder"
+        ) from error
+    if not callable(function):
+        raise InputError(f"{flag} {word} is a {type(function).__name__}, not a function; docs/losses.md has an example")
+    own: Callable[..., Any] = function
+    return own
+
+
+def own_module(where: str) -> ModuleType:
+    """A file, exactly that one; or a module: an installed one, else the file of its name in the working folder.
+
+    The working folder is not on the path: nothing else that lies there can be imported in place of a library.
+    """
+    beside = Path(f"{where}.py")
+    if where.endswith(".py"):
+        beside = Path(where)
+    elif "." in where or find_spec(where) is not None or not beside.is_file():
+        return importlib.import_module(where)
+    name = str(beside.resolve())
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, name)
+        assert spec is not None and spec.loader is not None, "the name ends in .py"
+        module = sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
