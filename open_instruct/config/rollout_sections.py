@@ -133,7 +133,7 @@ class PolicyLossSection:
         "multiply the estimate by the ratio of new to old policy, which makes it unbiased after the first update", False
     )
     loss_denominator: str = flag(
-        f"'token', or a constant number of tokens per completion: {' and '.join(OVER_TOKENS)}", "token"
+        f"'token', or a constant number of tokens per completion: {', '.join(OVER_TOKENS)}", "token"
     )
     rho_correction: Literal["none", "clamp", "token_mask", "sequence_mask", "bounds"] = flag(
         "what is done where learner and engine disagree: clamp the importance weight, leave tokens or sequences out, "

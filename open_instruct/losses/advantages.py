@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Literal
 
@@ -48,7 +47,7 @@ def advantages_of(
         InputError: `own` does not give a finite number for every completion.
     """
     if own is None:
-        return {**ADVANTAGE_FUNCTIONS, "pass_at_k": partial(_pass_at_k, k=pass_k)}[name](groups)
+        return _pass_at_k(groups, k=pass_k) if name == "pass_at_k" else ADVANTAGE_FUNCTIONS[name](groups)
     given = [tuple(map(float, of_group)) for of_group in own(groups)]
     if [len(of_group) for of_group in given] != [len(group.completions) for group in groups]:
         raise InputError(f"--advantages {name}: gives other numbers than one for every completion of every group")

@@ -297,6 +297,27 @@ def test_corrections(kind: str, weights: list[float], is_corrected: list[int]) -
     assert not correction.weights_N.requires_grad and not correction.rho_N.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("bounds", "weights"),
+    [
+        ({}, [3, 1, 0.1, 4, 1.8, 0.4]),
+        ({"rho_clamp_upper": 2, "rho_clamp_lower": 0.5}, [2, 1, 0.5, 2, 1.8, 0.5]),
+        ({"rho_mask_upper": 2, "rho_mask_lower": 0.2}, [0, 1, 0, 0, 1.8, 0.4]),
+        ({"rho_clamp_upper": 1.5, "rho_mask_upper": 3.5}, [1.5, 1, 0.1, 0, 1.5, 0.4]),
+        # Geometric means 0.3^(1/3), 7.2^(1/2) and 0.4.
+        ({"rho_level": "sequence"}, [0.3 ** (1 / 3)] * 3 + [7.2**0.5] * 2 + [0.4]),
+        ({"rho_level": "sequence", "rho_mask_lower": 0.5, "rho_clamp_upper": 2}, [0.3 ** (1 / 3)] * 3 + [2, 2, 0]),
+    ],
+)
+def test_bounds_of_their_own(bounds: dict[str, Any], weights: list[float]) -> None:
+    ratios, ids = [3.0, 1.0, 0.1, 4.0, 1.8, 0.4], [0, 0, 0, 1, 1, 2]
+    correction = corrected("bounds", ratios, ids, **bounds)
+    assert correction.weights_N.tolist() == pytest.approx(weights)
+    if "rho_level" not in bounds:
+        expected = [not math.isclose(weight, ratio) for weight, ratio in zip(weights, ratios, strict=True)]
+        assert correction.is_corrected_N.tolist() == expected
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     ratios=st.lists(st.floats(1e-3, 1e3), max_size=8), kind=st.sampled_from(["clamp", "token_mask", "sequence_mask"])
