@@ -137,7 +137,7 @@ class PolicyLossSection:
     )
     rho_correction: Literal["none", "clamp", "token_mask", "sequence_mask", "bounds"] = flag(
         "what is done where learner and engine disagree: clamp the importance weight, leave tokens or sequences out, "
-        "or both, as the --rho_clamp and --rho_mask bounds say",
+        "or both, as bounds of their own say",
         "clamp",
     )
     rho_level: Literal["token", "sequence"] = flag(

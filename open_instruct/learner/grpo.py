@@ -10,7 +10,7 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.policy import build_policy
-from open_instruct.learner.reference_policy import Reference, build_reference, build_teacher
+from open_instruct.learner.reference_policy import Reference, build_reference, open_teacher
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
@@ -62,7 +62,8 @@ class GRPOLearner:
                 alpha=config.loss.alpha,
             )
         if config.loss.teacher_model_name_or_path is not None:
-            self.policy.teacher = build_teacher(pretrained, run=run, config=config)
+            teacher = open_teacher(pretrained, config=config, export_folder=run.directory.hf_model, layout=run.layout)
+            self.policy.teacher = build_reference(teacher, run=run, config=config)
         self.loop = Loop(
             self.policy,
             self.drivers,

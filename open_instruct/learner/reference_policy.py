@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from open_instruct.learner.olmo_core.replica import build_replica
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import reshard
+from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 
@@ -65,21 +67,18 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
     return model.requires_grad_(False).eval()
 
 
-def build_teacher(student: Pretrained, *, run: Run, config: GRPOConfig) -> Transformer:
-    """The model of --teacher_model_name_or_path, built as a reference is.
+def open_teacher(student: Pretrained, *, config: GRPOConfig, export_folder: Path, layout: ShardLayout) -> Pretrained:
+    """The model of --teacher_model_name_or_path; `build_reference` builds it.
 
-    :raises InputError: if it has other tokens than the student, so that they could not be compared.
+    :raises InputError: if it cannot be opened, or has other tokens than the student, so that they cannot be compared.
     """
     assert config.loss.teacher_model_name_or_path is not None
-    model = replace(
-        config.model, model_name_or_path=config.loss.teacher_model_name_or_path, tokenizer_name_or_path=None
-    )
     teacher = open_pretrained(
-        model,
+        replace(config.model, model_name_or_path=config.loss.teacher_model_name_or_path, tokenizer_name_or_path=None),
         max_seq_length=config.data.max_seq_length,
-        export_folder=run.directory.hf_model,
+        export_folder=export_folder,
         length_flag="--max_prompt_token_length and --response_length together:",
-        layout=run.layout,
+        layout=layout,
     )
     ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours != theirs:
@@ -87,7 +86,7 @@ def build_teacher(student: Pretrained, *, run: Run, config: GRPOConfig) -> Trans
             f"--teacher_model_name_or_path {teacher.folder}: its tokenizer has {len(theirs)} tokens and the policy's "
             f"{len(ours)}, and they are not the same: take a teacher of the same family"
         )
-    return build_reference(teacher, run=run, config=config)
+    return teacher
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
     Raises:
         InputError: a `--loss_fn` of the user's own cannot be loaded.
     """
-    own = None if loss.loss_fn in POLICY_LOSSES else own_function(loss.loss_fn, flag="--loss_fn")
+    own = own_function(loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     chooses = policy_loss_facts(loss.loss_fn).marks or loss.top_entropy_quantile < 1
     return BoundLoss(
         function=partial(policy_gradient, loss=loss, response_length=response_length, own=own),

@@ -46,7 +46,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
     truncated completion is left out too, but its reward still counts in the mean of its group.
     """
     name = config.advantage_normalization_type
-    own = None if name in ADVANTAGES else own_function(name, flag="--advantages")
+    own = own_function(name, flag="--advantages", known=ADVANTAGES)
     advantages = advantages_of(batch.groups, name, pass_k=config.advantage_pass_k, own=own)
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []

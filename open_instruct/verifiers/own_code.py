@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -13,12 +13,14 @@ from typing import Any
 from open_instruct.errors import InputError
 
 
-def own_function(word: str, *, flag: str) -> Callable[..., Any]:
-    """The function that `word` names.
+def own_function(word: str, *, flag: str, known: Container[str]) -> Callable[..., Any] | None:
+    """The function that `word` names; None where it is one of those that are `known`.
 
     Raises:
         InputError: it cannot be imported, or is no function.
     """
+    if word in known:
+        return None
     where, _, name = word.rpartition(":")
     try:
         function = getattr(own_module(where), name)
