@@ -6,18 +6,24 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import POLICY_LOSSES
+from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.errors import InputError
+from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.models.tiny import write_tiny_model
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
-from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
+from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, Span, StepBatch
+from open_instruct.rollout.conversations import conversations_of
 
 OWN = """
 from open_instruct.losses.policy import PolicyLossInputs, PolicyLossOutputs
@@ -285,3 +291,43 @@ def test_one_that_cannot_be_used(name: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         bind(PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:{name}"), temperature=1.0, response_length=20)
     assert told in str(caught.value) and "--loss_fn" in str(caught.value)
+
+
+# --- conversations -----------------------------------------------------------------------------------
+
+
+def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
+    """Every row once an epoch, in another order the next time; so nothing of them need be saved."""
+    rows: Any = [(sample.document,) for sample in completions(14, count=7)]
+    words = ["--model_name_or_path", "m", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o"]
+    config = parse(GRPOConfig, [*words, "--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3"])
+    steps = [conversations_of(rows, step=step, config=config) for step in range(1, 15)]
+    assert (
+        conversations_of(rows, step=9, config=config) == steps[8]
+        and conversations_of(None, step=9, config=config) == []
+    )
+    order = [sample.document for step in steps for sample in step]
+    epochs = [order[start : start + 7] for start in range(0, 42, 7)]
+    assert all({d.token_ids for d in epoch} == {d.token_ids for (d,) in rows} for epoch in epochs)
+    assert len({tuple(d.token_ids for d in epoch) for epoch in epochs}) > 1
+    for sample in steps[0]:
+        labels = sample.document.num_label_tokens
+        assert sample.weights_of("ce") == (1.0,) * labels and not any(sample.weights_of("rl") + sample.weights_of("kl"))
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    words = ["--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o", "--max_prompt_token_length", "8"]
+    words += [
+        "--response_length",
+        "8",
+        "--model_name_or_path",
+        "m",
+        "--teacher_model_name_or_path",
+        str(tmp_path / "t"),
+    ]
+    config = parse(GRPOConfig, words)
+    write_tiny_model(tmp_path / "t", family="olmo2")
+    layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
+    student: Any = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}))
+    with pytest.raises(InputError, match=r"its tokenizer has .* and the policy's 1"):
+        open_teacher(student, config=config, export_folder=tmp_path / "out", layout=layout)
