@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +25,11 @@ from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, Span, StepBatch
 from open_instruct.rollout.conversations import conversations_of
+from open_instruct.verifiers.own_code import own_function
 
-OWN = """
-from open_instruct.losses.policy import PolicyLossInputs, PolicyLossOutputs
-
-
-def squared(inputs: PolicyLossInputs, loss) -> PolicyLossOutputs:
-    losses_N = (inputs.log_ratio_N - inputs.advantages_N).square() / 2
-    return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=(losses_N * 0).detach())
-"""
+PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
+# The examples of that page, `squared` and `signs`.
+OWN = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 
 
 def completions(seed: int, count: int = 6) -> list[RolloutSample]:
@@ -281,6 +278,8 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     _, gradient_N = loss_and_gradient(samples, loss)
     advantages_N = rollout_batch(samples, pad_token_id=0).values["advantages_N"]
     torch.testing.assert_close(gradient_N, -advantages_N / len(advantages_N))
+    signs = own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", known=())
+    assert signs is not None and signs([SimpleNamespace(rewards=(1.0, 0.25))]) == [[1.0, -1.0]]
 
 
 @pytest.mark.parametrize(
