@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 IGNORE_INDEX = -100
+# Of the losses that learn from a completion, each with a weight a token.
+USUAL_WEIGHTS = {"rl": 1.0, "ce": 0.0, "kl": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +248,8 @@ class Batch:
 
     The documents of R rows with D documents each lie document by document: sequence d * R + r is document d of row
     `row_ids[r]`. Each of `values` has an entry a sequence (name in `_S`) or a labelled token, in the order of the
-    labels (name in `_N`). A microbatch of no rows still holds one unlabelled document, so that every rank enters the
-    same collectives.
+    labels (name in `_N`), or belongs to those tokens that another of them lists. A microbatch of no rows still holds
+    one unlabelled document, so that every rank enters the same collectives.
 
     `documents` are what was laid out, in the order of the sequences, for an objective that lays some of them out again.
 
@@ -351,6 +353,11 @@ class Verdict:
     scores: dict[str, float]
     problems: tuple[str, ...] = ()
 
+    @property
+    def is_right(self) -> bool:
+        """Whether every verifier accepted the completion in full."""
+        return bool(self.scores) and min(self.scores.values()) >= 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
@@ -374,7 +381,11 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One completion as the learner sees it: prompt and completion in one document, and what it is learned with.
+    """What the learner is given of one document: a completion after its prompt, or anything else that has labels.
+
+    Three losses learn from its labelled tokens: `rl`, the policy loss; `ce`, the cross-entropy; `kl`, the penalty for
+    being elsewhere than a frozen model. `weights` has those of a loss, one for each labelled token, where they are not
+    the usual ones of a completion: 1 for `rl` and `kl`, 0 for `ce`.
 
     Example: a completion of 2 tokens with advantage 0.7 after a prompt of 4 tokens::
 
@@ -383,8 +394,17 @@ class RolloutSample:
             engine_logprobs=(-0.1, -0.02),
             advantage=0.7,
         )
+
+    Example: of the same tokens, where the first was written by a tool, and is learned as it stands::
+
+        weights={"rl": (0.0, 1.0), "ce": (1.0, 0.0), "kl": (0.0, 1.0)}
     """
 
     document: Document
     engine_logprobs: tuple[float, ...]
     advantage: float
+    weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def weights_of(self, stream: str) -> tuple[float, ...]:
+        """Of each labelled token."""
+        return self.weights.get(stream, (USUAL_WEIGHTS[stream],) * len(self.engine_logprobs))

@@ -103,6 +103,7 @@ def take_again(
     from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
+    from open_instruct.rollout.conversations import load_conversations
     from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, work_of
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
@@ -110,7 +111,6 @@ def take_again(
     from open_instruct.run.run_directory import RunDirectory
 
     config = on_one_process(config)
-    work, num_completions = work_of(groups, step=step, config=config)
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         run = Run(
             process=process,
@@ -128,6 +128,8 @@ def take_again(
 
         pretrained = opened(weights.model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)
+        conversations = load_conversations(config, pretrained.tokenizer)
+        work, num_completions = work_of(groups, step=step, config=config, conversations=conversations)
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.loop.stand_before(step, checkpoint=weights.checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Container
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,21 @@ def load_named(word: str, *, origin: str, what: str) -> Any:
             f"{origin} cannot be loaded ({type(error).__name__}: {error}); it takes FILE.py:{what}, or module:{what} "
             "of a module that is installed or lies in the working folder"
         ) from error
+
+
+def own_function(word: str, *, flag: str, known: Container[str]) -> Callable[..., Any] | None:
+    """The function that `word` names; None where it is one of those that are `known`.
+
+    Raises:
+        InputError: it cannot be imported, or is no function.
+    """
+    if word in known:
+        return None
+    function = load_named(word, origin=f"{flag} {word}", what="function")
+    if not callable(function):
+        raise InputError(f"{flag} {word} is a {type(function).__name__}, not a function; docs/losses.md has an example")
+    own: Callable[..., Any] = function
+    return own
 
 
 def _module(where: str) -> ModuleType:

@@ -72,12 +72,15 @@ class Flag:
     item_kind: type = str  # of a list's items
     or_one: bool = False  # of a list: a single word is that word, no list of one
     resume: str = "same"  # see `sections.Resume`
+    takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
 
     @property
     def metavar(self) -> str:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
-            return "|".join(self.choices) + " ..." * self.or_one
+            return (
+                "|".join((*self.choices, "FILE.py:FUNCTION") if self.takes_own else self.choices) + " ..." * self.or_one
+            )
         of_list = {int: "INT ...", float: "FLOAT ...", str: "WORD ..."}[self.item_kind]
         return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: of_list}[self.kind]
 
@@ -86,6 +89,7 @@ class Flag:
         """The values it takes, for error messages."""
         if self.choices:
             what = f"one of {', '.join(self.choices)}"
+            what += ", or a function of your own as FILE.py:function or module:function" if self.takes_own else ""
         else:
             what = {
                 bool: "true or false",
@@ -117,7 +121,7 @@ class Flag:
         if self.optional and word.lower() in NONE_WORDS:
             return None
         if self.choices:
-            if word in self.choices:
+            if word in self.choices or (self.takes_own and all(word.rpartition(":"))):
                 return word
         elif self.kind is str:
             return word
@@ -208,6 +212,7 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 item_kind=item_kind,
                 or_one=or_one,
                 resume=field.metadata["resume"],
+                takes_own=field.metadata["takes_own"],
             )
     return flags
 

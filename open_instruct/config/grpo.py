@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.losses import OVER_TOKENS
+from open_instruct.config.losses import OVER_TOKENS, POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import (
     LEAST_TEMPERATURE,
     EvaluationSection,
@@ -63,6 +63,11 @@ class GRPOConfig:
         return self.rollout.num_unique_prompts_rollout * self.rollout.num_samples_per_prompt_rollout
 
     @property
+    def num_samples_per_step(self) -> int:
+        """Completions, and the conversations beside them."""
+        return self.num_completions_per_step + self.data.sft_rows_per_step
+
+    @property
     def num_steps(self) -> int:
         return self.rollout.total_episodes // self.num_completions_per_step
 
@@ -98,6 +103,9 @@ def _data_problems(data: PromptDataSection) -> Iterator[str]:
     yield from mixer_problems(
         "dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
     )
+    yield from mixer_problems("sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
+    if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
+        yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
 
 
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
@@ -113,7 +121,7 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
             "the learner over all of them, so the ratio of the two is biased by what was left out; use 1.0, and a "
             "lower --temperature for less random completions"
         )
-    if rollout.num_samples_per_prompt_rollout == 1:
+    if rollout.num_samples_per_prompt_rollout == 1 and config.loss.rl_coef:
         yield (
             "--num_samples_per_prompt_rollout 1: a group of one has no spread, so every advantage is 0; use at least 2"
         )
@@ -123,6 +131,14 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
             f"{rollout.num_unique_prompts_rollout} x --num_samples_per_prompt_rollout "
             f"{rollout.num_samples_per_prompt_rollout} = {config.num_completions_per_step}; raise it or make a step "
             "smaller"
+        )
+    if rollout.advantage_normalization_type != "pass_at_k":
+        for given in changed(config, "advantage_pass_k"):
+            yield f"{given}: is read only with --advantages pass_at_k; add that, or leave this out"
+    elif rollout.advantage_pass_k > rollout.num_samples_per_prompt_rollout:
+        yield (
+            f"--advantage_pass_k {rollout.advantage_pass_k} is more than the --num_samples_per_prompt_rollout "
+            f"{rollout.num_samples_per_prompt_rollout} of a group; use at most so many"
         )
     if any(not text for text in rollout.stop_strings):
         yield "--stop_strings holds an empty text, which would end every completion at once; leave it out"
@@ -151,23 +167,41 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     if loss.clip_lower >= 1:
         yield f"--clip_lower {spelled(loss.clip_lower)}: must be below 1, or the ratio is never clipped from below"
+    facts = policy_loss_facts(loss.loss_fn)
+    for flag in policy_loss_facts("").reads:
+        if flag not in facts.reads:
+            for given in changed(config, flag):
+                readers = " or ".join(name for name, other in POLICY_LOSSES.items() if flag in other.reads)
+                yield f"{given}: --loss_fn {loss.loss_fn} does not read it; leave it out, or use {readers}"
+    if loss.delta is not None and loss.delta <= 1 + loss.clip_higher:
+        yield f"--delta {spelled(loss.delta)}: must be above 1 plus --clip_higher, or it would undo that clip"
     if loss.loss_denominator != "token":
         if not loss.loss_denominator.isdecimal() or int(loss.loss_denominator) == 0:
             yield f"--loss_denominator {loss.loss_denominator}: takes 'token' or a whole number of tokens above 0"
-        elif loss.loss_fn not in OVER_TOKENS:
+        elif facts.denominator != "tokens":
             yield (
                 f"--loss_denominator {loss.loss_denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; "
                 f"leave it out, or use {' or '.join(OVER_TOKENS)}"
             )
     if loss.beta == 0:
-        for given in changed(config, "kl_estimator", "alpha", "ref_policy_update_freq"):
+        for given in changed(config, "kl_estimator", "kl_importance_weighted", "alpha", "ref_policy_update_freq"):
             yield f"{given}: there is no reference policy with --beta 0; raise --beta, or leave this out"
     elif loss.ref_policy_update_freq is None:
         for given in changed(config, "alpha"):
             yield f"{given}: is read only with --ref_policy_update_freq; add that, or leave this out"
-    if loss.rho_correction == "none":
+    if loss.rho_correction in ("none", "bounds"):
         for given in changed(config, "rho_cap"):
-            yield f"{given}: is not read with --rho_correction none; leave one of them out"
+            yield f"{given}: is not read with --rho_correction {loss.rho_correction}; leave one of them out"
+    if loss.rho_correction != "bounds":
+        for given in changed(
+            config, *("rho_level", "rho_clamp_lower", "rho_clamp_upper", "rho_mask_lower", "rho_mask_upper")
+        ):
+            yield f"{given}: is read only with --rho_correction bounds; add that, or leave this out"
+    for kind in ("clamp", "mask"):
+        lower, upper = getattr(loss, f"rho_{kind}_lower"), getattr(loss, f"rho_{kind}_upper")
+        if upper is not None and lower > upper:
+            yield f"--rho_{kind}_lower {spelled(lower)} is above --rho_{kind}_upper {spelled(upper)}: swap them"
+    yield from _stream_problems(config)
     if loss.pack_length is not None and loss.pack_length < config.data.max_seq_length:
         yield (
             f"--pack_length {loss.pack_length} does not hold the longest sample: --max_prompt_token_length "
@@ -182,6 +216,20 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
             f"--num_mini_batches {loss.num_mini_batches} is more than the {config.rollout.num_unique_prompts_rollout} "
             "prompts of a step; use at most so many"
         )
+
+
+def _stream_problems(config: GRPOConfig) -> Iterator[str]:
+    loss = config.loss
+    if not config.data.sft_mixer_list:
+        for given in changed(config, "ce_coef"):
+            yield f"{given}: there are no conversations without --sft_mixer_list; add that, or leave this out"
+    if loss.teacher_model_name_or_path is None:
+        for given in changed(config, "teacher_kl_coef"):
+            yield f"{given}: there is no teacher without --teacher_model_name_or_path; add that, or leave this out"
+        if loss.rl_coef == 0:
+            yield "--rl_coef 0: without --teacher_model_name_or_path nothing is learned from completions; add that"
+    elif loss.rl_coef == 0 and config.rollout.filter_zero_std_samples:
+        yield "--rl_coef 0 learns from a teacher, whatever the rewards are: add --no_filter_zero_std_samples"
 
 
 def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
@@ -236,6 +284,19 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     yield from learner_warnings(config)
     yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
     yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
+    if config.loss.loss_fn == "cispo" and not config.loss.cispo_clamp_below:
+        for given in changed(config, "clip_lower"):
+            yield f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to clamp it from below too"
+    if config.loss.teacher_model_name_or_path and config.loss.rl_coef and config.rollout.filter_zero_std_samples:
+        yield (
+            "groups whose rewards are all the same are left out before the teacher sees them; "
+            "--no_filter_zero_std_samples lets it teach from them too"
+        )
+    if config.data.sft_mixer_list and config.rollout.temperature != 1:
+        yield (
+            f"--temperature {spelled(config.rollout.temperature)}: the cross-entropy of --sft_mixer_list is taken "
+            "under it too"
+        )
     left_over = config.rollout.total_episodes % config.num_completions_per_step
     if left_over:
         yield (

@@ -79,21 +79,66 @@ SMOOTHED = [name for name, loss in PREFERENCE_LOSSES.items() if SMOOTHING in los
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """A loss of --loss_fn: its paper's number on arXiv, and what the sum over all tokens is divided by.
+    """A loss of --loss_fn.
 
-    That is the tokens, or (--loss_denominator) a constant length for each completion; the completions, where each is
-    averaged first; or --response_length for each completion.
+    Attributes:
+        paper: its number on arXiv.
+        denominator: what the sum over all tokens is divided by: the tokens, or (--loss_denominator) a constant length
+            for each completion; the completions; or --response_length for each completion.
+        averaged: whether each completion is averaged over its tokens first.
+        reads: the flags that not every loss reads.
+        marks: whether it singles out tokens of the whole update by their covariance.
     """
 
     paper: str
-    denominator: Literal["tokens", "completions", "response_length"]
+    denominator: Literal["tokens", "completions", "response_length"] = "tokens"
+    averaged: bool = False
+    reads: tuple[str, ...] = ()
+    marks: bool = False
 
 
 POLICY_LOSSES = {
-    "dapo": PolicyLoss(paper="2503.14476", denominator="tokens"),
-    "cispo": PolicyLoss(paper="2506.13585", denominator="tokens"),
-    "grpo": PolicyLoss(paper="2402.03300", denominator="completions"),
-    "dr_grpo": PolicyLoss(paper="2503.20783", denominator="response_length"),
-    "gspo": PolicyLoss(paper="2507.18071", denominator="completions"),
+    "dapo": PolicyLoss(paper="2503.14476", reads=("delta",)),
+    "cispo": PolicyLoss(paper="2506.13585", reads=("cispo_clamp_below",)),
+    "grpo": PolicyLoss(paper="2402.03300", denominator="completions", averaged=True, reads=("delta",)),
+    "dr_grpo": PolicyLoss(paper="2503.20783", denominator="response_length", reads=("delta",)),
+    "gspo": PolicyLoss(paper="2507.18071", denominator="completions", averaged=True, reads=("delta",)),
+    "bnpo": PolicyLoss(paper="2503.14476", reads=("delta",)),
+    "sapo": PolicyLoss(
+        paper="2511.20347",
+        denominator="completions",
+        averaged=True,
+        reads=("sapo_temperature_pos", "sapo_temperature_neg"),
+    ),
+    "gmpo": PolicyLoss(paper="2507.20673", denominator="completions", averaged=True),
+    "luspo": PolicyLoss(paper="2602.05261", denominator="completions", reads=("delta",)),
+    "vespo": PolicyLoss(paper="2602.10693"),
+    "dppo_tv": PolicyLoss(paper="2602.04879"),
+    "dppo_kl": PolicyLoss(paper="2602.04879"),
+    "clip_cov": PolicyLoss(
+        paper="2505.22617", marks=True, reads=("delta", "cov_fraction", "clip_cov_lower", "clip_cov_upper")
+    ),
+    "kl_cov": PolicyLoss(paper="2505.22617", marks=True, reads=("cov_fraction", "kl_cov_coef")),
+    "gpg": PolicyLoss(paper="2504.02546"),
 }
 OVER_TOKENS = [name for name, loss in POLICY_LOSSES.items() if loss.denominator == "tokens"]
+# A function of the user's own gives a loss a token, and may read any flag of the section.
+OWN_POLICY_LOSS = PolicyLoss(paper="", reads=tuple({flag: 0 for loss in POLICY_LOSSES.values() for flag in loss.reads}))
+
+
+def policy_loss_facts(name: str) -> PolicyLoss:
+    """Of a loss of the table, or of one of the user's own."""
+    return POLICY_LOSSES.get(name, OWN_POLICY_LOSS)
+
+
+# Ways to make advantages, with their papers' numbers on arXiv. The functions are in losses/advantages.py.
+ADVANTAGES = {
+    "standard": "2402.03300",
+    "centered": "2503.20783",
+    "batch": "2508.08221",
+    "rloo": "2402.14740",
+    "maxrl": "2602.02710",
+    "reinforce_pp": "2501.03262",
+    "gdpo": "2601.05242",
+    "pass_at_k": "2508.10751",
+}

@@ -18,7 +18,13 @@ from open_instruct.errors import InputError
 
 CONFIG_FILE = "config.yaml"
 # Beside those of the loss: what decides which completions are learned from, and with which advantage.
-ROLLOUT_FLAGS = ("temperature", "filter_zero_std_samples", "mask_truncated_completions", "advantage_normalization_type")
+ROLLOUT_FLAGS = (
+    "temperature",
+    "filter_zero_std_samples",
+    "mask_truncated_completions",
+    "advantage_normalization_type",
+    "advantage_pass_k",
+)
 
 DESCRIPTION = """
 Take one step of a GRPO run again, on one process: the same completions (the run had --save_traces) and the same

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from open_instruct.config.losses import OVER_TOKENS, POLICY_LOSSES
+from open_instruct.config.losses import ADVANTAGES, OVER_TOKENS, POLICY_LOSSES
 from open_instruct.config.sections import OptimizerSection, ParallelSection, PrefixSharing, RunSection, flag, free_flag
 
 # vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
@@ -23,6 +23,11 @@ class PromptDataSection:
     dataset_mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
     dataset_mixer_eval_list: list[str] = free_flag("held-out prompts, in the same form", [])
     dataset_mixer_eval_list_splits: list[str] = free_flag("split of each held-out data set, or one for all", ["train"])
+    sft_mixer_list: list[str] = flag(
+        "conversations, in the same form, some of which every step learns from beside its completions", []
+    )
+    sft_mixer_list_splits: list[str] = flag("split of each data set of conversations, or one for all", ["train"])
+    sft_rows_per_step: int = flag("conversations of one step", 0, minimum=0)
     max_prompt_token_length: int = flag("tokens; longer prompts are left out and counted", 256, minimum=1)
     response_length: int = flag("tokens that the policy may generate for a prompt", 256, minimum=1)
     chat_template_name: str | None = flag("a built-in template; default: the tokenizer's own", None)
@@ -67,9 +72,14 @@ class RolloutSection:
     )
     filter_zero_std_samples: bool = flag("leave out groups whose rewards are all the same", True)
     mask_truncated_completions: bool = flag("learn nothing from completions that were cut at the length limit", False)
-    advantage_normalization_type: Literal["standard", "centered"] = flag(
-        "reward minus the group's mean, divided by its standard deviation or not", "standard"
+    advantage_normalization_type: str = flag(
+        "from rewards to advantages: reward minus the group's mean, divided by its standard deviation, by nothing, or "
+        "as docs/losses.md says (also: --advantages)",
+        "standard",
+        choices=ADVANTAGES,
+        takes_own=True,
     )
+    advantage_pass_k: int = flag("pass_at_k: one of so many completions is to be right", 4, minimum=1)
 
 
 @dataclass(kw_only=True)
@@ -95,20 +105,50 @@ class RewardSection:
 class PolicyLossSection:
     """Loss"""
 
-    loss_fn: str = flag("the policy loss", "dapo", choices=POLICY_LOSSES)
+    loss_fn: str = flag("the policy loss", "dapo", choices=POLICY_LOSSES, takes_own=True)
     clip_lower: float = flag("the ratio of new to old policy is clipped to at least 1 minus this", 0.2, above=0)
     clip_higher: float = flag("the ratio of new to old policy is clipped to at most 1 plus this", 0.2, above=0)
+    delta: float | None = flag(
+        "two-sided clip: where the advantage is negative the ratio is at most this; above 1 plus --clip_higher", None
+    )
+    cispo_clamp_below: bool = flag("cispo: clamp the ratio from below too, at 1 minus --clip_lower", False)
+    sapo_temperature_pos: float = flag("sapo: steepness of the gate where the advantage is positive", 1.0, above=0)
+    sapo_temperature_neg: float = flag("sapo: steepness of the gate where it is not", 1.05, above=0)
+    cov_fraction: float = flag("clip_cov, kl_cov: share of the tokens that is singled out", 2e-4, above=0, maximum=1)
+    clip_cov_lower: float = flag("clip_cov: the least covariance of those", 1.0)
+    clip_cov_upper: float = flag("clip_cov: the largest covariance of those", 5.0)
+    kl_cov_coef: float = flag("kl_cov: weight of the divergence from the step's start at those", 1.0, minimum=0)
+    top_entropy_quantile: float = flag(
+        "learn from this share of the tokens, those where the policy is least certain", 1.0, above=0, maximum=1
+    )
+    rl_coef: float = flag("weight of the policy loss; 0 leaves the teacher alone", 1.0, minimum=0)
+    ce_coef: float = flag("weight of the cross-entropy of the conversations of --sft_mixer_list", 1.0, minimum=0)
+    teacher_model_name_or_path: str | None = flag(
+        "folder of a frozen model with the same tokenizer that the policy is drawn to on its own completions", None
+    )
+    teacher_kl_coef: float = flag("weight of the divergence from the teacher", 1.0, above=0)
     beta: float = flag("weight of the divergence from the reference policy; 0 builds none", 0.0, minimum=0)
     kl_estimator: Literal["0", "1", "2", "3"] = flag(
         "0 difference, 1 half its square, 2 the unbiased and positive one, 3 importance-weighted", "2"
     )
-    loss_denominator: str = flag(
-        f"'token', or a constant number of tokens per completion: {' and '.join(OVER_TOKENS)}", "token"
+    kl_importance_weighted: bool = flag(
+        "multiply the estimate by the ratio of new to old policy, which makes it unbiased after the first update", False
     )
-    rho_correction: Literal["none", "clamp", "token_mask", "sequence_mask"] = flag(
-        "what is done where learner and engine disagree: clamp the importance weight, or leave tokens or sequences out",
+    loss_denominator: str = flag(
+        f"'token', or a constant number of tokens per completion: {', '.join(OVER_TOKENS)}", "token"
+    )
+    rho_correction: Literal["none", "clamp", "token_mask", "sequence_mask", "bounds"] = flag(
+        "what is done where learner and engine disagree: clamp the importance weight, leave tokens or sequences out, "
+        "or both, as bounds of their own say",
         "clamp",
     )
+    rho_level: Literal["token", "sequence"] = flag(
+        "bounds: one ratio a token, or their geometric mean over the completion", "token"
+    )
+    rho_clamp_lower: float = flag("bounds: the importance weight is at least this", 0.0, minimum=0)
+    rho_clamp_upper: float | None = flag("bounds: and at most this; none is no bound", None, above=0)
+    rho_mask_lower: float = flag("bounds: what has a ratio below this is left out", 0.0, minimum=0)
+    rho_mask_upper: float | None = flag("bounds: and what has one above this; none is no bound", None, above=0)
     rho_cap: float = flag(
         "the importance weight is clamped to this, or masked outside 1/cap to cap",
         2.0,

@@ -23,10 +23,20 @@ Resume = Literal["same", "length", "batch", "free"]
 
 
 def flag(
-    help: str, default: Any = MISSING, *, choices: Iterable[str] = (), resume: Resume = "same", **limits: Any
+    help: str,
+    default: Any = MISSING,
+    *,
+    choices: Iterable[str] = (),
+    takes_own: bool = False,
+    resume: Resume = "same",
+    **limits: Any,
 ) -> Any:
-    """A dataclass field that is a flag; `limits` are those of `Limits`. A list default is copied for every instance."""
-    metadata = {"help": help, "choices": tuple(choices), "resume": resume, "limits": Limits(**limits)}
+    """A dataclass field that is a flag; `limits` are those of `Limits`. A list default is copied for every instance.
+
+    With `takes_own` it takes, beside its `choices`, a function of the user's own.
+    """
+    limits = {"limits": Limits(**limits), "takes_own": takes_own}
+    metadata = {"help": help, "choices": tuple(choices), "resume": resume, **limits}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)

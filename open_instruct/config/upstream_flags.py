@@ -7,8 +7,11 @@ from importlib.resources import files
 
 import yaml
 
-SYNONYMS: dict[str, str] = {"sequence_parallel_size": "context_parallel_degree"}
-"""Names of theirs that are taken for ours."""
+SYNONYMS: dict[str, str] = {
+    "sequence_parallel_size": "context_parallel_degree",
+    "advantages": "advantage_normalization_type",
+}
+"""Other names of flags, theirs and shorter ones."""
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.policy import build_policy
-from open_instruct.learner.reference_policy import Reference, build_reference
+from open_instruct.learner.reference_policy import Reference, build_reference, open_teacher
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
@@ -61,13 +61,16 @@ class GRPOLearner:
                 update_freq=config.loss.ref_policy_update_freq,
                 alpha=config.loss.alpha,
             )
+        if config.loss.teacher_model_name_or_path is not None:
+            teacher = open_teacher(pretrained, config=config, export_folder=run.directory.hf_model, layout=run.layout)
+            self.policy.teacher = build_reference(teacher, run=run, config=config)
         self.loop = Loop(
             self.policy,
             self.drivers,
             folder=run.directory.path,
             start_model=start_model_of(pretrained, run),
             num_steps=config.num_steps,
-            max_tokens_per_step=config.num_completions_per_step * config.data.max_seq_length,
+            max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
             keep_last_n=config.run.keep_last_n_checkpoints,
         )
 

@@ -1,37 +1,161 @@
-"""From the rewards of a group to the advantage of each of its completions. Plain numbers, no tensors."""
+"""From the verdicts on the groups of a step to the advantage of each of their completions. Plain numbers, no tensors.
+
+With r a reward, of a group of G:
+
+    standard      (r - mean) / (std + 1e-8), with the population's standard deviation
+                                                                     DeepSeekMath, arXiv 2402.03300, section 4.1.2
+    centered      r - mean: groups that are nearly all right or all wrong are not blown up
+                                                                     Dr. GRPO, arXiv 2503.20783, section 3.2
+    batch         (r - mean) / (std of all rewards of the step + 1e-8)
+                                                                     Lite PPO, arXiv 2508.08221
+    rloo          r - mean of the others                             RLOO, arXiv 2402.14740
+    maxrl         (r - mean) / mean, 0 where the mean is not above 0: the rarer a right answer, the more it counts
+                                                                     MaxRL, arXiv 2602.02710
+    reinforce_pp  centered, then (a - mean) / (std + 1e-8) over all completions of the step
+                                                                     REINFORCE++ with baseline, arXiv 2501.03262
+    gdpo          standard for the scores of each verifier apart, added up with the weights of their checks, then
+                  normalised over the step as above                  GDPO, arXiv 2601.05242
+    pass_at_k     the analytic advantage where the reward is that of k completions, of which one must be right
+                                                                     arXiv 2508.10751, section 2.4
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Literal
+
+from open_instruct.errors import InputError
+from open_instruct.records import RolloutGroup
 
 EPSILON = 1e-8
 SAME_REWARD = 1e-9
 
+Advantages = list[tuple[float, ...]]
+AdvantageFunction = Callable[[Sequence[RolloutGroup]], Sequence[Sequence[float]]]
+
+
+def advantages_of(
+    groups: Sequence[RolloutGroup], name: str, *, pass_k: int = 1, own: AdvantageFunction | None = None
+) -> Advantages:
+    """How much better each completion did than its group, by the way called `name`, or by `own`.
+
+    Except where the step is looked at as a whole, a group whose rewards are all the same has advantages of exactly 0.
+
+    Raises:
+        InputError: `own` does not give a finite number for every completion.
+    """
+    if own is None:
+        return _pass_at_k(groups, k=pass_k) if name == "pass_at_k" else ADVANTAGE_FUNCTIONS[name](groups)
+    given = [tuple(map(float, of_group)) for of_group in own(groups)]
+    if [len(of_group) for of_group in given] != [len(group.completions) for group in groups]:
+        raise InputError(f"--advantages {name}: gives other numbers than one for every completion of every group")
+    if not all(math.isfinite(value) for of_group in given for value in of_group):
+        raise InputError(f"--advantages {name}: gives a number that is not finite")
+    return given
+
 
 def group_advantages(rewards: Sequence[float], normalization: Literal["standard", "centered"]) -> tuple[float, ...]:
-    """How much better each completion did than its group.
-
-    - "standard": (r - mean) / (std + 1e-8), with the population's standard deviation (DeepSeekMath, arXiv 2402.03300,
-      section 4.1.2).
-    - "centered": r - mean (Dr. GRPO, arXiv 2503.20783, section 3.2): groups that are nearly all right or all wrong
-      are not blown up.
-
-    A group whose rewards are all the same has advantages of exactly 0; an empty group has none.
+    """Those of one group; an empty group has none.
 
     Example: `group_advantages([1.0, 0.0, 0.0, 1.0], "centered") == (0.5, -0.5, -0.5, 0.5)`.
     """
     if not has_signal(rewards):
         return (0.0,) * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
-    centered = [reward - mean for reward in rewards]
+    differences = [reward - mean for reward in rewards]
     if normalization == "centered":
-        return tuple(centered)
-    std = math.sqrt(math.fsum(value * value for value in centered) / len(rewards))
-    return tuple(value / (std + EPSILON) for value in centered)
+        return tuple(differences)
+    std = math.sqrt(math.fsum(value * value for value in differences) / len(rewards))
+    return tuple(value / (std + EPSILON) for value in differences)
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
     """Whether the rewards differ, so that there is something to prefer."""
     return bool(rewards) and max(rewards) - min(rewards) > SAME_REWARD
+
+
+def _standard(groups: Sequence[RolloutGroup]) -> Advantages:
+    return [group_advantages(group.rewards, "standard") for group in groups]
+
+
+def _centered(groups: Sequence[RolloutGroup]) -> Advantages:
+    return [group_advantages(group.rewards, "centered") for group in groups]
+
+
+def _batch(groups: Sequence[RolloutGroup]) -> Advantages:
+    _, std = _mean_and_std([reward for group in groups for reward in group.rewards])
+    return [tuple(value / (std + EPSILON) for value in of_group) for of_group in _centered(groups)]
+
+
+def _rloo(groups: Sequence[RolloutGroup]) -> Advantages:
+    # The mean of the others is further away than the mean of all.
+    return [tuple(value * len(each) / max(len(each) - 1, 1) for value in each) for each in _centered(groups)]
+
+
+def _maxrl(groups: Sequence[RolloutGroup]) -> Advantages:
+    means = [_mean_and_std(group.rewards)[0] for group in groups]
+    return [
+        tuple(value / mean if mean > 0 else 0.0 for value in of_group)
+        for of_group, mean in zip(_centered(groups), means, strict=True)
+    ]
+
+
+def _reinforce_pp(groups: Sequence[RolloutGroup]) -> Advantages:
+    return _over_the_step(_centered(groups))
+
+
+def _gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
+    summed = []
+    for group in groups:
+        weights: dict[str, float] = {}
+        for check in group.prompt.checks:
+            weights[check.verifier] = weights.get(check.verifier, 0.0) + check.weight
+        names = dict.fromkeys(name for verdict in group.verdicts for name in verdict.scores)
+        parts = [[0.0] * len(group.verdicts)]
+        for name in names:
+            scores = [verdict.scores.get(name, 0.0) for verdict in group.verdicts]
+            parts.append([weights.get(name, 1.0) * value for value in group_advantages(scores, "standard")])
+        summed.append(tuple(map(math.fsum, zip(*parts, strict=True))))
+    return _over_the_step(summed)
+
+
+def _pass_at_k(groups: Sequence[RolloutGroup], *, k: int) -> Advantages:
+    advantages = []
+    for group in groups:
+        is_right, size = [verdict.is_right for verdict in group.verdicts], len(group.verdicts)
+        num_wrong = size - sum(is_right)
+        mean = 1 - math.comb(num_wrong, k) / max(math.comb(size, k), 1)
+        std = math.sqrt(mean * (1 - mean))
+        # Of the other members of its k, a wrong completion needs one that is right.
+        none_right = math.comb(num_wrong - 1, k - 1) / max(math.comb(size - 1, k - 1), 1) if num_wrong else 0.0
+        good, bad = (1 - mean, 1 - mean - none_right) if std else (0.0, 0.0)
+        advantages.append(tuple((good if right else bad) / (std or 1.0) for right in is_right))
+    return advantages
+
+
+def _over_the_step(advantages: Advantages) -> Advantages:
+    """Mean 0 and standard deviation 1 over all completions; what does not differ is 0."""
+    values = [value for of_group in advantages for value in of_group]
+    mean, std = _mean_and_std(values)
+    normalised = iter((value - mean) / (std + EPSILON) if has_signal(values) else 0.0 for value in values)
+    return [tuple(islice(normalised, len(of_group))) for of_group in advantages]
+
+
+def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Of the population; 0 of nothing."""
+    mean = math.fsum(values) / max(len(values), 1)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values), 1))
+
+
+# Of `ADVANTAGES`; pass_at_k needs its k.
+ADVANTAGE_FUNCTIONS: dict[str, Callable[[Sequence[RolloutGroup]], Advantages]] = {
+    "standard": _standard,
+    "centered": _centered,
+    "batch": _batch,
+    "rloo": _rloo,
+    "maxrl": _maxrl,
+    "reinforce_pp": _reinforce_pp,
+    "gdpo": _gdpo,
+}

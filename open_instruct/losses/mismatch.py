@@ -12,11 +12,13 @@ Legend: N labelled tokens of a microbatch, S sequences.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.losses.logprobs import clamped_exp
 
 HISTOGRAM_EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
@@ -35,45 +37,55 @@ class Correction:
 
 
 def correct_mismatch(
-    kind: str,
+    loss: PolicyLossSection,
     *,
     learner_logprobs_N: torch.Tensor,
     engine_logprobs_N: torch.Tensor,
     sequence_ids_N: torch.Tensor,
     num_sequences: int,
-    cap: float,
 ) -> Correction:
-    """The weight of every token.
+    """The weight of every token, by --rho_correction.
 
     - "none": 1.
     - "clamp": min(rho, cap): truncated importance sampling (Espeholt et al., IMPALA, arXiv 1802.01561, section 4.1).
     - "token_mask": 1 where 1/cap <= rho <= cap, else 0.
     - "sequence_mask": the same for the geometric mean of rho over a sequence: all of its tokens, or none.
+    - "bounds": rho (or, by --rho_level, its geometric mean), 0 outside the bounds of the mask, else clamped to those
+      of the clamp.
 
     Example: cap 2 and ratios (3, 1, 0.1) of one sequence: "clamp" (2, 1, 0.1), "token_mask" (0, 1, 0), and
     "sequence_mask" (1, 1, 1), whose geometric mean is 0.67.
     """
+    kind, cap = loss.rho_correction, loss.rho_cap
     log_rho_N = (learner_logprobs_N - engine_logprobs_N).detach()
-    rho_N = clamped_exp(log_rho_N)
+    rho_N = judged_N = clamped_exp(log_rho_N)
+    if kind == "sequence_mask" or (kind == "bounds" and loss.rho_level == "sequence"):
+        judged_N = clamped_exp(sequence_means(log_rho_N, sequence_ids_N, num_sequences))[sequence_ids_N]
     if kind == "none":
         weights_N = torch.ones_like(rho_N)
     elif kind == "clamp":
         weights_N = rho_N.clamp(max=cap)
+    elif kind == "bounds":
+        is_kept_N = (judged_N >= loss.rho_mask_lower) & (judged_N <= (loss.rho_mask_upper or math.inf))
+        weights_N = judged_N.clamp(loss.rho_clamp_lower, loss.rho_clamp_upper) * is_kept_N
     else:
-        if kind == "sequence_mask":
-            judged_N = clamped_exp(sequence_means(log_rho_N, sequence_ids_N, num_sequences))[sequence_ids_N]
-        else:
-            assert kind == "token_mask", kind
-            judged_N = rho_N
         weights_N = ((judged_N >= 1 / cap) & (judged_N <= cap)).to(rho_N.dtype)
-    is_corrected_N = weights_N < rho_N if kind == "clamp" else weights_N == 0
+    if kind == "bounds":
+        is_corrected_N = weights_N != judged_N
+    else:
+        is_corrected_N = weights_N < rho_N if kind == "clamp" else weights_N == 0
     return Correction(weights_N=weights_N, rho_N=rho_N, is_corrected_N=is_corrected_N)
+
+
+def sequence_sums(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Sum over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, values_N)
 
 
 def sequence_means(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Mean over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
-    sums_S = values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, values_N)
-    counts_S = values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, torch.ones_like(values_N))
+    sums_S = sequence_sums(values_N, sequence_ids_N, num_sequences)
+    counts_S = sequence_sums(torch.ones_like(values_N), sequence_ids_N, num_sequences)
     return sums_S / counts_S.clamp(min=1)
 
 

@@ -5,12 +5,27 @@ microbatches and ranks and divides by the `global_denominator`, so the result do
 
 With r = policy / policy at the start of the step, A the advantage of the completion, e and E the clip ranges:
 
-    dapo     -min(r A, clip(r, 1 - e, 1 + E) A)                    DAPO, arXiv 2503.14476, eq. 8; token mean
-    cispo    -stop(clip(r, 1 - e, 1 + E)) A log policy             MiniMax-M1, arXiv 2506.13585, eq. 4; token mean
-    grpo     dapo's, averaged over each completion first           DeepSeekMath, arXiv 2402.03300, eq. 3
-    dr_grpo  dapo's, over a constant length                        Dr. GRPO, arXiv 2503.20783, section 3.2
-    gspo     dapo's, with s = exp(mean of log r over the completion) in place of every r of it, averaged
-             over each completion                                  GSPO, arXiv 2507.18071, eq. 5 to 7
+    dapo      -min(r A, clip(r, 1 - e, 1 + E) A)                   DAPO, arXiv 2503.14476, eq. 8; token mean
+    cispo     -stop(min(r, 1 + E)) A log policy                    MiniMax-M1, arXiv 2506.13585, eq. 4, with the bound
+              from above alone that its text and ScaleRL (arXiv 2510.13786) use; token mean
+    grpo      dapo's, averaged over each completion first          DeepSeekMath, arXiv 2402.03300, eq. 3
+    dr_grpo   dapo's, over a constant length                       Dr. GRPO, arXiv 2503.20783, section 3.2
+    gspo      dapo's, with s = exp(mean of log r over the completion) in place of every r of it, averaged
+              over each completion                                 GSPO, arXiv 2507.18071, eq. 5 to 7
+    bnpo      dapo's: what TRL calls so is a mean over the tokens of one microbatch; here it is over those of the update
+    sapo      -4/t sigmoid(t (r - 1)) A, t by the sign of A        SAPO, arXiv 2511.20347; averaged over each completion
+    gmpo      -A exp(mean of log of the clipped r)                 GMPO, arXiv 2507.20673, eq. 4; mean over completions
+    luspo     gspo's, each completion times its length             LUSPO, arXiv 2602.05261
+    vespo     -stop(phi(w)) A log policy, w = exp(sum of log r), phi(w) = w^k e^(l (1 - w)), (k, l) = (2, 3) where
+              A >= 0 else (3, 2)                                   VESPO, arXiv 2602.10693; token mean
+    dppo_tv   -r A, but 0 where r has moved the way that A asks for and |p - p_old| > e (A <= 0) or E (A > 0)
+    dppo_kl   the same with the divergence of two coins, p_old and p   DPPO, arXiv 2602.04879; token mean
+    clip_cov  dapo's, but 0 at marked tokens                       arXiv 2505.22617, eq. 10 and 11; token mean
+    kl_cov    -r A, plus c |log r| at marked tokens                arXiv 2505.22617, eq. 12 and 13; token mean
+    gpg       -A log policy                                        GPG, arXiv 2504.02546; token mean
+
+With --delta D the r of a negative A is at most D: the two-sided clip of INTELLECT-2 (arXiv 2505.07291), which for
+D > 1 + E is the dual clip of arXiv 1912.09729.
 
 Ratios are those of log-ratios clamped to +-20. Beyond, a loss is flat, so that its value and gradient stay finite
 however far the policies are apart.
@@ -20,21 +35,28 @@ Legend: N labelled tokens of a microbatch, S sequences (completions). All log-pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from open_instruct.config.losses import POLICY_LOSSES
-from open_instruct.losses.logprobs import clamped_exp
-from open_instruct.losses.mismatch import sequence_means
+from open_instruct.config.losses import policy_loss_facts
+from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp
+from open_instruct.losses.mismatch import sequence_means, sequence_sums
+
+# VESPO's (k, lambda): of completions that did well, and of the others.
+VESPO_GOOD, VESPO_BAD = (2.0, 3.0), (3.0, 2.0)
+LEAST_PROBABILITY = 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInputs:
     """What any policy loss is computed from.
 
-    Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) says whose a token is.
+    Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) says whose a token is. `marked_N` (0 or 1)
+    are the tokens that a loss which `marks` singles out.
     """
 
     logprobs_N: torch.Tensor
@@ -42,6 +64,15 @@ class PolicyLossInputs:
     advantages_N: torch.Tensor
     sequence_ids_N: torch.Tensor
     num_sequences: int
+    marked_N: torch.Tensor | None = None
+
+    @property
+    def log_ratio_N(self) -> torch.Tensor:
+        return self.logprobs_N - self.old_logprobs_N
+
+    def mean_by_sequence(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Of each token, the mean over its completion."""
+        return sequence_means(values_N, self.sequence_ids_N, self.num_sequences)[self.sequence_ids_N]
 
     def __post_init__(self) -> None:
         shape = self.logprobs_N.shape
@@ -57,67 +88,149 @@ class PolicyLossOutputs:
     is_clipped_N: torch.Tensor
 
 
-def _clipped(inputs: PolicyLossInputs, log_ratio_N: torch.Tensor, lower: float, higher: float) -> PolicyLossOutputs:
+PolicyLossFunction = Callable[[PolicyLossInputs, PolicyLossSection], PolicyLossOutputs]
+
+
+def _clipped(inputs: PolicyLossInputs, log_ratio_N: torch.Tensor, loss: PolicyLossSection) -> PolicyLossOutputs:
     ratio_N = clamped_exp(log_ratio_N)
-    clipped_N = ratio_N.clamp(1 - lower, 1 + higher)
-    unclipped_loss_N, clipped_loss_N = -ratio_N * inputs.advantages_N, -clipped_N * inputs.advantages_N
+    clipped_N = ratio_N.clamp(1 - loss.clip_lower, 1 + loss.clip_higher)
+    bounded_N = ratio_N if loss.delta is None else ratio_N.clamp(max=loss.delta)
+    unclipped_loss_N, clipped_loss_N = -bounded_N * inputs.advantages_N, -clipped_N * inputs.advantages_N
+    is_bounded_N = (bounded_N < ratio_N) & (inputs.advantages_N < 0)
     return PolicyLossOutputs(
         losses_N=torch.maximum(unclipped_loss_N, clipped_loss_N),
-        is_clipped_N=(clipped_loss_N > unclipped_loss_N).float(),
+        is_clipped_N=((clipped_loss_N > unclipped_loss_N) | is_bounded_N).float(),
     )
 
 
-def _dapo(inputs: PolicyLossInputs, lower: float, higher: float) -> PolicyLossOutputs:
-    return _clipped(inputs, inputs.logprobs_N - inputs.old_logprobs_N, lower, higher)
+def _dapo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    return _clipped(inputs, inputs.log_ratio_N, loss)
 
 
-def _cispo(inputs: PolicyLossInputs, lower: float, higher: float) -> PolicyLossOutputs:
-    ratio_N = clamped_exp((inputs.logprobs_N - inputs.old_logprobs_N).detach())
-    clipped_N = ratio_N.clamp(1 - lower, 1 + higher)
+def _cispo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    ratio_N = clamped_exp(inputs.log_ratio_N.detach())
+    clipped_N = ratio_N.clamp(1 - loss.clip_lower if loss.cispo_clamp_below else None, 1 + loss.clip_higher)
     return PolicyLossOutputs(
         losses_N=-clipped_N * inputs.advantages_N * inputs.logprobs_N,
         is_clipped_N=(clipped_N != ratio_N).float(),
     )
 
 
-def _grpo(inputs: PolicyLossInputs, lower: float, higher: float) -> PolicyLossOutputs:
-    return _averaged_by_completion(inputs, _dapo(inputs, lower, higher))
+def _gspo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    return _clipped(inputs, inputs.mean_by_sequence(inputs.log_ratio_N), loss)
 
 
-def _gspo(inputs: PolicyLossInputs, lower: float, higher: float) -> PolicyLossOutputs:
-    log_ratio_N = inputs.logprobs_N - inputs.old_logprobs_N
-    mean_S = sequence_means(log_ratio_N, inputs.sequence_ids_N, inputs.num_sequences)
-    return _averaged_by_completion(inputs, _clipped(inputs, mean_S[inputs.sequence_ids_N], lower, higher))
+def _sapo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    ratio_N = clamped_exp(inputs.log_ratio_N)
+    steepness_N = torch.where(inputs.advantages_N > 0, loss.sapo_temperature_pos, loss.sapo_temperature_neg)
+    gate_N = 4 / steepness_N * torch.sigmoid(steepness_N * (ratio_N - 1))
+    return _nothing_clipped(-gate_N * inputs.advantages_N)
 
 
-def _averaged_by_completion(inputs: PolicyLossInputs, outputs: PolicyLossOutputs) -> PolicyLossOutputs:
-    """Each token's share of its completion's mean, so that the sum over tokens is the sum over completions."""
-    lengths_S = torch.bincount(inputs.sequence_ids_N, minlength=inputs.num_sequences)
-    lengths_N = lengths_S[inputs.sequence_ids_N].to(outputs.losses_N.dtype)
-    return PolicyLossOutputs(losses_N=outputs.losses_N / lengths_N, is_clipped_N=outputs.is_clipped_N)
+def _gmpo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    log_ratio_N = inputs.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clipped_N = log_ratio_N.clamp(math.log1p(-loss.clip_lower), math.log1p(loss.clip_higher))
+    is_good_N = inputs.advantages_N > 0
+    kept_N = torch.where(is_good_N, torch.minimum(log_ratio_N, clipped_N), torch.maximum(log_ratio_N, clipped_N))
+    losses_N = -inputs.advantages_N * inputs.mean_by_sequence(kept_N).exp()
+    return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=(kept_N != log_ratio_N).float())
+
+
+def _vespo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    log_ratio_N = inputs.log_ratio_N.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sums_S = sequence_sums(log_ratio_N, inputs.sequence_ids_N, inputs.num_sequences)
+    log_w_N = sums_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[inputs.sequence_ids_N]
+    power_N, rate_N = (torch.where(inputs.advantages_N >= 0, *pair) for pair in zip(VESPO_GOOD, VESPO_BAD, strict=True))
+    phi_N = (power_N * log_w_N + rate_N * (1 - log_w_N.exp())).exp()
+    return _nothing_clipped(-phi_N * inputs.advantages_N * inputs.logprobs_N)
+
+
+def _dppo_tv(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    moved_N = inputs.logprobs_N.detach().exp() - inputs.old_logprobs_N.exp()
+    return _within_divergence(inputs, moved_N.abs(), loss)
+
+
+def _dppo_kl(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    old_N, new_N = inputs.old_logprobs_N.exp(), inputs.logprobs_N.detach().exp()
+    others_N = ((1 - old_N).clamp(min=LEAST_PROBABILITY) / (1 - new_N).clamp(min=LEAST_PROBABILITY)).log()
+    return _within_divergence(inputs, -old_N * inputs.log_ratio_N.detach() + (1 - old_N) * others_N, loss)
+
+
+def _within_divergence(
+    inputs: PolicyLossInputs, divergence_N: torch.Tensor, loss: PolicyLossSection
+) -> PolicyLossOutputs:
+    ratio_N = clamped_exp(inputs.log_ratio_N)
+    too_far_up_N = (inputs.advantages_N > 0) & (ratio_N > 1) & (divergence_N > loss.clip_higher)
+    too_far_down_N = (inputs.advantages_N <= 0) & (ratio_N < 1) & (divergence_N > loss.clip_lower)
+    is_clipped_N = (too_far_up_N | too_far_down_N).to(ratio_N.dtype)
+    return PolicyLossOutputs(
+        losses_N=-ratio_N * inputs.advantages_N * (1 - is_clipped_N), is_clipped_N=is_clipped_N.float()
+    )
+
+
+def _clip_cov(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    assert inputs.marked_N is not None
+    outputs = _dapo(inputs, loss)
+    return PolicyLossOutputs(
+        losses_N=outputs.losses_N * (1 - inputs.marked_N),
+        is_clipped_N=torch.maximum(outputs.is_clipped_N, inputs.marked_N.float()),
+    )
+
+
+def _kl_cov(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    assert inputs.marked_N is not None
+    losses_N = -clamped_exp(inputs.log_ratio_N) * inputs.advantages_N
+    return _nothing_clipped(losses_N + loss.kl_cov_coef * inputs.marked_N * inputs.log_ratio_N.abs())
+
+
+def _gpg(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
+    return _nothing_clipped(-inputs.advantages_N * inputs.logprobs_N)
+
+
+def _nothing_clipped(losses_N: torch.Tensor) -> PolicyLossOutputs:
+    return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=torch.zeros_like(losses_N, dtype=torch.float32))
 
 
 # Of `POLICY_LOSSES`.
-POLICY_FUNCTIONS: dict[str, Callable[[PolicyLossInputs, float, float], PolicyLossOutputs]] = {
+POLICY_FUNCTIONS: dict[str, PolicyLossFunction] = {
     "dapo": _dapo,
     "cispo": _cispo,
-    "grpo": _grpo,
+    "grpo": _dapo,
     "dr_grpo": _dapo,
     "gspo": _gspo,
+    "bnpo": _dapo,
+    "sapo": _sapo,
+    "gmpo": _gmpo,
+    "luspo": _gspo,
+    "vespo": _vespo,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
+    "gpg": _gpg,
 }
 
 
-def policy_loss(kind: str, inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float) -> PolicyLossOutputs:
-    """The loss of every token under `kind`, to be summed and divided by the `global_denominator`."""
-    return POLICY_FUNCTIONS[kind](inputs, clip_lower, clip_higher)
+def policy_loss(
+    inputs: PolicyLossInputs, loss: PolicyLossSection, own: PolicyLossFunction | None = None
+) -> PolicyLossOutputs:
+    """The loss of every token, to be summed and divided by the `global_denominator`.
+
+    `own` is the function of a `--loss_fn` that is not in the table.
+    """
+    outputs = (own or POLICY_FUNCTIONS[loss.loss_fn])(inputs, loss)
+    return PolicyLossOutputs(losses_N=shares(loss.loss_fn, outputs.losses_N, inputs), is_clipped_N=outputs.is_clipped_N)
 
 
-def kl_share(kind: str, kl_N: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
-    """The KL penalty of every token, weighted within its completion as the loss is."""
-    outputs = PolicyLossOutputs(losses_N=kl_N, is_clipped_N=torch.zeros_like(kl_N))
-    if POLICY_LOSSES[kind].denominator == "completions":
-        return _averaged_by_completion(inputs, outputs).losses_N
-    return kl_N
+def shares(kind: str, values_N: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
+    """`values_N` as the loss `kind` weighs tokens: as they are, or as shares of their completion's mean.
+
+    The sum of the latter over tokens is the sum of the means over completions.
+    """
+    if not policy_loss_facts(kind).averaged:
+        return values_N
+    lengths_S = torch.bincount(inputs.sequence_ids_N, minlength=inputs.num_sequences)
+    return values_N / lengths_S[inputs.sequence_ids_N].to(values_N.dtype)
 
 
 def global_denominator(
@@ -130,9 +243,9 @@ def global_denominator(
         num_tokens: label tokens of the global batch.
         num_completions: completions of the global batch.
         response_length: tokens that a completion may have at most.
-        constant: dapo and cispo: tokens per completion to divide by in place of `num_tokens`.
+        constant: tokens per completion to divide by in place of `num_tokens`.
     """
-    denominator = POLICY_LOSSES[kind].denominator
+    denominator = policy_loss_facts(kind).denominator
     if denominator == "completions":
         return float(num_completions)
     if denominator == "response_length":

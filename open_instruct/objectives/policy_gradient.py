@@ -1,24 +1,39 @@
-"""Policy gradients on sampled completions: GRPO and its relatives.
+"""Policy gradients on sampled completions, GRPO and its relatives: the sum of three losses over tokens.
+
+    rl  the policy loss, of tokens that the policy sampled; weighed by --rl_coef
+    kl  the penalty for being elsewhere than a frozen model: --beta times that of the reference policy,
+        --teacher_kl_coef times that of a teacher (on-policy distillation, arXiv 2306.13649)
+    ce  the cross-entropy of tokens that somebody else wrote, such as conversations or a tool; weighed by --ce_coef
+
+Each has weights a token and counts of its own, so none of them changes with what is added to another.
 
 Beside the log-probs a microbatch has, of each labelled token: `engine_logprobs_N` and `advantages_N`; `old_logprobs_N`,
 under the policy at the start of the step, where that is not the policy of this very forward pass; and
-`reference_logprobs_N` where there is a reference policy.
+`reference_logprobs_N` and `teacher_logprobs_N` where there are such models. For the streams see `Stream`.
 
-Legend: N labelled tokens of a microbatch.
+Legend: N labelled tokens of a microbatch, M those of one stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from open_instruct.config.losses import POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
+from open_instruct.objectives.streams import Stream
 from open_instruct.objectives.token_metrics import token_metrics
-from open_instruct.records import Batch, Metric
+from open_instruct.records import Batch, Metric, StepBatch
+from open_instruct.users_code import own_function
 
 if TYPE_CHECKING:
     import torch
+
+    from open_instruct.losses.mismatch import Correction
+    from open_instruct.losses.policy import PolicyLossFunction, PolicyLossInputs
 
 
 def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -> BoundLoss:
@@ -28,71 +43,154 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
         loss: which policy loss, and its settings.
         temperature: of sampling; all log-probs are taken under it.
         response_length: tokens that a completion may have at most; the denominator of dr_grpo.
+
+    Raises:
+        InputError: a `--loss_fn` of the user's own cannot be loaded.
     """
-
-    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        return policy_gradient(scores, batch, counts, loss=loss, response_length=response_length)
-
-    return BoundLoss(function=function, temperature=temperature, with_entropy=loss.record_entropy)
+    own = own_function(loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
+    chooses = policy_loss_facts(loss.loss_fn).marks or loss.top_entropy_quantile < 1
+    return BoundLoss(
+        function=partial(policy_gradient, loss=loss, response_length=response_length, own=own),
+        prepare=partial(choose_tokens, loss=loss) if chooses else None,
+        temperature=temperature,
+        with_entropy=loss.record_entropy or loss.top_entropy_quantile < 1,
+    )
 
 
 def policy_gradient(
-    scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *, loss: PolicyLossSection, response_length: int
+    scores: TokenLogprobs,
+    batch: Batch,
+    counts: Mapping[str, int],
+    *,
+    loss: PolicyLossSection,
+    response_length: int,
+    own: PolicyLossFunction | None = None,
 ) -> LossOutputs:
-    """The policy loss corrected for where engine and learner disagree, and the penalty for leaving the reference."""
+    """The microbatch's share of all three."""
     from open_instruct.losses.kl import kl_estimates
-    from open_instruct.losses.mismatch import correct_mismatch, rho_values
-    from open_instruct.losses.policy import PolicyLossInputs, global_denominator, kl_share, policy_loss
+    from open_instruct.losses.logprobs import clamped_exp
+    from open_instruct.losses.mismatch import rho_values
+    from open_instruct.losses.policy import global_denominator, policy_loss, shares
 
-    engine_N = batch.values["engine_logprobs_N"]
-    inputs = PolicyLossInputs(
-        logprobs_N=scores.logprobs_N,
-        # A step of one update starts where it ends its only forward pass.
-        old_logprobs_N=batch.values.get("old_logprobs_N", scores.logprobs_N.detach()),
-        advantages_N=batch.values["advantages_N"],
-        sequence_ids_N=scores.sequence_ids_N,
-        num_sequences=batch.packed.num_sequences,
-    )
-    outputs = policy_loss(loss.loss_fn, inputs, clip_lower=loss.clip_lower, clip_higher=loss.clip_higher)
-    correction = correct_mismatch(
-        loss.rho_correction,
-        learner_logprobs_N=inputs.old_logprobs_N,
-        engine_logprobs_N=engine_N,
-        sequence_ids_N=inputs.sequence_ids_N,
-        num_sequences=inputs.num_sequences,
-        cap=loss.rho_cap,
-    )
-    denominator = global_denominator(
-        loss.loss_fn,
-        num_tokens=counts["labels"],
-        num_completions=counts["rows"],
-        response_length=response_length,
-        constant=None if loss.loss_denominator == "token" else int(loss.loss_denominator),
-    )
-    policy_part = (correction.weights_N * outputs.losses_N).sum() / max(denominator, 1.0)
-    total = policy_part
-    values_N = {"clip_fraction": outputs.is_clipped_N}
+    def denominator_of(stream: str) -> float:
+        denominator = global_denominator(
+            loss.loss_fn,
+            num_tokens=counts[f"{stream}_labels"],
+            num_completions=counts[f"{stream}_rows"],
+            response_length=response_length,
+            constant=None if loss.loss_denominator == "token" else int(loss.loss_denominator),
+        )
+        return max(denominator, 1.0)
+
+    rl, kl, ce = (Stream.of(name, batch.values) for name in ("rl", "kl", "ce"))
+    inputs, correction = _inputs_of(rl, scores, batch, loss)
+    outputs = policy_loss(inputs, loss, own)
+    losses_M = rl.weighed(correction.weights_N * outputs.losses_N)
+    if "is_learned" in batch.values:
+        losses_M = losses_M * batch.values["is_learned"]
+    policy_part = losses_M.sum() / denominator_of("rl")
+    total = loss.rl_coef * policy_part
+    values = {"clip_fraction": outputs.is_clipped_N}
     if scores.entropy_N is not None:
-        values_N["entropy"] = scores.entropy_N
-    if "reference_logprobs_N" in batch.values:
-        kl_N = kl_estimates(loss.kl_estimator, scores.logprobs_N, batch.values["reference_logprobs_N"])
-        values_N["kl"] = kl_N.detach()
-        # The estimate, too, is of an expectation under the policy, so the engine's samples weigh as above.
-        kl_N = correction.weights_N * kl_share(loss.loss_fn, kl_N, inputs)
-        total = total + loss.beta * kl_N.sum() / max(denominator, 1.0)
+        values["entropy"] = rl.take(scores.entropy_N)
 
-    metrics = {
-        "loss": Metric(value=total.detach(), reduction="sum"),
-        "policy_loss": Metric(value=policy_part.detach(), reduction="sum"),
-    }
-    if counts["rows"] > 0:
-        differences_N = (inputs.old_logprobs_N - engine_N).abs()
-        metrics |= token_metrics(values_N | {"logprob_diff/mean": differences_N} | rho_values(correction))
+    of_kl: dict[str, torch.Tensor] = {}
+    for name, weight, estimator in (
+        ("reference", loss.beta, loss.kl_estimator),
+        ("teacher", loss.teacher_kl_coef, "1"),
+    ):
+        frozen_N = batch.values.get(f"{name}_logprobs_N")
+        if frozen_N is None:
+            continue
+        at, trusted = _inputs_of(kl, scores, batch, loss)
+        kl_M = kl_estimates(estimator, at.logprobs_N, kl.take(frozen_N))
+        if name == "reference":
+            of_kl["kl"] = kl_M.detach()
+        else:  # half the square has the gradient of the divergence, and the difference its value
+            of_kl["teacher_kl"] = (at.logprobs_N - kl.take(frozen_N)).detach()
+        if loss.kl_importance_weighted and name == "reference":
+            kl_M = clamped_exp(at.log_ratio_N) * kl_M
+        # The estimate, too, is of an expectation under the policy, so the engine's samples weigh as above.
+        kl_M = kl.weighed(trusted.weights_N * shares(loss.loss_fn, kl_M, at))
+        total = total + weight * kl_M.sum() / denominator_of("kl")
+
+    metrics: dict[str, Metric] = {}
+    if counts["ce_labels"] > 0:
+        logprobs_M = scores.logprobs_N[:0] if ce.tokens_M is None else ce.take(scores.logprobs_N)
+        ce_part = -ce.weighed(logprobs_M).sum() / counts["ce_labels"]
+        total = total + loss.ce_coef * ce_part
+        metrics["ce"] = Metric(value=ce_part.detach(), reduction="sum")
+    metrics["loss"] = Metric(value=total.detach(), reduction="sum")
+    metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
+    if counts["rl_rows"] > 0:
+        differences_M = (inputs.old_logprobs_N - rl.take(batch.values["engine_logprobs_N"])).abs()
+        metrics |= token_metrics(values | of_kl | {"logprob_diff/mean": differences_M} | rho_values(correction))
         metrics |= {
-            "logprob_diff/max": _largest(differences_N),
+            "logprob_diff/max": _largest(differences_M),
             "rho/max": _largest(correction.rho_N),
         }
     return LossOutputs(loss=total, metrics=metrics)
+
+
+def _inputs_of(
+    stream: Stream, scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection
+) -> tuple[PolicyLossInputs, Correction]:
+    """What is known of the tokens of a stream that the policy sampled, and how far the engine's samples are trusted."""
+    from open_instruct.losses.mismatch import correct_mismatch
+    from open_instruct.losses.policy import PolicyLossInputs
+
+    inputs = PolicyLossInputs(
+        logprobs_N=stream.take(scores.logprobs_N),
+        # A step of one update starts where it ends its only forward pass.
+        old_logprobs_N=stream.take(batch.values.get("old_logprobs_N", scores.logprobs_N.detach())),
+        advantages_N=stream.take(batch.values["advantages_N"]),
+        sequence_ids_N=stream.take(scores.sequence_ids_N),
+        num_sequences=batch.packed.num_sequences,
+        marked_N=batch.values.get("is_marked"),
+    )
+    correction = correct_mismatch(
+        loss,
+        learner_logprobs_N=inputs.old_logprobs_N,
+        engine_logprobs_N=stream.take(batch.values["engine_logprobs_N"]),
+        sequence_ids_N=inputs.sequence_ids_N,
+        num_sequences=inputs.num_sequences,
+    )
+    return inputs, correction
+
+
+def choose_tokens(
+    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, loss: PolicyLossSection
+) -> StepBatch:
+    """Single out tokens of the whole update, for each token of `rl`: `is_learned`, those of the highest entropy, and
+    `is_marked`, those that a loss of covariances treats apart. So neither depends on how the batch is cut.
+    """
+    import torch
+
+    from open_instruct.losses.covariance import columns_of, is_highest, is_marked
+
+    of_rl: list[torch.Tensor] = []
+    for batch, of_batch in zip(step.microbatches, scores, strict=True):
+        rl, device = Stream.of("rl", batch.values), of_batch.logprobs_N.device
+        entropy_N = torch.zeros_like(of_batch.logprobs_N) if of_batch.entropy_N is None else of_batch.entropy_N
+        values = [of_batch.logprobs_N, entropy_N, batch.values["advantages_N"], batch.values["engine_logprobs_N"]]
+        of_rl.append(torch.stack([rl.take(value_N.to(device)).double() for value_N in values], dim=1))
+    everywhere = columns_of(gather(torch.cat(of_rl)))
+
+    def chosen(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        here, values = columns_of(rows), dict[str, torch.Tensor]()
+        if loss.top_entropy_quantile < 1:
+            values["is_learned"] = is_highest(here.entropy, everywhere.entropy, share=loss.top_entropy_quantile)
+        if policy_loss_facts(loss.loss_fn).marks:
+            values["is_marked"] = is_marked(here, everywhere, loss)
+        return {name: value.float() for name, value in values.items()}
+
+    return replace(
+        step,
+        microbatches=tuple(
+            replace(batch, values={**batch.values, **chosen(rows)})
+            for batch, rows in zip(step.microbatches, of_rl, strict=True)
+        ),
+    )
 
 
 def _largest(values_N: torch.Tensor) -> Metric:

@@ -1,17 +1,19 @@
 """The completions of one step: into mini-batches, over ranks, into microbatches, and at last into tensors.
 
-Every mini-batch is one optimizer update. Completions that nothing is learned from (groups without a signal, truncated
-ones that are masked) are left out before any of this, so they count in no denominator.
+Every mini-batch is one optimizer update. What no policy loss is taken of, such as a conversation that somebody wrote,
+lies in microbatches of its own, so that completions are computed as they are without it. Completions that nothing is
+learned from (groups without a signal, truncated ones that are masked) are left out before any of this, so they count in
+no denominator.
 
 Legend: N labelled tokens of a microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -21,18 +23,18 @@ from open_instruct.config.sections import PrefixSharing
 from open_instruct.packing.balance import Microbatches, balanced, first_fit
 from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import pays, runs_of_one_prompt
-from open_instruct.records import Batch, Document, RolloutSample, StepBatch
+from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMiniBatch:
-    """What one data-parallel rank is sent of a mini-batch, and the counts over all ranks, as a `StepBatch` has them.
+    """What one data-parallel rank is sent of a mini-batch, and the counts over all ranks; see `counts_of`.
 
     `microbatches` are as many on every rank, some of them perhaps empty.
     """
 
     microbatches: tuple[tuple[RolloutSample, ...], ...]
-    counts: dict[str, int]
+    counts: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +156,34 @@ def plan_steps_of_ranks(
     num_mini_batches: int,
     prefix_sharing: PrefixSharing = "off",
 ) -> tuple[RankStep, ...]:
-    """What each data-parallel rank is sent of the step that learns from `samples`; see `plan_rollouts`."""
-    plan = plan_rollouts(
-        [sample.document for sample in samples],
-        num_ranks=num_ranks,
-        max_tokens_per_microbatch=max_tokens_per_microbatch,
-        num_mini_batches=num_mini_batches,
-        prefix_sharing=prefix_sharing,
-    )
+    """What each data-parallel rank is sent of the step that learns from `samples`; see `plan_rollouts`.
+
+    Samples without a policy loss are spread over the mini-batches of the others, behind them.
+    """
+    sampled = [i for i, sample in enumerate(samples) if any(sample.weights_of("rl"))]
+    given = [i for i, sample in enumerate(samples) if not any(sample.weights_of("rl"))]
+
+    def plan_of(indices: Sequence[int], count: int) -> tuple[tuple[Microbatches, ...], ...]:
+        plan = plan_rollouts(
+            [samples[i].document for i in indices],
+            num_ranks=num_ranks,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            num_mini_batches=count,
+            prefix_sharing=prefix_sharing,
+        )
+        return tuple(
+            tuple(
+                tuple(tuple(indices[i] for i in microbatch) for microbatch in microbatches) for microbatches in of_rank
+            )
+            for of_rank in plan
+        )
+
+    plan = plan_of(sampled, num_mini_batches)
+    if given:
+        plan = tuple(
+            tuple(first + second for first, second in zip_longest(*of_rank, fillvalue=()))
+            for of_rank in zip(plan, plan_of(given, len(plan[0])), strict=True)
+        )
     samples_of_minibatch = [
         [samples[i] for microbatches in of_ranks for microbatch in microbatches for i in microbatch]
         for of_ranks in zip(*plan, strict=True)
@@ -171,11 +193,7 @@ def plan_steps_of_ranks(
             minibatches=tuple(
                 RankMiniBatch(
                     microbatches=tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches),
-                    counts={
-                        "rows": len(everywhere),
-                        "labels": sum(len(sample.engine_logprobs) for sample in everywhere),
-                        "tokens": sum(len(sample.document) for sample in everywhere),
-                    },
+                    counts=counts_of(everywhere),
                 )
                 for microbatches, everywhere in zip(of_rank, samples_of_minibatch, strict=True)
             ),
@@ -183,6 +201,21 @@ def plan_steps_of_ranks(
         )
         for of_rank in plan
     )
+
+
+def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
+    """What losses are divided by: `rows` (samples), `labels` and `tokens`; and, of each stream, `STREAM_rows` and
+    `STREAM_labels`, those with a weight that is not 0.
+    """
+    counts = {
+        "rows": len(samples),
+        "labels": sum(len(sample.engine_logprobs) for sample in samples),
+        "tokens": sum(len(sample.document) for sample in samples),
+    }
+    for stream in USUAL_WEIGHTS:
+        num_labels = [sum(map(bool, sample.weights_of(stream))) for sample in samples]
+        counts |= {f"{stream}_rows": sum(map(bool, num_labels)), f"{stream}_labels": sum(num_labels)}
+    return counts
 
 
 def rollout_batch(
@@ -194,7 +227,8 @@ def rollout_batch(
 ) -> Batch:
     """The tensors of one microbatch: its samples in one packed row, in order. No samples: one unlabelled document.
 
-    Of each token that is learned, `engine_logprobs_N` and `advantages_N`, float32.
+    Of each token that is learned, `engine_logprobs_N` and `advantages_N`, float32. Where a token has not the usual
+    weights, which tokens each stream has, and with what weights: `STREAM_tokens`, `STREAM_weights`.
     """
     documents = [sample.document for sample in samples]
     packed = lay_out(
@@ -215,8 +249,18 @@ def rollout_batch(
         values={
             "engine_logprobs_N": torch.tensor([value for sample in samples for value in sample.engine_logprobs]),
             "advantages_N": torch.tensor([sample.advantage for sample in samples for _ in sample.engine_logprobs]),
+            **(_streams(samples) if any(sample.weights for sample in samples) else {}),
         },
     )
+
+
+def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
+    values: dict[str, torch.Tensor] = {}
+    for stream in USUAL_WEIGHTS:
+        weights_N = torch.tensor([weight for sample in samples for weight in sample.weights_of(stream)])
+        tokens_M = weights_N.nonzero().squeeze(1)
+        values |= {f"{stream}_tokens": tokens_M, f"{stream}_weights": weights_N[tokens_M]}
+    return values
 
 
 def rollout_minibatches(step: RankStep, *, pad_token_id: int, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:

@@ -11,11 +11,15 @@ import torch
 
 from open_instruct.cluster.placement import learner_layout
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.prompts import Prompts, load_prompt_dataset
+from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
+from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker
 from open_instruct.run.opened import made_ready
@@ -23,6 +27,7 @@ from open_instruct.run.plan_check import say_plan
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers
+from open_instruct.users_code import own_function
 from open_instruct.verifiers.judge_models import JudgeModel
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import Verifier
@@ -40,6 +45,7 @@ class RolloutRun:
     chat: ChatFormat
     prompts: Prompts
     held_out: Prompts | None
+    conversations: TokenDataset | None
     trackers: tuple[Tracker, ...]
 
 
@@ -52,6 +58,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     """
     layout = learner_layout(config.parallel)
     verifiers = known_verifiers(config.reward.verifier)
+    own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
+    own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
     doing("starting")
@@ -73,6 +81,8 @@ def _opened(
         length_flag="--max_prompt_token_length and --response_length together:",
         layout=layout,
     )
+    if config.loss.teacher_model_name_or_path is not None:
+        open_teacher(pretrained, config=config, export_folder=directory.hf_model, layout=layout)
     _say_plan(config, pretrained.folder, console)
     data = config.data
     chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
@@ -122,6 +132,7 @@ def _opened(
         chat=chat,
         prompts=prompts,
         held_out=held_out,
+        conversations=load_conversations(config, pretrained.tokenizer, say=console.say),
         trackers=tuple(trackers),
     )
 

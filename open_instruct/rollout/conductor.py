@@ -29,7 +29,7 @@ from open_instruct.losses.advantages import has_signal
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
-from open_instruct.rollout.samples import RolloutStepBatch, is_right
+from open_instruct.rollout.samples import RolloutStepBatch
 
 if TYPE_CHECKING:
     from open_instruct.data.prompts import PromptStream
@@ -330,4 +330,8 @@ def solved_rows(batch: RolloutStepBatch, config: RolloutSection) -> Sequence[int
     if rate is None:
         return []
     groups = sorted((*batch.groups, *batch.rejected), key=lambda group: group.ticket)
-    return [group.prompt.row_id for group in groups if sum(map(is_right, group.verdicts)) >= rate * len(group.verdicts)]
+    return [
+        group.prompt.row_id
+        for group in groups
+        if sum(verdict.is_right for verdict in group.verdicts) >= rate * len(group.verdicts)
+    ]

@@ -16,6 +16,7 @@ from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.peers import activity
 from open_instruct.records import RolloutSample
 from open_instruct.rollout.checked_run import RolloutRun
+from open_instruct.rollout.conversations import conversations_of
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
 from open_instruct.rollout.learning_signal import SignalWatch, refuse_failed_verdicts
@@ -101,6 +102,8 @@ class Driver:
         asked = (*batch.groups, *batch.rejected)
         refuse_failed_verdicts(asked)
         rollouts = training_samples(batch, config=config.rollout, version=self.step)
+        given = conversations_of(self.run.conversations, step=step, config=config)
+        num_tokens = rollouts.num_tokens + sum(len(sample.document) for sample in given)
         if warning := self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)):
             self.console.warn(warning)
         if config.run.save_traces:
@@ -108,7 +111,7 @@ class Driver:
         generated_s = time.monotonic()
         with self.fleet.publisher.learners_at_work():
             with self.view.phase("training"):
-                learned = self._train(rollouts.samples)
+                learned = self._train((*rollouts.samples, *given))
             trained_s = time.monotonic()
             self.step = step
             with self.view.phase("sending weights"):
@@ -118,7 +121,7 @@ class Driver:
                 learned, param_dtype=config.model.param_dtype, engine_dtype=engine_dtype(config)
             )
         self.conductor.weights_published(step)
-        self.num_tokens += rollouts.num_tokens
+        self.num_tokens += num_tokens
         row: dict[str, float] = {
             "step": step,
             **NOTHING_LEARNED,
@@ -134,7 +137,7 @@ class Driver:
         if self.run.held_out is not None and (is_last or (every and step % every == 0)):
             row |= self._evaluate()
         row["time/step"] = time.monotonic() - began_s
-        row["tokens_per_second/learners"] = rollouts.num_tokens / max(row["time/train"], 1e-9)
+        row["tokens_per_second/learners"] = num_tokens / max(row["time/train"], 1e-9)
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self._write(row)
         if is_last or step % config.run.checkpointing_steps == 0:

@@ -15,7 +15,7 @@ from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.conductor import Generates, Judges, sampling_seed
-from open_instruct.rollout.samples import is_right, length_metrics, mean, verdict_metrics
+from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
 
 NUM_JUDGING_THREADS = 16
 NUM_SHOWN = 3
@@ -43,7 +43,7 @@ def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, conf
         RunError: a completion could not be generated or judged, or `step_timeout_s` went by.
     """
     groups = _answered(prompts, pool, reward, config=config)
-    num_right = [sum(map(is_right, group.verdicts)) for group in groups]
+    num_right = [sum(verdict.is_right for verdict in group.verdicts) for group in groups]
     num_samples = config.evaluation.eval_num_samples
     metrics = verdict_metrics(groups) | length_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):

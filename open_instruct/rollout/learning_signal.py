@@ -8,7 +8,6 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import RolloutGroup
-from open_instruct.rollout.samples import is_right
 
 # Steps in a row without a signal, before that is worth a warning.
 MAX_SILENT_STEPS = 5
@@ -56,7 +55,7 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
 
 def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    if all(map(is_right, verdicts)):
+    if all(verdict.is_right for verdict in verdicts):
         return "every answer was right. The prompts are too easy for this model: use harder ones"
     if all(completion.is_truncated for group in groups for completion in group.completions):
         return (

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from open_instruct.checkpoints.step_folder import find_checkpoints
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import RolloutGroup
+from open_instruct.rollout.conversations import conversations_of
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.run.metrics_log import MetricsFile
 
@@ -60,11 +62,13 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | No
     return StepWeights(model=start, checkpoint=checkpoint, are_the_steps_own=are_the_steps_own, told=told)
 
 
-def work_of(groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig) -> tuple[RankStep, int]:
+def work_of(
+    groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig, conversations: TokenDataset | None = None
+) -> tuple[RankStep, int]:
     """What one process learns from the groups of `step` under `config`, and from how many completions."""
     learned = training_samples(RolloutStepBatch(groups=tuple(groups)), config=config.rollout, version=step - 1)
     (work,) = plan_steps_of_ranks(
-        learned.samples,
+        (*learned.samples, *conversations_of(conversations, step=step, config=config)),
         num_ranks=1,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
         num_mini_batches=config.loss.num_mini_batches,

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from open_instruct.config.losses import ADVANTAGES
 from open_instruct.config.rollout_sections import RolloutSection
-from open_instruct.losses.advantages import group_advantages, has_signal
-from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span, Verdict
+from open_instruct.losses.advantages import advantages_of, has_signal
+from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span
+from open_instruct.users_code import own_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +37,19 @@ class StepSamples:
     num_tokens: int
 
 
-def is_right(verdict: Verdict) -> bool:
-    """Whether every verifier accepted the completion in full."""
-    return bool(verdict.scores) and min(verdict.scores.values()) >= 1.0
-
-
 def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version: int) -> StepSamples:
     """Choose what is trained on, and with which advantage; `version` is that of the weights about to be trained.
 
-    A group without signal is left out with `filter_zero_std_samples`. With `mask_truncated_completions` a truncated
-    completion is left out too, but its reward still counts in the mean of its group.
+    A group whose advantages are all 0 is left out with `filter_zero_std_samples`. With `mask_truncated_completions` a
+    truncated completion is left out too, but its reward still counts in the mean of its group.
     """
-    advantages: list[tuple[float, ...]] = []
+    name = config.advantage_normalization_type
+    own = own_function(name, flag="--advantages", known=ADVANTAGES)
+    advantages = advantages_of(batch.groups, name, pass_k=config.advantage_pass_k, own=own)
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
-    for group in batch.groups:
-        advantages.append(group_advantages(group.rewards, config.advantage_normalization_type))
-        learns = has_signal(group.rewards) or not config.filter_zero_std_samples
+    for group, of_group in zip(batch.groups, advantages, strict=True):
+        learns = any(of_group) or not config.filter_zero_std_samples
         is_used.append(
             tuple(
                 learns
@@ -62,7 +60,7 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         )
         samples += (
             _sample(group, completion, advantage)
-            for completion, advantage, used in zip(group.completions, advantages[-1], is_used[-1], strict=True)
+            for completion, advantage, used in zip(group.completions, of_group, is_used[-1], strict=True)
             if used
         )
     everything = (*batch.groups, *batch.rejected)

@@ -68,6 +68,24 @@ def test_learners_are_a_list_of_numbers() -> None:
         ("--rho_cap 3 --rho_correction none", "is not read with --rho_correction none"),
         ("--loss_denominator words", "takes 'token' or a whole number"),
         ("--loss_denominator 100 --loss_fn gspo", "leave it out, or use dapo or cispo"),
+        ("--loss_denominator 100 --loss_fn luspo", "--loss_fn luspo has a denominator of its own"),
+        ("--rho_cap 3 --rho_correction bounds", "is not read with --rho_correction bounds"),
+        ("--rho_mask_upper 3", "is read only with --rho_correction bounds"),
+        ("--rho_correction bounds --rho_clamp_lower 3 --rho_clamp_upper 2", "--rho_clamp_lower 3.0 is above"),
+        ("--delta 1.2", "must be above 1 plus --clip_higher"),
+        ("--delta 3 --loss_fn sapo", "--loss_fn sapo does not read it; leave it out, or use dapo or grpo"),
+        ("--cispo_clamp_below", "does not read it; leave it out, or use cispo"),
+        ("--kl_importance_weighted", "there is no reference policy with --beta 0"),
+        ("--top_entropy_quantile 0", "must be above 0"),
+        ("--advantage_pass_k 2", "is read only with --advantages pass_at_k"),
+        ("--advantages pass_at_k --advantage_pass_k 5", "more than the --num_samples_per_prompt_rollout 4"),
+        ("--sft_mixer_list rows.jsonl 1.0", "give both, or neither"),
+        ("--sft_rows_per_step 3", "give both, or neither"),
+        ("--sft_mixer_list rows.jsonl --sft_rows_per_step 3", "--sft_mixer_list: 'rows.jsonl' has no amount"),
+        ("--ce_coef 2", "there are no conversations without --sft_mixer_list"),
+        ("--teacher_kl_coef 2", "there is no teacher without --teacher_model_name_or_path"),
+        ("--rl_coef 0", "without --teacher_model_name_or_path nothing is learned"),
+        ("--rl_coef 0 --teacher_model_name_or_path t", "add --no_filter_zero_std_samples"),
         ("--kl_estimator 1", "there is no reference policy with --beta 0"),
         ("--beta 0.1 --alpha 0.5", "is read only with --ref_policy_update_freq"),
         ("--pack_length 100", "--max_prompt_token_length 256 + --response_length 256 = 512"),
@@ -86,6 +104,43 @@ def test_learners_are_a_list_of_numbers() -> None:
 )
 def test_what_cannot_work_is_refused_with_a_remedy(words: str, expected: str) -> None:
     assert expected in refusal(*words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--loss_fn my_loss.py:mine --delta 3 --loss_denominator 100",
+        "--loss_fn package.losses:mine --advantages package.losses:advantages",
+        "--advantages pass_at_k",
+        "--loss_fn clip_cov --cov_fraction 0.01 --delta 3",
+        "--rho_correction bounds --rho_mask_upper 3 --rho_clamp_upper 2 --rho_level sequence",
+        "--sft_mixer_list rows.jsonl 1.0 --sft_rows_per_step 4 --ce_coef 0.1",
+        "--teacher_model_name_or_path t --rl_coef 0 --no_filter_zero_std_samples --num_samples_per_prompt_rollout 1",
+    ],
+)
+def test_what_works_together(words: str) -> None:
+    assert validate_grpo(config_of(*words.split(), "--total_episodes", "6400")) == []
+
+
+def test_advantages_are_a_shorter_name() -> None:
+    assert config_of("--advantages", "rloo").rollout.advantage_normalization_type == "rloo"
+    with pytest.raises(
+        InputError, match=r"one of standard, centered, .*, or a function of your own as FILE.py:function"
+    ):
+        config_of("--advantages", "rlo")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--loss_fn cispo --clip_lower 0.3", "add --cispo_clamp_below"),
+        ("--teacher_model_name_or_path t", "--no_filter_zero_std_samples lets it teach"),
+        ("--sft_mixer_list rows.jsonl 1.0 --sft_rows_per_step 4 --temperature 0.7", "is taken under it too"),
+    ],
+)
+def test_what_is_seldom_meant_is_warned_about(words: str, expected: str) -> None:
+    (warning,) = validate_grpo(config_of(*words.split(), "--total_episodes", "6400"))
+    assert expected in warning
 
 
 def test_pass_at_k_needs_k_samples() -> None:

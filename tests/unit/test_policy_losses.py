@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ from open_instruct.losses.policy import (
     PolicyLossInputs,
     PolicyLossOutputs,
     global_denominator,
-    kl_share,
     policy_loss,
+    shares,
 )
 
 # Completion 0 has three tokens and advantage 2, completion 1 one token and advantage -1.
@@ -44,11 +44,16 @@ def make_inputs(
         advantages_N=torch.tensor(advantages, dtype=torch.float64),
         sequence_ids_N=torch.tensor(sequence_ids, dtype=torch.long),
         num_sequences=2,
+        marked_N=torch.zeros(len(ratios), dtype=torch.float64),
     )
 
 
+def settings_of(kind: str, **rest: Any) -> PolicyLossSection:
+    return PolicyLossSection(loss_fn=kind, clip_lower=LOWER, clip_higher=HIGHER, **rest)
+
+
 def losses_and_gradients(kind: str, inputs: PolicyLossInputs) -> tuple[PolicyLossOutputs, list[float], list[float]]:
-    outputs = policy_loss(kind, inputs, clip_lower=LOWER, clip_higher=HIGHER)
+    outputs = policy_loss(inputs, settings_of(kind))
     (gradient_N,) = torch.autograd.grad(outputs.losses_N.sum(), inputs.logprobs_N)
     return outputs, outputs.losses_N.tolist(), gradient_N.tolist()
 
@@ -81,13 +86,16 @@ def test_grpo_averages_each_completion() -> None:
     assert outputs.is_clipped_N.tolist() == [0, 1, 0, 1]
 
 
-def test_cispo_keeps_the_gradient_of_every_token() -> None:
-    outputs, losses, gradients = losses_and_gradients("cispo", make_inputs())
-    clipped = [1.1, 1.3, 0.8, 0.8]
+@pytest.mark.parametrize(("from_below", "clipped"), [(False, [1.1, 1.3, 0.5, 0.5]), (True, [1.1, 1.3, 0.8, 0.8])])
+def test_cispo_keeps_the_gradient_of_every_token(from_below: bool, clipped: list[float]) -> None:
+    inputs = make_inputs()
+    outputs = policy_loss(inputs, settings_of("cispo", cispo_clamp_below=from_below))
+    (gradient_N,) = torch.autograd.grad(outputs.losses_N.sum(), inputs.logprobs_N)
     logprobs = [old + math.log(ratio) for old, ratio in zip(OLD, RATIOS, strict=True)]
-    assert losses == pytest.approx([-c * a * lp for c, a, lp in zip(clipped, ADVANTAGES, logprobs, strict=True)])
-    assert gradients == pytest.approx([-c * a for c, a in zip(clipped, ADVANTAGES, strict=True)])
-    assert outputs.is_clipped_N.tolist() == [0, 1, 1, 1]
+    expected = [-c * a * lp for c, a, lp in zip(clipped, ADVANTAGES, logprobs, strict=True)]
+    assert outputs.losses_N.tolist() == pytest.approx(expected)
+    assert gradient_N.tolist() == pytest.approx([-c * a for c, a in zip(clipped, ADVANTAGES, strict=True)])
+    assert outputs.is_clipped_N.tolist() == [float(c != r) for c, r in zip(clipped, RATIOS, strict=True)]
 
 
 def test_gspo_clips_whole_completions() -> None:
@@ -105,7 +113,7 @@ def test_gspo_clips_whole_completions() -> None:
 def test_on_policy_the_gradient_is_that_of_reinforce(kind: str) -> None:
     inputs = make_inputs(ratios=[1.0] * 4)
     outputs, _, gradients = losses_and_gradients(kind, inputs)
-    lengths = LENGTHS if POLICY_LOSSES[kind].denominator == "completions" else [1] * 4
+    lengths = LENGTHS if POLICY_LOSSES[kind].averaged else [1] * 4
     assert gradients == pytest.approx([-a / n for a, n in zip(ADVANTAGES, lengths, strict=True)])
     assert outputs.is_clipped_N.sum() == 0
 
@@ -119,9 +127,10 @@ def test_no_completions_cost_nothing(kind: str) -> None:
         advantages_N=torch.zeros(0),
         sequence_ids_N=torch.zeros(0, dtype=torch.long),
         num_sequences=0,
+        marked_N=torch.zeros(0),
     )
-    outputs = policy_loss(kind, inputs, clip_lower=LOWER, clip_higher=HIGHER)
-    loss = outputs.losses_N.sum() + kl_share(kind, empty, inputs).sum()
+    outputs = policy_loss(inputs, settings_of(kind))
+    loss = outputs.losses_N.sum() + shares(kind, empty, inputs).sum()
     loss.backward()
     assert loss == 0 and empty.grad is not None
 
@@ -146,8 +155,9 @@ def test_the_sum_does_not_depend_on_the_split(completions: list, kind: str) -> N
             advantages_N=torch.tensor([a[0] for _, a in chosen for _ in a], dtype=torch.float64),
             sequence_ids_N=torch.tensor([i for i, (r, _) in enumerate(chosen) for _ in r]),
             num_sequences=len(chosen),
+            marked_N=torch.tensor([float(r > 1) for r in ratios], dtype=torch.float64),
         )
-        return float(policy_loss(kind, inputs, clip_lower=LOWER, clip_higher=HIGHER).losses_N.sum())
+        return float(policy_loss(inputs, settings_of(kind)).losses_N.sum())
 
     assert total(completions) == pytest.approx(sum(total([one]) for one in completions), abs=1e-9)
 
@@ -165,6 +175,7 @@ def test_policies_that_are_far_apart_have_finite_losses_and_gradients(kind: str)
         advantages_N=torch.tensor([1.0] * 4 + [-1.0] * 4),
         sequence_ids_N=torch.arange(8),
         num_sequences=8,
+        marked_N=torch.ones(8),
     )
     outputs, _, gradients = losses_and_gradients(kind, inputs)
     assert outputs.losses_N.isfinite().all() and all(map(math.isfinite, gradients))
@@ -175,7 +186,11 @@ def test_rho_of_policies_that_are_far_apart_is_finite(kind: str) -> None:
     log_rho_N, ids_N = torch.tensor(FAR_APART), torch.arange(4)
     zeros_N = torch.zeros_like(log_rho_N)
     correction = correct_mismatch(
-        kind, learner_logprobs_N=log_rho_N, engine_logprobs_N=zeros_N, sequence_ids_N=ids_N, num_sequences=4, cap=2.0
+        PolicyLossSection(rho_correction=kind),
+        learner_logprobs_N=log_rho_N,
+        engine_logprobs_N=zeros_N,
+        sequence_ids_N=ids_N,
+        num_sequences=4,
     )
     assert all(values_N.isfinite().all() for values_N in rho_values(correction).values())
     assert correction.weights_N.isfinite().all()
@@ -191,20 +206,20 @@ def test_kl_of_policies_that_are_far_apart_is_finite(estimator: str) -> None:
 
 def test_denominators() -> None:
     counts = {"num_tokens": 900, "num_completions": 12, "response_length": 100}
-    assert {kind: global_denominator(kind, **counts) for kind in POLICY_LOSSES} == {
-        "dapo": 900,
-        "cispo": 900,
-        "grpo": 12,
-        "dr_grpo": 1200,
-        "gspo": 12,
+    by_kind = {"tokens": 900, "completions": 12, "response_length": 1200}
+    for kind, known in POLICY_LOSSES.items():
+        assert global_denominator(kind, **counts) == by_kind[known.denominator], kind
+    assert {kind for kind, known in POLICY_LOSSES.items() if known.denominator != "tokens"} == {
+        *("grpo", "dr_grpo", "gspo", "sapo", "gmpo", "luspo")
     }
+    assert global_denominator("of_my_own.py:loss", **counts) == 900
     assert global_denominator("dapo", **counts, constant=50) == 600
 
 
 def test_kl_counts_as_the_loss_does() -> None:
     kl_N, inputs = torch.tensor([3.0, 6.0, 9.0, 4.0]), make_inputs()
-    assert kl_share("dapo", kl_N, inputs).tolist() == [3, 6, 9, 4]
-    assert kl_share("gspo", kl_N, inputs).tolist() == [1, 2, 3, 4]
+    assert shares("dapo", kl_N, inputs).tolist() == [3, 6, 9, 4]
+    assert shares("gspo", kl_N, inputs).tolist() == [1, 2, 3, 4]
 
 
 # --- divergence --------------------------------------------------------------------------------------
@@ -252,15 +267,14 @@ def test_expected_kl_and_expected_gradients() -> None:
 # --- learner against engine --------------------------------------------------------------------------
 
 
-def corrected(kind: str, ratios: list[float], sequence_ids: list[int], cap: float = 2.0) -> Correction:
+def corrected(kind: str, ratios: list[float], sequence_ids: list[int], **settings: Any) -> Correction:
     learner_N = torch.zeros(len(ratios), dtype=torch.float64, requires_grad=True)
     return correct_mismatch(
-        kind,
+        PolicyLossSection(rho_correction=kind, **settings),
         learner_logprobs_N=learner_N,
         engine_logprobs_N=-torch.tensor(ratios, dtype=torch.float64).log(),
         sequence_ids_N=torch.tensor(sequence_ids, dtype=torch.long),
         num_sequences=3,
-        cap=cap,
     )
 
 
@@ -281,6 +295,27 @@ def test_corrections(kind: str, weights: list[float], is_corrected: list[int]) -
     assert correction.is_corrected_N.int().tolist() == is_corrected
     assert correction.rho_N.tolist() == pytest.approx(ratios)
     assert not correction.weights_N.requires_grad and not correction.rho_N.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("bounds", "weights"),
+    [
+        ({}, [3, 1, 0.1, 4, 1.8, 0.4]),
+        ({"rho_clamp_upper": 2, "rho_clamp_lower": 0.5}, [2, 1, 0.5, 2, 1.8, 0.5]),
+        ({"rho_mask_upper": 2, "rho_mask_lower": 0.2}, [0, 1, 0, 0, 1.8, 0.4]),
+        ({"rho_clamp_upper": 1.5, "rho_mask_upper": 3.5}, [1.5, 1, 0.1, 0, 1.5, 0.4]),
+        # Geometric means 0.3^(1/3), 7.2^(1/2) and 0.4.
+        ({"rho_level": "sequence"}, [0.3 ** (1 / 3)] * 3 + [7.2**0.5] * 2 + [0.4]),
+        ({"rho_level": "sequence", "rho_mask_lower": 0.5, "rho_clamp_upper": 2}, [0.3 ** (1 / 3)] * 3 + [2, 2, 0]),
+    ],
+)
+def test_bounds_of_their_own(bounds: dict[str, Any], weights: list[float]) -> None:
+    ratios, ids = [3.0, 1.0, 0.1, 4.0, 1.8, 0.4], [0, 0, 0, 1, 1, 2]
+    correction = corrected("bounds", ratios, ids, **bounds)
+    assert correction.weights_N.tolist() == pytest.approx(weights)
+    if "rho_level" not in bounds:
+        expected = [not math.isclose(weight, ratio) for weight, ratio in zip(weights, ratios, strict=True)]
+        assert correction.is_corrected_N.tolist() == expected
 
 
 @settings(deadline=None, max_examples=30)

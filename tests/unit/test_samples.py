@@ -11,7 +11,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.records import Completion, Document, Prompt, RolloutGroup, RolloutSample, Span, Verdict
-from open_instruct.rollout.samples import RolloutStepBatch, is_right, training_samples
+from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 
 PROMPT = Prompt(row_id=7, token_ids=(1, 40, 2), text="?", checks=())
 
@@ -151,4 +151,4 @@ def test_a_batch_in_which_nothing_is_learned() -> None:
     ("scores", "right"), [({}, False), ({"a": 1.0}, True), ({"a": 1.0, "b": 0.9}, False), ({"a": 1.0, "b": 1.0}, True)]
 )
 def test_right_is_what_every_verifier_accepts_in_full(scores: dict[str, Any], right: bool) -> None:
-    assert is_right(Verdict(reward=5.0, scores=scores)) == right
+    assert Verdict(reward=5.0, scores=scores).is_right == right

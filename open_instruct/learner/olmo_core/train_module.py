@@ -86,6 +86,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self.reference: Reference | None = None
         # For losses that compare logits with a teacher's.
         self.comparison: Comparison | None = None
+        # A frozen model that the policy is drawn to on its own completions; built from its files after a restart.
+        self.teacher: Transformer | None = None
         self._has_nothing_to_learn = False
         self._grad_norm = torch.zeros(())
         self._num_left_out = 0
@@ -156,6 +158,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         ratio is exactly 1.
         """
         models = {} if self.reference is None else {REFERENCE_TOKENS: self.reference.model}
+        if self.teacher is not None:
+            models["teacher_logprobs_N"] = self.teacher
         if len(updates) * num_epochs > 1:
             models["old_logprobs_N"] = self.computing_model
         if not models:
@@ -179,21 +183,24 @@ class ObjectiveTrainModule(TransformerTrainModule):
         )
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
-        if self.reference is not None:
-            reshard(self.reference.model)
+        for model in models.values():
+            reshard(model)
         return filled
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> TokenLogprobs:
         return self._scores(self.computing_model, batch.packed, measure=self._measure(batch))
 
-    def _scores(self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None) -> TokenLogprobs:
+    def _scores(
+        self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None, with_entropy: bool = False
+    ) -> TokenLogprobs:
         loss = self.loss
         return token_logprobs(
             model,
             packed,
             device=self.device,
             temperature=loss.temperature,
+            with_entropy=with_entropy,
             classes=loss.class_ids,
             measure=measure,
         )
@@ -211,7 +218,15 @@ class ObjectiveTrainModule(TransformerTrainModule):
             return step
         self._set_model_mode("eval")
         looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
-        scores = [self.scores(batch) for batch in looked_at.microbatches]
+        scores = [
+            self._scores(
+                self.computing_model,
+                batch.packed,
+                measure=self._measure(batch),
+                with_entropy=self.loss.with_entropy,
+            )
+            for batch in looked_at.microbatches
+        ]
         if scores:
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))

@@ -37,10 +37,11 @@ def _run(
     flags: list[str],
     *,
     completions: list[int],
+    conversations: int = 0,
     one_at_a_time: bool = False,
     logits_per_chunk: int | None = None,
 ) -> list[dict[str, float]]:
-    """Learn from as many completions as `completions` says, a step each."""
+    """Learn from as many completions as `completions` says, a step each, and from `conversations` beside them."""
     learner = Learner(flags, num_steps=len(completions))
     policy = learner.policy
     if logits_per_chunk is not None:
@@ -49,7 +50,7 @@ def _run(
     rows = []
     for num_completions in completions:
         before = [parameter.detach().clone() for parameter in policy.model.parameters()]
-        row = learner.take_step(num_completions, one_at_a_time=one_at_a_time)
+        row = learner.take_step(num_completions, num_given=conversations, one_at_a_time=one_at_a_time)
         moved = any(not equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
         rows.append(row | {"has_moved": float(moved)})
     stop_process()
@@ -73,9 +74,11 @@ class Learner(GRPOLearner):
         self.hf_config = pretrained.hf_config
         self.vocab_size = self.hf_config.vocab_size
 
-    def take_step(self, num_completions: int, *, one_at_a_time: bool = False) -> dict[str, float]:
+    def take_step(self, num_completions: int, *, num_given: int = 0, one_at_a_time: bool = False) -> dict[str, float]:
         """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
         samples = make_samples(num_completions, seed=self.loop.step, vocab_size=self.vocab_size)
+        given = make_samples(num_given, seed=1000 + self.loop.step, vocab_size=self.vocab_size)
+        samples += [replace(sample, weights=weights_of_given(sample)) for sample in given]
         return self.learn_from(samples, one_at_a_time=one_at_a_time)
 
     def learn_from(self, samples: list[RolloutSample], *, one_at_a_time: bool = False) -> dict[str, float]:
@@ -112,6 +115,13 @@ def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSampl
             )
         )
     return samples
+
+
+def weights_of_given(sample: RolloutSample) -> dict[str, tuple[float, ...]]:
+    """Of what somebody else wrote; some of it counts half."""
+    labels = len(sample.engine_logprobs)
+    zeros = (0.0,) * labels
+    return {"rl": zeros, "ce": tuple(1.0 if i % 3 else 0.5 for i in range(labels)), "kl": zeros}
 
 
 def spread(work: RankStep) -> RankStep:

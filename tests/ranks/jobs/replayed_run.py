@@ -17,6 +17,7 @@ from open_instruct.learner.export import export_policy
 from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.rollout.conversations import conversations_of, load_conversations
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from tests.ranks.jobs.grpo_steps import Learner, make_samples
@@ -32,12 +33,13 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
     learner = Learner(flags)
     config, run = learner.config, learner.run
     assert config.num_steps == num_steps, "the schedule is that of the flags"
+    conversations = load_conversations(config, learner.pretrained.tokenizer)
     rows = []
     for step in range(1, num_steps + 1):
         batch = RolloutStepBatch(groups=make_groups(step, vocab_size=learner.vocab_size))
         learned = training_samples(batch, config=config.rollout, version=step - 1)
         work = plan_steps_of_ranks(
-            learned.samples,
+            [*learned.samples, *conversations_of(conversations, step=step, config=config)],
             num_ranks=run.layout.data_parallel_world_size,
             max_tokens_per_microbatch=config.max_tokens_per_microbatch,
             num_mini_batches=config.loss.num_mini_batches,

@@ -1,0 +1,66 @@
+"""Tokens that are singled out among all of an update: those of the highest entropy, and those whose log-prob and
+advantage vary most together, which is what takes entropy from the policy ("The Entropy Mechanism of Reinforcement
+Learning", arXiv 2505.22617).
+
+The covariance of a token is (log p - mean log p) (A - mean A), with the means over the update, eq. 9.
+
+Legend: N tokens of a microbatch or of the whole update.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from open_instruct.config.rollout_sections import PolicyLossSection
+
+
+class TokenColumns(NamedTuple):
+    """What is known of tokens before they are learned from, each float64 (N,)."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    advantages: torch.Tensor
+    engine_logprobs: torch.Tensor
+
+
+def columns_of(rows_N4: torch.Tensor) -> TokenColumns:
+    return TokenColumns(*rows_N4.unbind(dim=1))
+
+
+def is_highest(values_N: torch.Tensor, everywhere: torch.Tensor, *, share: float) -> torch.Tensor:
+    """Whether each value is among the `share` of those everywhere that are highest: at least one, and all ties."""
+    if not everywhere.numel():
+        return values_N.bool()
+    count = max(1, round(share * everywhere.numel()))
+    return values_N >= everywhere.topk(count).values[-1]
+
+
+def is_marked(here: TokenColumns, everywhere: TokenColumns, loss: PolicyLossSection) -> torch.Tensor:
+    """Whether --loss_fn kl_cov or clip_cov treats a token apart: a share of them all, --cov_fraction.
+
+    kl_cov takes those of the highest covariance. clip_cov draws among those between --clip_cov_lower and
+    --clip_cov_upper; the draw is a function of the token's log-prob at the engine, so it is the same however tokens are
+    spread over ranks.
+    """
+    covariance_N, of_all = _covariance(here, everywhere), _covariance(everywhere, everywhere)
+    if loss.loss_fn == "kl_cov":
+        return is_highest(covariance_N, of_all, share=loss.cov_fraction)
+    candidates = _drawn(everywhere)[_is_between(of_all, loss)]
+    count = max(1, round(loss.cov_fraction * len(of_all)))
+    share = min(1.0, count / max(len(candidates), 1))
+    return _is_between(covariance_N, loss) & is_highest(_drawn(here), candidates, share=share)
+
+
+def _covariance(columns: TokenColumns, everywhere: TokenColumns) -> torch.Tensor:
+    return (columns.logprobs - everywhere.logprobs.mean()) * (columns.advantages - everywhere.advantages.mean())
+
+
+def _is_between(covariance_N: torch.Tensor, loss: PolicyLossSection) -> torch.Tensor:
+    return (covariance_N > loss.clip_cov_lower) & (covariance_N < loss.clip_cov_upper)
+
+
+def _drawn(columns: TokenColumns) -> torch.Tensor:
+    """Numbers from 0 to 1 that look random and are not."""
+    return (torch.sin(columns.engine_logprobs * 12.9898) * 43758.5453).frac().abs()

@@ -1,0 +1,62 @@
+"""Conversations that somebody wrote, some of which every step learns from beside its completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.records import RolloutSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def load_conversations(
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, say: Callable[[str], None] = lambda line: None
+) -> TokenDataset | None:
+    """The rows of --sft_mixer_list, none where there is none.
+
+    Raises:
+        InputError: for a bad row, a missing file, a bad amount.
+    """
+    data = config.data
+    if not data.sft_mixer_list:
+        return None
+    dataset, report = load_token_dataset(
+        SFTBuilder,
+        mixer_list=data.sft_mixer_list,
+        splits=data.sft_mixer_list_splits,
+        tokenizer=tokenizer,
+        chat_template_name=data.chat_template_name,
+        max_seq_length=data.max_seq_length,
+        on_bad_row=data.on_bad_row,
+        seed=config.optim.seed,
+        cache_dir=data.cache_dir,
+        flag="--sft_mixer_list",
+    )
+    for line in report.lines():
+        say(f"conversations: {line}")
+    return dataset
+
+
+def conversations_of(dataset: TokenDataset | None, *, step: int, config: GRPOConfig) -> list[RolloutSample]:
+    """Those that `step` (1-based) learns from: the next of a shuffled epoch, whatever was learned before."""
+    if dataset is None:
+        return []
+    last = step * config.data.sft_rows_per_step
+    samples = []
+    for position in range(last - config.data.sft_rows_per_step, last):
+        epoch, place = divmod(position, len(dataset))
+        row = np.random.default_rng([config.optim.seed, epoch]).permutation(len(dataset))[place]
+        (document,) = dataset[int(row)]
+        labels = document.num_label_tokens
+        weights = {"rl": (0.0,) * labels, "ce": (1.0,) * labels, "kl": (0.0,) * labels}
+        samples.append(
+            RolloutSample(document=document, engine_logprobs=(0.0,) * labels, advantage=0.0, weights=weights)
+        )
+    return samples

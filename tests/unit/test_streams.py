@@ -1,0 +1,332 @@
+"""Three losses over the tokens of a step: none changes with what is added to another, nor with the cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.losses import POLICY_LOSSES
+from open_instruct.config.parser import parse
+from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.errors import InputError
+from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.models.tiny import write_tiny_model
+from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.objectives.policy_gradient import bind
+from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
+from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, Span, StepBatch
+from open_instruct.rollout.conversations import conversations_of
+from open_instruct.users_code import own_function
+
+PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
+# The examples of that page, `squared` and `signs`.
+OWN = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+
+
+def completions(seed: int, count: int = 6) -> list[RolloutSample]:
+    chance = random.Random(seed)
+    samples = []
+    for index in range(count):
+        num_prompt, length = chance.randint(1, 4), chance.randint(1, 7)
+        samples.append(
+            RolloutSample(
+                document=Document(
+                    token_ids=(1000 * index, *range(1, num_prompt + length)),
+                    responses=(Span(start=num_prompt, stop=num_prompt + length),),
+                ),
+                engine_logprobs=tuple(-chance.uniform(0.1, 3) for _ in range(length)),
+                advantage=chance.gauss(0, 1),
+            )
+        )
+    return samples
+
+
+def as_conversation(sample: RolloutSample) -> RolloutSample:
+    labels = len(sample.engine_logprobs)
+    zeros, ones = (0.0,) * labels, (1.0,) * labels
+    return dataclasses.replace(
+        sample,
+        engine_logprobs=zeros,
+        advantage=0.0,
+        weights={"rl": zeros, "ce": ones, "kl": zeros},
+    )
+
+
+def with_tool(sample: RolloutSample) -> RolloutSample:
+    """The same completion behind two tokens that a tool wrote, which are learned as they stand."""
+    ids, start = sample.document.token_ids, sample.document.responses[0].start
+    labels = len(sample.engine_logprobs)
+    return dataclasses.replace(
+        sample,
+        document=Document(
+            token_ids=(*ids[:start], 7, 8, *ids[start:]),
+            responses=(Span(start=start, stop=start + 2), Span(start=start + 2, stop=len(ids) + 2)),
+        ),
+        engine_logprobs=(0.0, 0.0, *sample.engine_logprobs),
+        weights={
+            "rl": (0.0, 0.0, *(1.0,) * labels),
+            "ce": (1.0, 0.5, *(0.0,) * labels),
+            "kl": (0.0, 0.0, *(1.0,) * labels),
+        },
+    )
+
+
+def scores_of(samples: Sequence[RolloutSample], batch: Batch) -> TokenLogprobs:
+    """Log-probs near the engine's; where there is no engine, -1. The entropy of a token is a tenth of its log-prob."""
+    engine_N = batch.values["engine_logprobs_N"]
+    logprobs_N = torch.where(engine_N == 0, -1.0, engine_N + 0.3 * (engine_N * 97).sin())
+    ids = [i for i, sample in enumerate(samples) for _ in sample.engine_logprobs]
+    return TokenLogprobs(
+        logprobs_N=logprobs_N.detach().requires_grad_(),
+        sequence_ids_N=torch.tensor(ids, dtype=torch.long),
+        entropy_N=-logprobs_N.detach() / 10,
+    )
+
+
+def loss_and_gradient(
+    samples: Sequence[RolloutSample], loss: PolicyLossSection, **values: float
+) -> tuple[LossOutputs, torch.Tensor]:
+    """Of one microbatch; `values` are offsets of the frozen log-probs from the engine's, by name."""
+    batch = rollout_batch(samples, pad_token_id=0)
+    engine_N = batch.values["engine_logprobs_N"]
+    frozen = {f"{name}_logprobs_N": engine_N + offset for name, offset in values.items()}
+    batch = dataclasses.replace(batch, values={**batch.values, **frozen})
+    scores = scores_of(samples, batch)
+    bound = bind(loss, temperature=1.0, response_length=20)
+    outputs = bound.function(scores, batch, counts_of(samples))
+    (gradient_N,) = torch.autograd.grad(outputs.loss, scores.logprobs_N)
+    return outputs, gradient_N
+
+
+FROZEN = {"old": 0.1, "reference": -0.4, "teacher": -0.2}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, known in POLICY_LOSSES.items() if not known.marks])
+def test_tokens_of_another_stream_leave_the_gradient_of_the_policy_loss_alone(kind: str) -> None:
+    """To the last bit; with a reference and a teacher too."""
+    loss = PolicyLossSection(loss_fn=kind, beta=0.1, rho_correction="sequence_mask")
+    alone = completions(1)
+    _, expected_N = loss_and_gradient(alone, loss, **FROZEN)
+    together, conversations = [with_tool(sample) for sample in alone], [as_conversation(s) for s in completions(2)]
+    outputs, gradient_N = loss_and_gradient([*together, *conversations], loss, **FROZEN)
+    is_ours_N = torch.tensor([bool(w) for s in (*together, *conversations) for w in s.weights_of("rl")])
+    assert torch.equal(gradient_N[is_ours_N], expected_N)
+    # And the others have the gradient of their own mean: 12 tokens of tools, and those of the conversations.
+    of_ce = [weight for s in (*together, *conversations) for weight in s.weights_of("ce")]
+    num_ce = sum(map(bool, of_ce))
+    expected_ce = -torch.tensor(of_ce)[~is_ours_N] / num_ce
+    torch.testing.assert_close(gradient_N[~is_ours_N], expected_ce)
+    ce = outputs.metrics["ce"].value
+    assert float(ce) == pytest.approx(sum(of_ce) / num_ce)  # all of them have log-prob -1
+
+
+def test_weights_and_coefficients() -> None:
+    samples = completions(3)
+    plain, plain_N = loss_and_gradient(samples, PolicyLossSection())
+    doubled = [dataclasses.replace(s, weights={"rl": (2.0,) * len(s.engine_logprobs)}) for s in samples]
+    outputs, gradient_N = loss_and_gradient(doubled, PolicyLossSection())
+    torch.testing.assert_close(gradient_N, 2 * plain_N)
+    outputs, gradient_N = loss_and_gradient(samples, PolicyLossSection(rl_coef=0.25))
+    torch.testing.assert_close(gradient_N, plain_N / 4)
+    assert float(outputs.metrics["policy_loss"].value) == float(plain.metrics["policy_loss"].value)
+    given = [*samples, *map(as_conversation, completions(4))]
+    ce = float(loss_and_gradient(given, PolicyLossSection())[0].metrics["ce"].value)
+    outputs, _ = loss_and_gradient(given, PolicyLossSection(ce_coef=0.5))
+    assert float(outputs.metrics["loss"].value) == pytest.approx(float(plain.metrics["loss"].value) + 0.5 * ce)
+
+
+def test_a_teacher_alone_pulls_each_token_by_its_distance() -> None:
+    samples = completions(5)
+    loss = PolicyLossSection(rl_coef=0.0, teacher_model_name_or_path="t", teacher_kl_coef=3.0, rho_correction="none")
+    outputs, gradient_N = loss_and_gradient(samples, loss, teacher=-0.2)
+    batch = rollout_batch(samples, pad_token_id=0)
+    distance_N = scores_of(samples, batch).logprobs_N.detach() - (batch.values["engine_logprobs_N"] - 0.2)
+    torch.testing.assert_close(gradient_N, 3.0 * distance_N / len(distance_N))
+    assert float(outputs.metrics["teacher_kl"].value) == pytest.approx(float(distance_N.mean()), rel=1e-5)
+
+
+def test_the_importance_weighted_estimate() -> None:
+    """r (e^-d - 1 + d), whose gradient by log pi is r (e^-d - 1 + d) + r (1 - e^-d) = r d."""
+    samples = completions(6)
+    loss = PolicyLossSection(rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
+    _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
+    batch = rollout_batch(samples, pad_token_id=0)
+    engine_N, new_N = batch.values["engine_logprobs_N"], scores_of(samples, batch).logprobs_N.detach()
+    ratio_N, d_N = (new_N - engine_N - 0.1).exp(), new_N - engine_N + 0.4
+    torch.testing.assert_close(gradient_N, 0.5 * ratio_N * d_N / len(d_N), rtol=1e-5, atol=1e-6)
+
+
+# --- tokens of the whole update ----------------------------------------------------------------------
+
+
+def chosen_by_cut(loss: PolicyLossSection, samples: list[RolloutSample], cut: int) -> dict[str, list[float]]:
+    """What is singled out, in the order of the samples, if `cut` of them lie in a microbatch."""
+    bound: BoundLoss = bind(loss, temperature=1.0, response_length=20)
+    assert bound.prepare is not None
+    parts = [samples[start : start + cut] for start in range(0, len(samples), cut)]
+    batches = [rollout_batch(part, pad_token_id=0) for part in parts]
+    step = StepBatch(microbatches=(*batches, rollout_batch([], pad_token_id=0)), counts=counts_of(samples))
+    scores = [scores_of(part, batch) for part, batch in zip([*parts, []], step.microbatches, strict=True)]
+    prepared = bound.prepare(step, scores, lambda values: values)
+    found: dict[str, list[float]] = {}
+    for batch in prepared.microbatches:
+        for name in ("is_learned", "is_marked"):
+            if name in batch.values:
+                found.setdefault(name, []).extend(batch.values[name].tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"top_entropy_quantile": 0.2}, 0.2),
+        ({"loss_fn": "kl_cov", "cov_fraction": 0.1}, 0.1),
+        ({"loss_fn": "clip_cov", "cov_fraction": 0.1, "clip_cov_lower": 0.05, "clip_cov_upper": 1.5}, 0.1),
+    ],
+)
+def test_what_is_singled_out(settings: dict[str, Any], count: float) -> None:
+    samples = completions(7, count=12)
+    loss = PolicyLossSection(**settings)
+    ((name, chosen),) = chosen_by_cut(loss, samples, 12).items()
+    for cut in (1, 5):
+        assert chosen_by_cut(loss, samples, cut) == {name: chosen}
+    assert sum(chosen) == round(count * len(chosen))
+
+    batch = rollout_batch(samples, pad_token_id=0)
+    scores, advantages_N = scores_of(samples, batch), batch.values["advantages_N"]
+    logprobs_N = scores.logprobs_N.detach()
+    covariance_N = (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())
+    is_chosen_N = torch.tensor(chosen).bool()
+    if name == "is_learned":
+        assert scores.entropy_N is not None
+        assert scores.entropy_N[is_chosen_N].min() >= scores.entropy_N[~is_chosen_N].max()
+    elif loss.loss_fn == "kl_cov":
+        assert covariance_N[is_chosen_N].min() >= covariance_N[~is_chosen_N].max()
+    else:
+        assert ((covariance_N[is_chosen_N] > 0.05) & (covariance_N[is_chosen_N] < 1.5)).all()
+
+
+def test_tokens_of_low_entropy_are_not_learned_but_count() -> None:
+    samples, loss = completions(8), PolicyLossSection(top_entropy_quantile=0.25)
+    _, plain_N = loss_and_gradient(samples, PolicyLossSection())
+    batch, bound = rollout_batch(samples, pad_token_id=0), bind(loss, temperature=1.0, response_length=20)
+    assert bound.with_entropy and bound.prepare is not None
+    scores = scores_of(samples, batch)
+    step = bound.prepare(StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values)
+    outputs = bound.function(scores, step.microbatches[0], counts_of(samples))
+    (gradient_N,) = torch.autograd.grad(outputs.loss, scores.logprobs_N)
+    assert torch.equal(gradient_N, plain_N * step.microbatches[0].values["is_learned"])
+
+
+# --- plans -------------------------------------------------------------------------------------------
+
+
+def test_conversations_lie_in_microbatches_of_their_own() -> None:
+    """So that completions are computed as without them, whatever the number of ranks and mini-batches."""
+    alone, given = completions(9, count=7), [as_conversation(s) for s in completions(10, count=5)]
+    for num_ranks, num_mini_batches in ((1, 1), (2, 3), (4, 6)):
+        sizes = {"num_ranks": num_ranks, "max_tokens_per_microbatch": 24, "num_mini_batches": num_mini_batches}
+        without, together = plan_steps_of_ranks(alone, **sizes), plan_steps_of_ranks([*alone, *given], **sizes)
+        seen: list[RolloutSample] = []
+        for ours, both in zip(without, together, strict=True):
+            for plain, mixed in zip(ours.minibatches, both.minibatches, strict=True):
+                assert mixed.microbatches[: len(plain.microbatches)] == plain.microbatches
+                seen += [s for microbatch in mixed.microbatches[len(plain.microbatches) :] for s in microbatch]
+                of_rl = ("rl_rows", "rl_labels", "kl_rows", "kl_labels")
+                assert [mixed.counts[name] for name in of_rl] == [plain.counts[name] for name in of_rl]
+        assert sorted(map(repr, seen)) == sorted(map(repr, given))
+        assert len({len(of_rank.minibatches[0].microbatches) for of_rank in together}) == 1
+        everywhere = [minibatch.counts["ce_labels"] for minibatch in together[0].minibatches]
+        assert sum(everywhere) == sum(len(s.engine_logprobs) for s in given)
+
+
+def test_conversations_are_learned_where_no_completion_is() -> None:
+    (step,) = plan_steps_of_ranks(
+        [as_conversation(s) for s in completions(11)], num_ranks=1, max_tokens_per_microbatch=99, num_mini_batches=2
+    )
+    (minibatch,) = rollout_minibatches(step, pad_token_id=0)
+    assert minibatch.counts["rl_rows"] == 0 < minibatch.counts["rows"]
+    bound = bind(PolicyLossSection(), temperature=1.0, response_length=20)
+    for samples, batch in zip(step.minibatches[0].microbatches, minibatch.microbatches, strict=True):
+        outputs = bound.function(scores_of(samples, batch), batch, minibatch.counts)
+        assert outputs.metrics.keys() == {"ce", "loss", "policy_loss"}
+        assert float(outputs.metrics["policy_loss"].value) == 0
+
+
+def test_a_document_of_several_turns_has_its_labels_in_order() -> None:
+    batch = rollout_batch([with_tool(completions(12, count=1)[0])], pad_token_id=0)
+    assert batch.values["ce_tokens"].tolist() == [0, 1] and batch.values["ce_weights"].tolist() == [1.0, 0.5]
+    assert batch.values["rl_tokens"].tolist() == list(range(2, len(batch.values["advantages_N"])))
+
+
+# --- a loss of the user's own ------------------------------------------------------------------------
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    samples = completions(13)
+    loss = PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:squared", rho_correction="none")
+    _, gradient_N = loss_and_gradient(samples, loss)
+    advantages_N = rollout_batch(samples, pad_token_id=0).values["advantages_N"]
+    torch.testing.assert_close(gradient_N, -advantages_N / len(advantages_N))
+    signs = own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", known=())
+    assert signs is not None and signs([SimpleNamespace(rewards=(1.0, 0.25))]) == [[1.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("missing", "cannot be loaded (AttributeError"), ("OWN", "is a int, not a function")]
+)
+def test_one_that_cannot_be_used(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("OWN = 3")
+    with pytest.raises(InputError) as caught:
+        bind(PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:{name}"), temperature=1.0, response_length=20)
+    assert told in str(caught.value) and "--loss_fn" in str(caught.value)
+
+
+# --- conversations -----------------------------------------------------------------------------------
+
+
+def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
+    """Every row once an epoch, in another order the next time; so nothing of them need be saved."""
+    rows: Any = [(sample.document,) for sample in completions(14, count=7)]
+    words = ["--model_name_or_path", "m", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o"]
+    config = parse(GRPOConfig, [*words, "--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3"])
+    steps = [conversations_of(rows, step=step, config=config) for step in range(1, 15)]
+    assert (
+        conversations_of(rows, step=9, config=config) == steps[8]
+        and conversations_of(None, step=9, config=config) == []
+    )
+    order = [sample.document for step in steps for sample in step]
+    epochs = [order[start : start + 7] for start in range(0, 42, 7)]
+    assert all({d.token_ids for d in epoch} == {d.token_ids for (d,) in rows} for epoch in epochs)
+    assert len({tuple(d.token_ids for d in epoch) for epoch in epochs}) > 1
+    for sample in steps[0]:
+        labels = sample.document.num_label_tokens
+        assert sample.weights_of("ce") == (1.0,) * labels and not any(sample.weights_of("rl") + sample.weights_of("kl"))
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    words = ["--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o", "--max_prompt_token_length", "8"]
+    words += [
+        "--response_length",
+        "8",
+        "--model_name_or_path",
+        "m",
+        "--teacher_model_name_or_path",
+        str(tmp_path / "t"),
+    ]
+    config = parse(GRPOConfig, words)
+    write_tiny_model(tmp_path / "t", family="olmo2")
+    layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
+    student: Any = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}))
+    with pytest.raises(InputError, match=r"its tokenizer has .* and the policy's 1"):
+        open_teacher(student, config=config, export_folder=tmp_path / "out", layout=layout)
