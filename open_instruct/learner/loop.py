@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from olmo_core.train.callbacks import Callback, CheckpointerCallback
+from olmo_core.train.callbacks import Callback
 
 from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpoints, resume, save_checkpoint
 from open_instruct.learner.backend import Learner
@@ -21,6 +21,10 @@ from open_instruct.learner.olmo_core.trainer import Place, trainer_of
 from open_instruct.parallel.peers import doing
 from open_instruct.records import StepBatch
 from open_instruct.run.signals import noting_signals
+
+# OLMo-core's trainer always has these: checkpoints are written here, and the monitor's all-reduce in every step says
+# nothing that is not in the metrics.
+NOT_CALLED = ("checkpointer", "speed_monitor")
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 
@@ -74,6 +78,12 @@ class Loop:
             max_tokens_per_step=max_tokens_per_step,
             callbacks=callbacks or {},
         )
+        own = callbacks or {}
+        self._callbacks = [
+            callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED
+        ]
+        # Passing metrics on costs two all-reduces in every step: only where someone listens.
+        self._is_heard = bool(own)
         self._has_begun = False
 
     @property
@@ -104,10 +114,11 @@ class Loop:
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")
         row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
-        for name, value in row.items():
-            self.trainer.record_metric(name, value)
         self._call("post_step")
-        pass_on_metrics(self.trainer)
+        if self._is_heard:
+            for name, value in row.items():
+                self.trainer.record_metric(name, value)
+            pass_on_metrics(self.trainer)
         self._call("pre_load_batch")
         return row
 
@@ -184,9 +195,8 @@ class Loop:
             loader.begin_next_epoch()
 
     def _call(self, hook: str, *arguments: Any) -> None:
-        for callback in self.trainer.callbacks.values():
-            if not isinstance(callback, CheckpointerCallback):
-                getattr(callback, hook)(*arguments)
+        for callback in self._callbacks:
+            getattr(callback, hook)(*arguments)
 
     def _first_signal(self, number: int | None) -> int | None:
         """The signal that any rank has had: they must stop after the same step."""

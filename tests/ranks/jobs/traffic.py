@@ -65,7 +65,7 @@ def _dpo_steps(
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
-    policy._check = lambda loss: None  # the reference log-probs are made up
+    policy._check = lambda loss, counts: None  # the reference log-probs are made up
     loop = Loop(
         policy, DriversState(), folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6
     )
