@@ -34,13 +34,13 @@ class Speed:
     losses: list[float]
 
 
-def arguments(description: str | None, rows: str) -> argparse.Namespace:
+def arguments(description: str | None, rows: str, *, batch: int = 4) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, help=f"{rows} (.jsonl); default: 512 made-up ones")
     parser.add_argument("--size", default="mini", help="of the tiny model (see open-instruct tiny-model --help)")
     parser.add_argument("--vocab_size", type=int, help="of its tokenizer; default: the size's own")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4, help="rows (or pairs) a microbatch")
+    parser.add_argument("--batch", type=int, default=batch, help="rows (or pairs) a microbatch")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--max_length", type=int, default=512)
     parser.add_argument("--num_steps", type=int, default=10)

@@ -22,7 +22,8 @@ from open_instruct.models.tiny import write_tiny_model
 
 
 def main() -> None:
-    args = arguments(__doc__, 'rows of "prompt", "completion" and "label"')
+    # As many documents in a forward pass as DPO's pairs have there, and the default of both suites.
+    args = arguments(__doc__, 'rows of "prompt", "completion" and "label"', batch=8)
     python = trl_python(args.trl_venv)
     with tempfile.TemporaryDirectory(prefix="kto_vs_trl_") as name:
         folder = Path(name)
