@@ -17,8 +17,8 @@ from pathlib import Path
 from dpo_vs_trl import Speed, arguments, report, run_ours, run_trl
 from trl_environment import trl_python
 
-from open_instruct.data.synthetic import write_synthetic_preferences
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
 
 
 def main() -> None:

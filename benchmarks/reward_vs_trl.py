@@ -18,8 +18,8 @@ from pathlib import Path
 from dpo_vs_trl import Speed, report
 from trl_environment import DEFAULT_VENV, torchrun, trl_python
 
-from open_instruct.data.synthetic import write_synthetic_preferences
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LEARNING_RATE, CENTER = 1e-4, 0.01

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks
 from tests.ranks.test_sft import read, write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from open_instruct.data.synthetic import write_synthetic_preferences
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import REPOSITORY
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.train_case import TrainCase, free_ports

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 

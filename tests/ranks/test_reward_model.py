@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from open_instruct.cli import main
-from open_instruct.data.synthetic import write_synthetic_preferences
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.models.tiny import write_tiny_model
+from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase, Rows, RunRanks
 from tests.ranks.test_grpo_step import assert_same_trajectory
 from tests.ranks.train_case import free_ports

@@ -29,7 +29,6 @@ from open_instruct.learner.token_cache import TokenCache
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.objectives.distill import DistillConfig, bind, evaluate, teacher_of, validate_distill
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import pack_documents, pad_documents
@@ -42,6 +41,7 @@ from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.public_models import find_public_model
 from open_instruct.records import Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained
+from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.small_models import CPU, VOCAB_SIZE, hf_config, new_model, random_model, with_random_weights
 from tests.unit.test_finite import Recorder
 

@@ -25,7 +25,6 @@ from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.build import build_model
-from open_instruct.models.tiny import tiny_config, train_tokenizer
 from open_instruct.objectives.kto import (
     KTO,
     LOSSES,
@@ -47,6 +46,7 @@ from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.records import Document
+from open_instruct.toys.tiny import tiny_config, train_tokenizer
 from tests.unit.test_finite import CPU, SIZE, Recorder
 
 Load = Callable[..., tuple[TokenDataset, DataReport]]

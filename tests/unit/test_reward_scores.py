@@ -23,7 +23,6 @@ from open_instruct.errors import InputError
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.reward_model import (
     SQUARE,
@@ -41,6 +40,7 @@ from open_instruct.packing.steps import ROW_VALUES
 from open_instruct.records import Batch, Check, Document, Span
 from open_instruct.rollout.checked_run import has_other_template
 from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
 

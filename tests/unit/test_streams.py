@@ -19,12 +19,12 @@ from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.errors import InputError
 from open_instruct.learner.reference_policy import open_teacher
-from open_instruct.models.tiny import write_tiny_model
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import counts_of, plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.records import Batch, Document, RolloutSample, ShardLayout, Span, StepBatch
 from open_instruct.rollout.conversations import conversations_of
+from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.users_code import own_function
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
