@@ -18,8 +18,8 @@ JOB = "tests.ranks.jobs.train_runs:run_each"
 EXO = {"label_smoothing": 1e-3}
 # What a loss has of the whole batch, of single tokens, of both replies' lengths, or of other losses.
 CASES: dict[str, dict[str, Any]] = {
-    "aot": {"loss_type": "aot", "beta": 1.0},
-    "aot_unpaired": {"loss_type": "aot_unpaired", "beta": 1.0},
+    "aot": {"loss_type": "aot"},
+    "aot_unpaired": {"loss_type": "aot_unpaired"},
     "desensitized": {"loss_type": "dpo", "ld_alpha": 0.3, "f_divergence_type": "js_divergence"},
     "aligned": {"loss_type": "wpo", "weight_alignment": True},
     "mixed": {"loss_type": ["dpo", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
