@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 IGNORE_INDEX = -100
+# What `Batch.values` calls the numbers that came with the rows; float32.
+ROW_VALUES = "row_values"
 # Of the losses that learn from a completion, each with a weight a token.
 USUAL_WEIGHTS = {"rl": 1.0, "ce": 0.0, "kl": 1.0}
 

@@ -31,11 +31,10 @@ from open_instruct.models.fingerprint import with_config
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Teacher
-from open_instruct.packing.steps import ROW_VALUES
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch
+from open_instruct.records import ROW_VALUES, Batch
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 

@@ -43,7 +43,7 @@ from open_instruct.objectives.objective import (
     TokenLogprobs,
 )
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch, Metric, StepBatch
+from open_instruct.records import ROW_VALUES, Batch, Metric, StepBatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -385,7 +385,6 @@ def bind(config: KTOConfig) -> BoundLoss:
 
 
 def _labels(batch: Batch) -> torch.Tensor:
-    from open_instruct.packing.steps import ROW_VALUES
 
     return batch.values[ROW_VALUES] > 0
 

@@ -27,9 +27,8 @@ from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.rows import MalformedRow
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.objectives.token_metrics import token_metrics
-from open_instruct.packing.steps import ROW_VALUES
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch
+from open_instruct.records import ROW_VALUES, Batch
 
 if TYPE_CHECKING:
     import numpy as np

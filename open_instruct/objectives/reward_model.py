@@ -28,9 +28,8 @@ from open_instruct.data.row_builder import RenderedRow
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.packing.steps import ROW_VALUES
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch, Metric
+from open_instruct.records import ROW_VALUES, Batch, Metric
 
 if TYPE_CHECKING:
     import numpy as np

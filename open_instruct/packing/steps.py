@@ -16,10 +16,8 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.packing.balance import Microbatches, balanced, first_fit
 from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import groups_that_share, pays
-from open_instruct.records import Batch, Document, ShardLayout, StepBatch
+from open_instruct.records import ROW_VALUES, Batch, Document, ShardLayout, StepBatch
 
-# What `Batch.values` calls the numbers that came with the rows; float32.
-ROW_VALUES = "row_values"
 NO_VALUES = np.zeros(0, dtype=np.float32)
 
 

@@ -32,14 +32,13 @@ from open_instruct.models.heads.logprob_head import LogprobHead, Measure
 from open_instruct.objectives.distill import DistillConfig, bind, evaluate, teacher_of, validate_distill
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import pack_documents, pad_documents
-from open_instruct.packing.steps import ROW_VALUES
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.advice import advise
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.public_models import find_public_model
-from open_instruct.records import Batch, Document, PackedBatch, Span, StepBatch
+from open_instruct.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.small_models import CPU, VOCAB_SIZE, hf_config, new_model, random_model, with_random_weights

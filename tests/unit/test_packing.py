@@ -15,8 +15,8 @@ from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
 from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
-from open_instruct.packing.steps import ROW_VALUES, collate, plan_step
-from open_instruct.records import IGNORE_INDEX, Batch, Document, PackedBatch, Span
+from open_instruct.packing.steps import collate, plan_step
+from open_instruct.records import IGNORE_INDEX, ROW_VALUES, Batch, Document, PackedBatch, Span
 
 PAD = 99
 _ = IGNORE_INDEX

@@ -19,8 +19,8 @@ from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.prm import PRM, PRMConfig, StepBuilder, step_losses, validate
-from open_instruct.packing.steps import ROW_VALUES, BatchShape, step_batch
-from open_instruct.records import Batch, Check
+from open_instruct.packing.steps import BatchShape, step_batch
+from open_instruct.records import ROW_VALUES, Batch, Check
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
 

@@ -36,8 +36,7 @@ from open_instruct.objectives.reward_model import (
     with_std,
 )
 from open_instruct.packing.documents import pack_documents, pad_documents
-from open_instruct.packing.steps import ROW_VALUES
-from open_instruct.records import Batch, Check, Document, Span
+from open_instruct.records import ROW_VALUES, Batch, Check, Document, Span
 from open_instruct.rollout.checked_run import has_other_template
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.toys.tiny import write_tiny_model

@@ -39,6 +39,7 @@ WORK = Workload(
     longest_sequence=3,
     label_tokens_per_microbatch=4,
     num_microbatches=1,
+    num_metrics=(7, 0, 0),
 )
 # Of 2 products, 4 features: 6 pairs for each document without a window, 5 with one of 2 tokens.
 ATTENTION = (2 * 4 * 2 * (2 * 6), 2 * 4 * 2 * (2 * 5))
