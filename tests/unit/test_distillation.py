@@ -6,6 +6,7 @@ import io
 import math
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -151,7 +152,7 @@ def flags(*words: str) -> DistillConfig:
 
 def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> Comparison:
     """With a teacher of another family, its rows of the head beyond `vocab_size` being padding."""
-    model = random_model("qwen3").requires_grad_(False)
+    model = deepcopy(random_model("qwen3")).requires_grad_(False)  # other tests share it
     opened = OpenedTeacher(teacher=teacher_of(config), pretrained=None, vocab_size=vocab_size)  # type: ignore[arg-type]
     if config.distillation.teacher_top_k is not None:
         return Comparison(opened=opened)
