@@ -18,7 +18,7 @@ from open_instruct.config.sections import (
     PreferenceLossSection,
     RunSection,
 )
-from open_instruct.config.validation import changed, refuse, training_problems, training_warnings
+from open_instruct.config.validation import changed, refuse, sharing_problems, training_problems, training_warnings
 
 # What they give a loss, and which value is none of it.
 CHANGING_FLAGS = {
@@ -109,5 +109,4 @@ def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
     if config.loss.ref_policy_update_freq is None:
         for given in changed(config, "alpha"):
             yield f"{given}: is read only with --ref_policy_update_freq; add that, or leave this out"
-    if config.data.prefix_sharing == "on" and not config.data.packing:
-        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
+    yield from sharing_problems(config.data, config.data.prefix_sharing)

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
-from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection
+from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection, PrefixSharing
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
@@ -75,6 +75,11 @@ def data_problems(data: DataSection) -> Iterator[str]:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     yield from mixer_problems("mixer_list", data.mixer_list, data.mixer_list_splits)
     yield from mixer_problems("eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
+
+
+def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterator[str]:
+    if prefix_sharing == "on" and not data.packing:
+        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
 
 
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:

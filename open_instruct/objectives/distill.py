@@ -29,6 +29,7 @@ from open_instruct.config.sections import (
 )
 from open_instruct.config.validation import changed, refuse, training_problems, training_warnings
 from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     BoundLoss,
     Evaluation,
@@ -37,7 +38,6 @@ from open_instruct.objectives.objective import (
     Teacher,
     TokenLogprobs,
 )
-from open_instruct.objectives.token_metrics import token_metrics
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Batch
 
@@ -161,7 +161,7 @@ def bind(section: DistillationSection) -> BoundLoss:
         loss_N = of_ce * ce_N + of_kl * kl_N
         return LossOutputs(
             loss=loss_N.sum() / counts["labels"],
-            metrics=token_metrics({"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}),
+            metrics=mean_metrics({"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}),
         )
 
     return BoundLoss(

@@ -15,6 +15,7 @@ from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.preference_rows import PreferenceBuilder
+from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     REFERENCE,
     REFERENCE_TOKENS,
@@ -142,7 +143,6 @@ def with_matched_pairs(
 
 def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
     """Means over the pairs of a microbatch, weighted by their number."""
-    num_pairs = float(outputs.losses_P.numel())
     margins_P = outputs.chosen_rewards_P - outputs.rejected_rewards_P
     values_P = {
         "loss": outputs.losses_P.detach(),
@@ -154,9 +154,7 @@ def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
         "logps/chosen": outputs.chosen_logps_P,
         "logps/rejected": outputs.rejected_logps_P,
     }
-    return {
-        name: Metric(value=value_P.sum() / max(num_pairs, 1.0), weight=num_pairs) for name, value_P in values_P.items()
-    }
+    return mean_metrics(values_P)
 
 
 def evaluate(

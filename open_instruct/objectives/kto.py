@@ -27,12 +27,13 @@ from open_instruct.config.sections import (
     flag,
     free_flag,
 )
-from open_instruct.config.validation import refuse, training_problems, training_warnings
+from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
 from open_instruct.data.messages import Message, kind_of, parse_conversation
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.errors import InputError
+from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     REFERENCE,
     BoundLoss,
@@ -119,13 +120,8 @@ def validate_kto(config: KTOConfig) -> list[str]:
     Raises:
         InputError: listing every problem, each with its remedy.
     """
-    refuse([*training_problems(config), *_sharing_problems(config)])
+    refuse([*training_problems(config), *sharing_problems(config.data, config.data.prefix_sharing)])
     return list(training_warnings(config))
-
-
-def _sharing_problems(config: KTOConfig) -> Iterator[str]:
-    if config.data.prefix_sharing == "on" and not config.data.packing:
-        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
 
 
 def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:
@@ -414,9 +410,7 @@ def outputs_of(
     rewards_R, num_rows = loss.beta * log_ratios_R.detach(), float(losses_R.numel())
     is_right_R = (rewards_R > loss.beta * z0) == is_desirable_R
     means = {"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()}
-    metrics = {
-        name: Metric(value=value_R.sum() / max(num_rows, 1.0), weight=num_rows) for name, value_R in means.items()
-    }
+    metrics = mean_metrics(means)
     if loss.has_mismatched:
         metrics["kl"] = Metric(value=z0, weight=num_rows)
     of_class = {"chosen": (is_desirable_R, counts[DESIRABLE])}

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.losses import POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
 from open_instruct.objectives.streams import Stream
-from open_instruct.objectives.token_metrics import token_metrics
 from open_instruct.records import Batch, Metric, StepBatch
 from open_instruct.users_code import own_function
 
@@ -124,7 +124,7 @@ def policy_gradient(
     metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
     if counts["rl_rows"] > 0:
         differences_M = (inputs.old_logprobs_N - rl.take(batch.values["engine_logprobs_N"])).abs()
-        metrics |= token_metrics(values | of_kl | {"logprob_diff/mean": differences_M} | rho_values(correction))
+        metrics |= mean_metrics(values | of_kl | {"logprob_diff/mean": differences_M} | rho_values(correction))
         metrics |= {
             "logprob_diff/max": _largest(differences_M),
             "rho/max": _largest(correction.rho_N),

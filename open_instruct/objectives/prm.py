@@ -25,8 +25,8 @@ from open_instruct.data.messages import kind_of, parse_conversation
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.rows import MalformedRow
+from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.objectives.token_metrics import token_metrics
 from open_instruct.parallel.wording import counted
 from open_instruct.records import ROW_VALUES, Batch
 
@@ -269,7 +269,7 @@ def judged_steps(scores: TokenLogprobs, batch: Batch) -> tuple[torch.Tensor, tor
 def bind(steps: StepSection) -> BoundLoss:
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         losses_N, is_right_N = judged_steps(scores, batch)
-        metrics = token_metrics({"loss": losses_N.detach(), "accuracy": is_right_N})
+        metrics = mean_metrics({"loss": losses_N.detach(), "accuracy": is_right_N})
         return LossOutputs(loss=losses_N.sum() / counts["labels"], metrics=metrics)
 
     return BoundLoss(function=function, classes=tuple(steps.reward_tokens), summed=judged_steps)

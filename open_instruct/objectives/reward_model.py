@@ -19,7 +19,7 @@ from open_instruct.config.sections import (
     RunSection,
     flag,
 )
-from open_instruct.config.validation import refuse, training_problems, training_warnings
+from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.messages import kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder
@@ -27,6 +27,7 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
+from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.parallel.wording import counted
 from open_instruct.records import ROW_VALUES, Batch, Metric
@@ -94,11 +95,7 @@ def validate(config: RewardModelConfig) -> list[str]:
             f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: the head of a reward model is one "
             "row, which is not split; shard over more GPUs, or use --context_parallel_degree"
         )
-    if config.data.prefix_sharing == "on" and not config.data.packing:
-        problems.append(
-            "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
-        )
-    refuse(problems)
+    refuse([*problems, *sharing_problems(config.data, config.data.prefix_sharing)])
     return list(training_warnings(config))
 
 
@@ -171,7 +168,6 @@ def bind(loss: RewardLossSection) -> BoundLoss:
 def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:
     """Means over the pairs of a microbatch, weighted by their number."""
     losses_P, (chosen_P, rejected_P) = losses_P.detach(), rewards_2P.detach()
-    num_pairs = float(losses_P.numel())
     values_P = {
         "loss": losses_P,
         "rewards/chosen": chosen_P,
@@ -181,9 +177,7 @@ def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str
         "rewards/mean": (chosen_P + rejected_P) / 2,
         SQUARE: (chosen_P.square() + rejected_P.square()) / 2,
     }
-    return {
-        name: Metric(value=value_P.sum() / max(num_pairs, 1.0), weight=num_pairs) for name, value_P in values_P.items()
-    }
+    return mean_metrics(values_P)
 
 
 def with_std(metrics: dict[str, float]) -> dict[str, float]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.objectives.token_metrics import token_metrics
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Batch
 
@@ -22,7 +22,7 @@ def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
     """`-sum(log p) / labels` of the global batch."""
     return LossOutputs(
         loss=-scores.logprobs_N.sum() / counts["labels"],
-        metrics=token_metrics({"loss": -scores.logprobs_N.detach()}),
+        metrics=mean_metrics({"loss": -scores.logprobs_N.detach()}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Means over the labelled tokens of a microbatch. Legend: N labelled tokens."""
+"""Means over the labelled tokens, the rows or the pairs of a microbatch. Legend: N of these."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def token_metrics(values_N: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
-    """Means over the tokens of a microbatch, weighted by their number."""
+def mean_metrics(values_N: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+    """Means over a microbatch, weighted by how many values it has: none weigh nothing."""
     return {
         name: Metric(value=value_N.sum() / max(value_N.numel(), 1), weight=float(value_N.numel()))
         for name, value_N in values_N.items()
