@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,7 @@ SHORTEST_NAP_S = 0.0001
 LONGEST_NAP_S = 0.003
 NAP_GROWTH = 1.1
 SECONDS_BETWEEN_CHECKS = 0.25
+SECONDS_FOR_LAST_WORDS = 5.0
 
 
 class SyncProgress:
@@ -60,9 +62,8 @@ class SyncProgress:
         """
         address, port, timeout_s = info["address"], info["port"], info["timeout_s"] + patience_s
         try:
-            store = TCPStore(
-                address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
+            limit = timedelta(seconds=timeout_s)
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
         except DistError as error:
             raise RunError(
                 f"weight sync: {member} did not reach {HOST} at {address}:{port} within {timeout_s:g} s"
@@ -137,14 +138,17 @@ class SyncProgress:
         return [member for member in members if not self.store.check([f"{stage}/{member}"])]
 
     def fail(self, reason: str) -> RunError:
-        """Have everybody who waits give up for `reason`; returns the error to raise here."""
-        message = f"weight sync: {reason}"
+        """Have everybody who waits give up for `reason`; returns the error to raise here: who failed first gives it."""
         try:
-            if not self.store.check([FAILED]):
-                self.store.set(FAILED, message)
+            return RunError(self.store.compare_set(FAILED, "", f"weight sync: {reason}").decode())
         except DistError:
             return self._host_is_gone()
-        return RunError(message)
+
+    def lost(self, reason: str) -> RunError:
+        """As `fail`, where a peer went away, which may be about to say why."""
+        with suppress(DistError):
+            self.store.wait([FAILED], timedelta(seconds=SECONDS_FOR_LAST_WORDS))
+        return self.fail(reason)
 
     def _host_is_gone(self) -> RunError:
         return RunError(f"weight sync: {self.member} lost {HOST}: its process is gone, or it closed the channel")

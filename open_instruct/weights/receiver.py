@@ -173,9 +173,8 @@ class IncomingWeights:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._progress.fail(
-                f"{self._progress.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
-            ) from error
+            lost = f"{self._progress.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
+            raise self._progress.lost(lost) from error
 
     def _wholes(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         return bucket.wholes(self._memory.take(bucket.num_bytes), self._manifest.dtype)
