@@ -173,6 +173,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             num_steps=num_steps,
             max_tokens_per_step=loader.max_tokens_per_step,
             keep_last_n=config.run.keep_last_n_checkpoints,
+            async_checkpoints=config.run.async_checkpoints,
             callbacks=callbacks,
         )
         if loop.resume(warn=run.console.warn):

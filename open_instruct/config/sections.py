@@ -243,6 +243,9 @@ class RunSection:
     output_dir: str = free_flag("where checkpoints, metrics and the exported model go")
     checkpointing_steps: int = free_flag("steps between checkpoints", 500, minimum=1)
     keep_last_n_checkpoints: int = free_flag("older ones are removed; 0 keeps all", 3, minimum=0, note=" (0 keeps all)")
+    async_checkpoints: Literal["auto", "on", "off"] = free_flag(
+        "write checkpoints while the training goes on, from a copy in host memory; 'auto' does on GPUs", "auto"
+    )
     overwrite_output_dir: bool = free_flag("start afresh: remove the checkpoints and metrics found there", False)
     export_dtype: Literal["bfloat16", "float32", "source"] = free_flag(
         "dtype of the exported model; 'source' is that of the checkpoint it started from", "source"

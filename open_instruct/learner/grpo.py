@@ -72,6 +72,7 @@ class GRPOLearner:
             num_steps=config.num_steps,
             max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
             keep_last_n=config.run.keep_last_n_checkpoints,
+            async_checkpoints=config.run.async_checkpoints,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:
@@ -87,13 +88,14 @@ class GRPOLearner:
         )
         return self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
 
-    def save(self, drivers_state: dict[str, Any]) -> None:
+    def save(self, drivers_state: dict[str, Any], *, waits: bool = True) -> None:
         """Write a checkpoint of this step; `drivers_state`, which JSON can say, goes with it.
 
+        :param waits: that it is there on return.
         :raises RunError: if it cannot be written; those written before are unharmed.
         """
         self.drivers.state = drivers_state
-        self.loop.save()
+        self.loop.save(waits=waits)
 
     def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, if there is one, and return the driver's state with it."""
