@@ -76,6 +76,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.olmo_core.policy import build_policy
+    from open_instruct.learner.profile import profiling
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
     from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
@@ -174,7 +175,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             max_tokens_per_step=loader.max_tokens_per_step,
             keep_last_n=config.run.keep_last_n_checkpoints,
             async_checkpoints=config.run.async_checkpoints,
-            callbacks=callbacks,
+            callbacks=profiling(config.logging.profile_steps, num_steps=num_steps, run_folder=run.directory.path)
+            | dict(callbacks or {}),
         )
         if loop.resume(warn=run.console.warn):
             run.console.say(f"resuming after step {loop.step} of {num_steps}")

@@ -260,3 +260,6 @@ class LoggingSection:
     exp_name: str | None = free_flag("name of the run in wandb; default: the output folder's", None)
     wandb_project_name: str = free_flag("wandb project", "open_instruct")
     wandb_entity: str | None = free_flag("wandb entity", None)
+    profile_steps: list[int] = free_flag(
+        "first and last step to profile: rank 0 writes OUT/profiler, of a GPU's memory too", []
+    )

@@ -10,6 +10,7 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.policy import build_policy
+from open_instruct.learner.profile import profiling
 from open_instruct.learner.reference_policy import Reference, build_reference, open_teacher
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
@@ -73,6 +74,9 @@ class GRPOLearner:
             max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
             keep_last_n=config.run.keep_last_n_checkpoints,
             async_checkpoints=config.run.async_checkpoints,
+            callbacks=profiling(
+                config.logging.profile_steps, num_steps=config.num_steps, run_folder=run.directory.path
+            ),
         )
 
     def step(self, work: RankStep) -> dict[str, float]:
