@@ -95,7 +95,7 @@ BUDGETS = {
     "objectives": 1390,
     "packing": 545,
     "parallel": 1110,
-    "planning": 2420,
+    "planning": 2400,
     "rollout": 1345,
     "run": 780,
     "toys": 400,

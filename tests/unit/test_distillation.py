@@ -39,6 +39,7 @@ from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.public_models import find_public_model
+from open_instruct.planning.subject.workload import Scoring
 from open_instruct.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
@@ -331,7 +332,8 @@ def planned(*words: str) -> Plan:
 def test_the_plan_counts_the_teacher() -> None:
     plan, without = planned(), planned("--teacher_top_k", "64")
     shape = find_public_model("allenai/OLMo-2-0325-32B")
-    assert shape is not None and plan.workload.teacher == shape
+    assert shape is not None and plan.workload.scorings == (Scoring(shape=shape, stands_as="teacher", num_values=0),)
+    assert (plan.workload.num_values, without.workload.num_values, without.workload.scorings) == (2, 2, ())
     phases, phases_without = ({phase.name: dict(phase.parts) for phase in each.phases} for each in (plan, without))
     teacher_bytes = phases["backward"]["teacher"]
     # Float32 shards of an eighth each, and the head's matrix in bfloat16.
