@@ -61,8 +61,9 @@ class GRPOLearner:
                 update_freq=config.loss.ref_policy_update_freq,
                 alpha=config.loss.alpha,
             )
-        if config.loss.teacher_model_name_or_path is not None:
-            teacher = open_teacher(pretrained, config=config, export_folder=run.directory.hf_model, layout=run.layout)
+        if (name := config.loss.teacher_model_name_or_path) is not None:
+            lengths = "--max_prompt_token_length and --response_length together:"
+            teacher = open_teacher(name, pretrained, run=run, config=config, length_flag=lengths)
             self.policy.teacher = build_reference(teacher, run=run, config=config)
         self.loop = Loop(
             self.policy,
