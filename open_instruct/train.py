@@ -106,7 +106,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         start_model = start_model_of(pretrained, run)
         form = objective.rows_of(config)
         taught = objective.teacher(config)
-        teacher = None if taught is None else OpenedTeacher.of(taught, pretrained, run=run, config=config)
+        teacher = None if taught is None else OpenedTeacher.of(taught, pretrained, config=config, layout=run.layout)
         rows, heldout_rows = load_datasets(
             form,
             config.data,

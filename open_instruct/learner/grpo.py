@@ -14,7 +14,7 @@ from open_instruct.learner.reference_policy import Reference, build_reference, o
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
-from open_instruct.run.pretrained import Pretrained
+from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained
 from open_instruct.run.start_model import start_model_of
 
 
@@ -62,8 +62,8 @@ class GRPOLearner:
                 alpha=config.loss.alpha,
             )
         if (name := config.loss.teacher_model_name_or_path) is not None:
-            lengths = "--max_prompt_token_length and --response_length together:"
-            teacher = open_teacher(name, pretrained, run=run, config=config, length_flag=lengths)
+            lengths, layout = LENGTHS_OF_ROLLOUTS, run.layout
+            teacher = open_teacher(name, pretrained, config=config, layout=layout, length_flag=lengths)
             self.policy.teacher = build_reference(teacher, run=run, config=config)
         self.loop = Loop(
             self.policy,

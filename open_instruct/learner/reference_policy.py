@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from open_instruct.learner.olmo_core.replica import build_replica
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import reshard
+from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.run_directory import RunDirectory
 
 # What a reference policy that moves is called in a checkpoint.
 IN_CHECKPOINT = "reference"
@@ -65,18 +68,18 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
 
 
 def open_teacher(
-    name_or_path: str, student: Pretrained, *, run: Run, config: LearnerConfig, length_flag: str = "--max_seq_length"
+    name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout, length_flag: str = "--max_seq_length"
 ) -> Pretrained:
     """The model of --teacher_model_name_or_path; `build_reference` builds it.
 
     :raises InputError: it cannot be opened, or its vocabulary is not the student's, so that they cannot be compared.
     """
     teacher = open_pretrained(
-        replace(config.model, model_name_or_path=name_or_path, tokenizer_name_or_path=None),
+        replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None),
         max_seq_length=config.data.max_seq_length,
-        export_folder=run.directory.hf_model,
+        export_folder=RunDirectory(path=Path(config.run.output_dir)).hf_model,
         length_flag=length_flag,
-        layout=run.layout,
+        layout=layout,
     )
     ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours == theirs:

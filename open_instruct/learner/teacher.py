@@ -34,7 +34,7 @@ from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted
-from open_instruct.records import ROW_VALUES, Batch
+from open_instruct.records import ROW_VALUES, Batch, ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
@@ -48,12 +48,12 @@ class OpenedTeacher:
     vocab_size: int
 
     @classmethod
-    def of(cls, teacher: Teacher, student: Pretrained, *, run: Run, config: TrainingConfig) -> OpenedTeacher:
+    def of(cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout) -> OpenedTeacher:
         """See `open_teacher`.
 
         :raises InputError: what is to be kept of a distribution is more than there is of it, too.
         """
-        pretrained = open_teacher(teacher.model_name_or_path, student, run=run, config=config)
+        pretrained = open_teacher(teacher.model_name_or_path, student, config=config, layout=layout)
         vocab_size = min(student.hf_config.vocab_size, pretrained.hf_config.vocab_size)
         if teacher.num_kept >= vocab_size:
             raise InputError(

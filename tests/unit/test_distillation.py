@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -288,11 +286,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folders: Path, *words: str) -> OpenedTeacher:
     config = flags("--model_name_or_path", str(folders / "student"), *words)
-    run: Any = SimpleNamespace(
-        directory=SimpleNamespace(hf_model=folders / "out"), layout=layout_of(config.parallel, (1,))
-    )
     student = open_pretrained(config.model, max_seq_length=64, export_folder=folders / "out")
-    return OpenedTeacher.of(teacher_of(config), student, run=run, config=config)
+    return OpenedTeacher.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
 
 
 def test_a_padded_head_is_cut(folders: Path) -> None:

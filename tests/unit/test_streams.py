@@ -320,7 +320,6 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     words += ["--response_length", "8", "--max_prompt_token_length"]
     write_tiny_model(tmp_path / "t", family="olmo2")
     layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
-    run: Any = SimpleNamespace(directory=SimpleNamespace(hf_model=tmp_path / "out"), layout=layout)
     student: Any = SimpleNamespace(
         tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}), hf_config=SimpleNamespace(vocab_size=1)
     )
@@ -330,4 +329,4 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     ):
         config = parse(GRPOConfig, [*words, longest])
         with pytest.raises(InputError, match=told):
-            open_teacher(str(tmp_path / "t"), student, run=run, config=config, length_flag="LENGTHS")
+            open_teacher(str(tmp_path / "t"), student, config=config, layout=layout, length_flag="LENGTHS")

@@ -81,7 +81,7 @@ def _steps(
     if (moves := objective.reference_moves(config)).get("update_freq"):
         policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
     if (named := objective.teacher(config)) is not None:
-        teacher = OpenedTeacher.of(named, pretrained, run=run, config=config)
+        teacher = OpenedTeacher.of(named, pretrained, config=config, layout=run.layout)
         policy.comparison = compare_with(teacher, None, None, scorer=None, run=run, config=config)[0]  # type: ignore[arg-type]
     loop = Loop(
         policy, DriversState(), folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6
