@@ -15,7 +15,6 @@ from open_instruct.config.sections import ModelSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
-from open_instruct.models.fingerprint import with_config
 from open_instruct.packing.steps import BatchShape
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted
@@ -39,7 +38,5 @@ def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: RowCache
 
 def open_reference_cache(folder: Path, pretrained: Pretrained, *, model: ModelSection, shape: BatchShape) -> RowCache:
     """The cache file of these weights in this precision and layout; every rank reads what is in it now."""
-    fingerprint = with_config(pretrained.weights_fingerprint, pretrained.hf_config.to_dict())
     laid_out = f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded"
-    name = f"{fingerprint[:32]}-{model.param_dtype}-{laid_out}-{shape.documents_per_sample}"
-    return open_row_cache(folder / f"{name}.safetensors")
+    return open_row_cache(folder, pretrained, model.param_dtype, laid_out, str(shape.documents_per_sample))

@@ -1,7 +1,7 @@
 """Numbers of rows, computed once by a frozen model and kept on disk by content.
 
 A row's key covers its token ids and spans (so the tokenizer, the template and the truncation); what else the numbers
-depend on is in the name of the file.
+depend on is in the name of the file: the weights, the configuration, and more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from open_instruct.data.cache import DamagedFile, read_arrays, write_arrays
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.models.fingerprint import with_config
+from open_instruct.run.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +87,13 @@ class RowCache:
         return self._values
 
 
-def open_row_cache(path: Path) -> RowCache:
-    """The cache with what is in its file now. Collective: all ranks see the same rows before any of them writes."""
-    cache = RowCache(path)
+def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
+    """What is kept of a frozen model, under `words` for all else that it depends on, with what is in its file now.
+
+    Collective: all ranks see the same rows before any of them writes.
+    """
+    fingerprint = with_config(model.weights_fingerprint, model.hf_config.to_dict())
+    cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
     cache.read()
     dist.barrier()
     return cache

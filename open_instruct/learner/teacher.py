@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from open_instruct.learner.forward import beside_labels, hidden_at_labels, token
 from open_instruct.learner.reference_policy import build_reference, open_teacher
 from open_instruct.learner.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
-from open_instruct.models.fingerprint import with_config
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Teacher
@@ -122,7 +120,9 @@ def compare_with(
         weight = model.lm_head.w_out.weight.detach().to(getattr(torch, config.model.param_dtype))
         head_VD = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return Comparison(opened=opened, model=model, head_VD=head_VD), rows, heldout
-    cache = open_row_cache(_cache_name(opened, scorer, config))
+    folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
+    words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
+    cache = open_row_cache(folder / "teacher_distributions", opened.pretrained, *words)
     datasets = [dataset for dataset in (rows, heldout) if dataset is not None]
     num_missing = len({dataset.key(row) for dataset in datasets for row in cache.missing(dataset)})
     run.console.say(f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute")
@@ -157,11 +157,3 @@ def _keep(
         for key, values_NC in chain.from_iterable(each.items() for each in of_ranks):
             cache.add(key, values_NC)
     reshard(model)
-
-
-def _cache_name(opened: OpenedTeacher, scorer: Scorer, config: TrainingConfig) -> Path:
-    pretrained, is_packed = opened.pretrained, scorer.shape.packing
-    fingerprint = with_config(pretrained.weights_fingerprint, pretrained.hf_config.to_dict())
-    words = [fingerprint[:32], config.model.param_dtype, "packed" if is_packed else "padded", opened.teacher.kept_as]
-    name = "-".join([*words, str(opened.vocab_size)])
-    return cache_root(config.data.cache_dir) / "teacher_distributions" / f"{name}.safetensors"

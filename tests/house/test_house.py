@@ -88,7 +88,7 @@ BUDGETS = {
     "engines": 670,
     "entries": 925,
     "ground": 305,
-    "learner": 905,
+    "learner": 900,
     "learner/olmo_core": 635,
     "losses": 640,
     "models": 1990,
