@@ -81,7 +81,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.learner.teacher import compare_with, open_teacher
+    from open_instruct.learner.teacher import OpenedTeacher, compare_with
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
@@ -106,7 +106,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         loss = objective.bound(config, pretrained.tokenizer)
         start_model = start_model_of(pretrained, run)
         form = objective.rows_of(config)
-        teacher = open_teacher(objective.teacher(config), pretrained, run=run, config=config)
+        taught = objective.teacher(config)
+        teacher = None if taught is None else OpenedTeacher.of(taught, pretrained, config=config, layout=run.layout)
         rows, heldout_rows = load_datasets(
             form,
             config.data,
@@ -145,9 +146,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             if not moves.get("update_freq"):
                 scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
             if heldout_rows is not None:
-                heldout_reference_ND = reference_logprobs(
-                    scorer, heldout_rows, cache=cache, title="held-out reference log-probs"
-                )
+                title = "held-out reference log-probs"
+                heldout_reference_ND = reference_logprobs(scorer, heldout_rows, cache=cache, title=title)
             if objective.only_scores(config):
                 run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
                 return 0

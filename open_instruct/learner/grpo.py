@@ -15,7 +15,7 @@ from open_instruct.learner.reference_policy import Reference, build_reference, o
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
-from open_instruct.run.pretrained import Pretrained
+from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained
 from open_instruct.run.start_model import start_model_of
 
 
@@ -62,8 +62,9 @@ class GRPOLearner:
                 update_freq=config.loss.ref_policy_update_freq,
                 alpha=config.loss.alpha,
             )
-        if config.loss.teacher_model_name_or_path is not None:
-            teacher = open_teacher(pretrained, config=config, export_folder=run.directory.hf_model, layout=run.layout)
+        if (name := config.loss.teacher_model_name_or_path) is not None:
+            lengths, layout = LENGTHS_OF_ROLLOUTS, run.layout
+            teacher = open_teacher(name, pretrained, config=config, layout=layout, length_flag=lengths)
             self.policy.teacher = build_reference(teacher, run=run, config=config)
         self.loop = Loop(
             self.policy,
