@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo check test lint format clean
+.PHONY: help install lock demo demo-dpo demo-grpo check test lint format gpu-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ format: $(STAMP)  ## what ruff can mend by itself
 bench-%: $(STAMP)  ## one program of benchmarks/, as in: make bench-load_memory
 	$(PY) benchmarks/$*.py
 
+# The report is in gpu_check_output/. Without this environment: python benchmarks/gpu_check (docs/gpu.md).
+gpu-check: $(STAMP)  ## what works on this machine's GPU, and how fast, in ten minutes
+	$(PY) benchmarks/gpu_check
+
 clean:  ## everything that these targets made, the environment too
-	rm -rf .venv demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv demo_output gpu_check_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,13 @@
 """Tokens a second, model FLOPs utilisation and peak memory of packed DPO on one device, with the shape of OLMo 2 1B.
 
     python benchmarks/dpo_throughput.py                                       # one GPU, bfloat16
+    python benchmarks/dpo_throughput.py --prefix_sharing on -- --compile_model
     python benchmarks/dpo_throughput.py --size mini --peak_tflops 0.1         # a CPU, to see that it runs
 
 FLOPs of a token, forward and backward: 6 for each weight of the blocks; 6 for each weight of the head where there
 is a label; and for attention 12 x layers x width for each earlier token of its conversation, of which a
 conversation of L tokens has L/2 on average (Chowdhery et al. 2022, PaLM, appendix B, with causality counted).
-What activation checkpointing computes again does not count.
+What activation checkpointing computes again does not count; what sharing prompts saves does, as if it were computed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from olmo_core.train.callbacks.speed_monitor import get_device_peak_flops_per_second
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0:1] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
+
+from gpu_check.devices import peak_flops
+from gpu_check.runner import check_environment
 
 from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.preference_rows import PreferenceBuilder
@@ -29,7 +33,6 @@ from open_instruct.models.hf_config import load_hf_config
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import SIZES, write_tiny_model
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 GOAL_MFU = 0.45
 
 
@@ -41,48 +44,54 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="pairs a microbatch")
     parser.add_argument("--num_steps", type=int, default=12)
     parser.add_argument("--num_warmup_steps", type=int, default=4)
+    parser.add_argument("--prefix_sharing", choices=("off", "on"), default="off", help="of the prompts of pairs")
     parser.add_argument("--peak_tflops", type=float, help="of the device in bfloat16; default: of the GPU found")
+    parser.add_argument("--folder", type=Path, help="keep the model and what is cached here; default: nothing is kept")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("flags", nargs="*", help="more flags for dpo.py, after --")
     args = parser.parse_args()
-    peak_flops = args.peak_tflops * 1e12 if args.peak_tflops else find_peak_flops()
+    peak = args.peak_tflops * 1e12 if args.peak_tflops else peak_flops()
+    if peak is None:
+        sys.exit("there is no GPU here whose peak is known; give --peak_tflops to measure against")
 
     with tempfile.TemporaryDirectory(prefix="dpo_throughput_") as name:
-        folder = Path(name)
-        model = write_tiny_model(folder / "model", family="olmo2", size=args.size, dtype="bfloat16")
+        kept = args.folder or Path(name)
+        model = kept / "model"
+        if not model.exists():
+            write_tiny_model(model, family="olmo2", size=args.size, dtype="bfloat16")
         rows = args.rows
         if rows is None:
-            rows = folder / "rows.jsonl"
+            rows = kept / "rows.jsonl"
             write_synthetic_preferences(rows, num_rows=512, seed=0)
         flags: list[object] = [
-            *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", folder / "run"),
-            *("--cache_dir", folder / "cache", "--max_seq_length", args.max_seq_length, "--param_dtype", "bfloat16"),
-            # Every token of a row is computed, so that FLOPs can be counted by the row.
-            *("--per_device_train_batch_size", args.batch, "--prefix_sharing", "off"),
-            *("--max_train_steps", args.num_steps, "--checkpointing_steps", 10**9, *args.flags),
+            *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", Path(name) / "run"),
+            *("--cache_dir", kept / "cache", "--max_seq_length", args.max_seq_length, "--param_dtype", "bfloat16"),
+            *("--per_device_train_batch_size", args.batch, "--prefix_sharing", args.prefix_sharing, *args.flags),
         ]
-        program = REPOSITORY / "open_instruct" / "dpo.py"
-        subprocess.run([sys.executable, str(program), *map(str, flags)], check=True)
-        metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        timed = metrics[args.num_warmup_steps :]
-        tokens_per_second = statistics.median(row["tokens_per_second"] for row in timed)
-        flops_per_token = mean_flops_per_token(model, read_pairs(model, rows, args.max_seq_length, folder / "cache"))
+        file = Path(name) / "figures.json"
+        words = ["dpo", "--figures", file, "--num_steps", args.num_steps, "--", *flags]
+        program = [sys.executable, "-m", "gpu_check.measured_run", *map(str, words)]
+        subprocess.run(program, check=True, env=check_environment(rehearse=False))
+        run = json.loads(file.read_text())
+        timed = run["steps"][args.num_warmup_steps :]
+        tokens_per_second = statistics.median(step["tokens"] / step["seconds"] for step in timed)
+        flops_per_token = mean_flops_per_token(model, read_pairs(model, rows, args.max_seq_length, kept / "cache"))
 
-    mfu = tokens_per_second * flops_per_token / peak_flops
-    print(f"tokens/s          {tokens_per_second:,.0f}")
-    print(f"FLOPs a token     {flops_per_token / 1e9:.3f} G")
-    print(
-        f"MFU               {mfu:.1%} of {peak_flops / 1e12:,.0f} TFLOP/s (goal {GOAL_MFU:.0%}: {mfu / GOAL_MFU:.2f}x)"
-    )
-    print(f"peak memory       {max(row['peak_memory_gib'] for row in metrics):.2f} GiB")
-    print(f"padding           {statistics.mean(row['padding_fraction'] for row in timed):.1%} of the slots")
-
-
-def find_peak_flops() -> float:
-    if not torch.cuda.is_available():
-        sys.exit("there is no GPU here; give --peak_tflops to measure against")
-    peak = get_device_peak_flops_per_second(torch.cuda.get_device_name(), using_half_precision=True)
-    assert peak is not None
-    return float(peak)
+    figures = {
+        "tokens/s": tokens_per_second,
+        "tokens a step": round(statistics.mean(step["tokens"] for step in timed)),
+        "FLOPs a token, G": flops_per_token / 1e9,
+        "MFU": tokens_per_second * flops_per_token / peak,
+        "planned, GiB": run["planned_gib"],
+        "allocated, GiB": run["allocated_gib"],
+        "reserved, GiB": run["reserved_gib"],
+        "padding": statistics.mean(step["padding_fraction"] for step in timed),
+    }
+    for title, figure in figures.items():
+        print(f"{title:18s}{figure:,.4g}" if figure < 1000 else f"{title:18s}{figure:,.0f}")
+    print(f"the goal of MFU is {GOAL_MFU:.0%} of {peak / 1e12:,.0f} TFLOP/s: {figures['MFU'] / GOAL_MFU:.2f}x")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures), encoding="utf-8")
 
 
 def read_pairs(model: Path, rows: Path, max_seq_length: int, cache_dir: Path) -> TokenDataset:

@@ -1,6 +1,8 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device."""
+"""Tests marked `gpu` are skipped where there is no CUDA device, but for a rehearsal of them on the CPU."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -9,7 +11,7 @@ import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writi
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_tests:
+    if not gpu_tests or os.environ.get("REHEARSE_GPU_TESTS"):
         return
     import torch  # only now: most selections of tests do without it
 

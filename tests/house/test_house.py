@@ -350,7 +350,7 @@ def known_flags() -> frozenset[str]:
     configs = (*trained, ReplayFlags, PlanFlags, LayoutFlags, ScoreFlags, TinyModelFlags)
     flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
     known = {flag.name for flag in flags} | {f"no_{flag.name}" for flag in flags if flag.kind is bool}
-    programs = [*FILES, *(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]
+    programs = [*FILES, *(REPOSITORY / "benchmarks").rglob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]
     for path in programs:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

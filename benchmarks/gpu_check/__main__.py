@@ -1,0 +1,105 @@
+"""What of this package works on this machine's GPU, and how fast, in ten minutes.
+
+    python benchmarks/gpu_check --out gpu_check_output     # one GPU; also: make gpu-check
+    python benchmarks/gpu_check --rehearse                 # every check's code on the CPU: says nothing of a GPU
+
+Writes gpu_check.json, gpu_check.html (one page, nothing is fetched) and gpu_check.log. The exit code is 0 where every
+check that ran has passed, 1 where one failed, 2 where there is no GPU or a package is missing. docs/gpu.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Not our own folder: a file of ours would shadow a library of the same name.
+sys.path[0:1] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+from gpu_check.check_list import CHECKS
+from gpu_check.runner import FAILED, PASSED, Outcome, check_command, check_environment, run_all
+
+# Imported, because a package may be there and one that it needs may not. Neither ray nor vllm is needed.
+NEEDED = ("numpy", "jinja2", "torch", "transformers", "safetensors", "olmo_core.train", "open_instruct.train", "pytest")
+LIMIT_S = 600.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks and write the report; returns the exit code."""
+    args = parsed(argv)
+    if (missing := missing_package()) is not None:
+        print(f"gpu_check: {missing}", file=sys.stderr)
+        return 2
+    if not args.rehearse and not has_gpu():
+        print(
+            "gpu_check: PyTorch sees no CUDA device here; --rehearse runs the checks' code on the CPU", file=sys.stderr
+        )
+        return 2
+    from gpu_check.page import html_page  # only once jinja2 is known to be there
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "gpu_check.log"
+    log.write_text("", encoding="utf-8")
+    report = {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "is_rehearsal": args.rehearse}
+
+    def show(outcomes: list[Outcome]) -> None:
+        last = outcomes[-1]
+        if not args.only or last.name in args.only:
+            print(
+                f"{last.name:16s} {last.state:8s} {last.seconds:6.1f} s  {'; '.join(last.why) or last.headline}",
+                flush=True,
+            )
+        record = report | {"checks": [outcome.as_json() for outcome in outcomes]}
+        (args.out / "gpu_check.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (args.out / "gpu_check.html").write_text(html_page(record), encoding="utf-8")
+
+    outcomes = run_all(
+        CHECKS,
+        only=args.only,
+        limit_s=args.limit_s,
+        command=check_command(args.rehearse),
+        environment=check_environment(args.rehearse),
+        log=log,
+        show=show,
+    )
+    states = [outcome.state for outcome in outcomes]
+    said = "a rehearsal on the CPU, which proves nothing about a GPU: " if args.rehearse else ""
+    print(f"{said}{states.count(PASSED)} passed, {states.count(FAILED)} failed: {args.out / 'gpu_check.html'}")
+    return 1 if FAILED in states else 0
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [check.name for check in CHECKS]
+    parser.add_argument("--out", type=Path, default=Path("gpu_check_output"), help="folder of the report")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, at a tiny size")
+    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="CHECK", help=", ".join(names))
+    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="for all checks together (%(default)g)")
+    return parser.parse_args(argv)
+
+
+def missing_package() -> str | None:
+    """What to say of the first of the needed packages that cannot be imported; None where all can."""
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            needed_by = "" if error.name == name else f", which {name} needs,"
+            return f"the package {error.name}{needed_by} is missing from {sys.executable}; see docs/gpu.md"
+    return None
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Compiled blocks against uncompiled ones: the same losses, how many versions are compiled, what a budget saves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gpu_check.findings import Findings
+from gpu_check.rows import write_rows
+from open_instruct.toys.tiny import write_tiny_model
+
+MOST_VERSIONS = 6
+MAX_DIFFERENCE = 0.05
+NUM_WARMUP_STEPS = 3
+WAYS: dict[str, list[str]] = {
+    "uncompiled": [],
+    "compiled": ["--compile_model"],
+    "compiled, half the activations": ["--activation_memory_budget", "0.5"],
+    "compiled, a tenth of the activations": ["--activation_memory_budget", "0.1"],
+}
+
+
+def check(findings: Findings, work: Path, rehearse: bool) -> None:
+    size, num_steps, length, batch = ("tiny", 4, 96, 2) if rehearse else ("small", 10, 1024, 16)
+    model = write_tiny_model(work / "model", family="olmo3", size=size)
+    words = {"prompt_words": length // 8, "reply_words": length // 8}
+    rows = write_rows(work / "rows.jsonl", num_rows=batch * num_steps, **words)
+    heldout = write_rows(work / "heldout.jsonl", num_rows=batch, seed=1, **words)
+    flags = [
+        *("--model_name_or_path", str(model), "--mixer_list", str(rows), "1.0"),
+        *("--eval_mixer_list", str(heldout), "1.0", "--max_seq_length", str(length)),
+        *("--per_device_train_batch_size", str(batch), "--param_dtype", "bfloat16", "--learning_rate", "1e-5"),
+    ]
+    runs: dict[str, Any] = {}
+    table: list[dict[str, object]] = []
+    for name, more in list(WAYS.items())[: 2 if rehearse else None]:
+        own = ["--output_dir", str(work / f"run{len(runs)}"), "--cache_dir", str(work / f"cache{len(runs)}")]
+        run = runs[name] = measured_apart("dpo", [*flags, *own, *more], num_steps=num_steps, work=work)
+        steps, reference = run["steps"], runs["uncompiled"]["steps"]
+        furthest = {
+            metric: max(abs(ours[metric] / theirs[metric] - 1) for ours, theirs in zip(steps, reference, strict=True))
+            for metric in ("loss", "grad_norm")
+        }
+        table.append(
+            {
+                "run": name,
+                "s a step": median(step["seconds"] for step in steps[NUM_WARMUP_STEPS:]),
+                "s of the first step": steps[0]["seconds"],
+                "loss, furthest from uncompiled": f"{furthest['loss']:.2%}",
+                "gradient norm": f"{furthest['grad_norm']:.2%}",
+                "allocated, GiB": run["allocated_gib"],
+                "versions of a block": run["versions"]["block"],
+                "of the head": run["versions"]["head"],
+            }
+        )
+        findings.require(max(furthest.values()) < MAX_DIFFERENCE, f"{name}: not the losses of the uncompiled run")
+        findings.require(
+            run["versions"]["block"] <= MOST_VERSIONS, f"{name}: {run['versions']['block']} versions of a block"
+        )
+        if not rehearse and name != "uncompiled":
+            findings.require(run["versions"]["block"] > 0, f"{name}: no block was compiled")
+        findings.require(not any("recompile_limit" in line for line in run["compiler"]), f"{name}: fell back to eager")
+        for line in dict.fromkeys(run["compiler"]):
+            findings.note(f"{name}: the compiler says: {line}")
+    findings.table("DPO with reference pass, shared and unshared prompts, held-out rows", table)
+    kept = [runs[name]["allocated_gib"] for name in list(WAYS)[1:] if name in runs]
+    if rehearse:
+        findings.note("Without CUDA nothing is compiled, and a budget recomputes whole blocks.")
+    else:
+        findings.require(kept[2] < kept[1] < kept[0], f"less budget does not need less memory: {kept} GiB")
+    findings.headline = f"compiled {table[0]['s a step'] / table[1]['s a step']:.2f}x as fast, " + (  # type: ignore[operator]
+        f"{table[1]['versions of a block']} versions of a block"
+    )
+
+
+def measured_apart(objective: str, flags: list[str], *, num_steps: int, work: Path) -> Any:
+    """The figures of `measured_run.py` in a process of its own."""
+    file = work / "figures.json"
+    own = ["--figures", str(file), "--num_steps", str(num_steps)]
+    subprocess.run([sys.executable, "-m", "gpu_check.measured_run", objective, *own, "--", *flags], check=True)
+    return json.loads(file.read_text())

@@ -1,0 +1,15 @@
+"""open_instruct/dpo.py, with operations that give the same numbers every time wherever PyTorch has such."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from open_instruct.dpo import main
+from open_instruct.entry import leave
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message=".*deterministic.*")  # what has none goes on
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    leave(main())

@@ -1,0 +1,159 @@
+"""A run of an offline objective whose steps are measured, and that ends after the last of them without a checkpoint.
+
+python -m gpu_check.measured_run dpo --figures FILE --num_steps 12 -- FLAGS OF THE RUN
+
+FILE gets one JSON object: `steps` (seconds of each, its tokens and metrics), `planned_gib` (what the planner says of
+this run, but for its allowance for CUDA itself), `allocated_gib` and `reserved_gib` (PyTorch's peaks; without CUDA the
+process's own), `versions` (of a block and of the head, if they are compiled), `compiler` (what the compiler warned of),
+`waits` (see --waits_in_step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import resource
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from olmo_core.train.callbacks import Callback
+
+from gpu_check.devices import GIB, wait
+from gpu_check.host_waits import counted_host_waits
+from open_instruct.config.parser import parse
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.parallel.process import stop_process
+from open_instruct.planning.memory.phases import CUDA
+from open_instruct.planning.plan import Setting, plan_of
+from open_instruct.planning.subject.devices import device_named
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import shape_of_run
+from open_instruct.train import train
+
+
+class Enough(Exception):
+    """The steps that were to be measured are over."""
+
+
+@dataclass
+class StepMeter(Callback):
+    """Times the steps, counts the host's waits in one of them, and ends the run after `num_steps`."""
+
+    num_steps: int
+    waits_in_step: int | None
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    waits: Counter[str] = field(default_factory=Counter)
+    versions: dict[str, int] = field(default_factory=dict)
+    _held: ExitStack = field(default_factory=ExitStack)
+    _began_s: float = 0.0
+
+    def pre_load_batch(self) -> None:
+        if self.step + 1 == self.waits_in_step:
+            self.waits = self._held.enter_context(counted_host_waits(on_cuda=self._device.type == "cuda"))
+        self._began_s = time.perf_counter()
+
+    def pre_step(self, batch: dict[str, Any]) -> None:
+        if self.step > self.num_steps:  # not before: only now the metrics of the last one are written
+            raise Enough
+        self.tokens.append(sum(update.counts["tokens"] for update in batch["updates"]))
+
+    def post_step(self) -> None:
+        self._held.close()
+        wait(self._device)
+        self.seconds.append(time.perf_counter() - self._began_s)
+        if self.step == self.num_steps:
+            self.versions = compiled_versions(self.trainer.train_module.model)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.device
+
+
+def measured(
+    objective_name: str, words: list[str], *, num_steps: int, waits_in_step: int | None = None
+) -> dict[str, Any]:
+    """Run the objective with the flags in `words`, and give what the module's text lists."""
+    objective = objective_named(objective_name)
+    config = parse(objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)])
+    objective.validate(config)
+    meter = StepMeter(num_steps=num_steps, waits_in_step=waits_in_step)
+    warned = Listening()
+    for name in ("torch._dynamo", "torch._inductor"):
+        logging.getLogger(name).addHandler(warned)
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        train(config, objective=objective, callbacks={"meter": meter})
+    except Enough:
+        stop_process()
+    rows = [json.loads(line) for line in Path(config.run.output_dir, "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        {"seconds": seconds, "tokens": tokens, **row}
+        for seconds, tokens, row in zip(meter.seconds, meter.tokens, rows, strict=True)
+    ]
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "steps": steps,
+        "planned_gib": planned_bytes(config, on_cuda=on_cuda) / GIB,
+        "allocated_gib": (torch.cuda.max_memory_allocated() if on_cuda else own) / GIB,
+        "reserved_gib": (torch.cuda.max_memory_reserved() if on_cuda else own) / GIB,
+        "versions": meter.versions,
+        "compiler": warned.lines,
+        "waits": dict(meter.waits),
+    }
+
+
+def planned_bytes(config: Any, *, on_cuda: bool) -> int:
+    """The peak of the plan of this run on one device, without what CUDA and its libraries take beside PyTorch."""
+    shape = shape_of_run(config, model_shape(config.model.model_name_or_path))
+    device = device_named("memory_gib=1000")  # the peak does not depend on it
+    peak = plan_of(Setting(config=config, shape=shape, gpus_per_node=(1,), device=device, on_cuda=on_cuda)).peak
+    return peak.total_bytes - dict(peak.parts).get(CUDA, 0)
+
+
+def compiled_versions(model: torch.nn.Module) -> dict[str, int]:
+    """How many versions the compiler keeps of a block's forward pass and of the head's; 0 where it is not compiled."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    counts = {}
+    modules: dict[str, Any] = {"block": next(iter(model.blocks.values())), "head": model.lm_head}  # type: ignore[operator]
+    for name, module in modules.items():
+        kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind) and kind is not torch.nn.Module]
+        counts[name] = sum(len(_debug_get_cache_entry_list(vars(kind)["forward"].__code__)) for kind in kinds)
+    return counts
+
+
+class Listening(logging.Handler):
+    """Keeps the first line of every warning."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage().strip().partition("\n")[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("objective", choices=OBJECTIVES)
+    parser.add_argument("--figures", type=Path, required=True)
+    parser.add_argument("--num_steps", type=int, default=12)
+    parser.add_argument("--waits_in_step", type=int, help="count the host's waits in this step")
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    figures = measured(args.objective, flags, num_steps=args.num_steps, waits_in_step=args.waits_in_step)
+    args.figures.write_text(json.dumps(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
