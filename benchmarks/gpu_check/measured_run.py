@@ -11,12 +11,14 @@ process's own), `versions` (of a block and of the head, if they are compiled), `
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import logging
 import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,12 +126,24 @@ def compiled_versions(model: torch.nn.Module) -> dict[str, int]:
     """How many versions the compiler keeps of a block's forward pass and of the head's; 0 where it is not compiled."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    counts = {}
-    modules: dict[str, Any] = {"block": next(iter(model.blocks.values())), "head": model.lm_head}  # type: ignore[operator]
-    for name, module in modules.items():
-        kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind) and kind is not torch.nn.Module]
-        counts[name] = sum(len(_debug_get_cache_entry_list(vars(kind)["forward"].__code__)) for kind in kinds)
-    return counts
+    def versions(functions: Iterable[Any]) -> int:
+        plain = (inspect.unwrap(function) for function in functions)
+        return sum(len(_debug_get_cache_entry_list(function.__code__)) for function in plain)
+
+    def forwards(module: torch.nn.Module) -> Iterator[Any]:
+        return (
+            vars(kind)["forward"]
+            for kind in type(module).__mro__[: -len(torch.nn.Module.__mro__)]
+            if "forward" in vars(kind)
+        )
+
+    head = model.lm_head
+    # Of the head it may be functions beside its class that are compiled.
+    beside = [value for value in vars(sys.modules[type(head).__module__]).values() if inspect.isfunction(value)]
+    return {
+        "block": versions(forwards(next(iter(model.blocks.values())))),
+        "head": versions([*forwards(head), *beside]),
+    }
 
 
 class Listening(logging.Handler):

@@ -20,7 +20,7 @@ def main() -> int:
     args = parser.parse_args()
     findings = Findings(args.result)
     try:
-        importlib.import_module(f"gpu_check.{args.name}").check(findings, args.work, args.rehearse)
+        importlib.import_module(f"gpu_check.checks.{args.name}").check(findings, args.work, args.rehearse)
     except Exception as error:
         traceback.print_exc()
         findings.failures.append(f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gpu_check.check_list import CHECKS
+from gpu_check.listed import CHECKS
 
 
 def html_page(report: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_check.check_list import Check
+from gpu_check.listed import Check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"

@@ -120,7 +120,8 @@ FOREIGN_FLAGS = {
         "rdzv_endpoint",
         "rdzv_id",
     ),
-    *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "help", "version"),
+    *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "no_index", "target"),
+    *("help", "version"),
 }
 PLACEHOLDERS = {"flag"}
 

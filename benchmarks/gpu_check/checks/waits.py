@@ -18,6 +18,7 @@ from open_instruct.toys.tiny import SIZES, write_tiny_model
 # The first steps allocate, and compile what is compiled.
 MEASURED_STEP = 4
 NUM_MICROBATCHES = 2
+GOAL_WAITS = 2
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
@@ -41,6 +42,9 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     totals = {objective: sum(waits.values()) for objective, waits in counts.items()}
     findings.table("Host waits in one step", [{"objective": name, "waits": total} for name, total in totals.items()])
     findings.table("Where", rows)
+    for name, total in totals.items():
+        if total > GOAL_WAITS:
+            findings.note(f"{name}: the goal is {GOAL_WAITS} waits a step, and there are {total}")
     findings.headline = f"a step of {NUM_MICROBATCHES} microbatches waits: " + ", ".join(
         f"{name} {total}" for name, total in totals.items()
     )
@@ -49,7 +53,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
 def flags_of_run(model: Path, work: Path, name: str) -> list[str]:
     return [
         *("--model_name_or_path", str(model), "--output_dir", str(work / name), "--cache_dir", str(work / "cache")),
-        *("--max_seq_length", "256", "--param_dtype", "bfloat16", "--lr_scheduler_type", "constant"),
+        *("--max_seq_length", "256", "--param_dtype", "bfloat16", "--no_compile_model"),
     ]
 
 

@@ -14,11 +14,10 @@ from gpu_check.runner import REPOSITORY
 PROGRAM = REPOSITORY / "benchmarks" / "dpo_throughput.py"
 # Whether prompts are shared, and flags of the run.
 WAYS: dict[str, tuple[str, list[str]]] = {
-    "uncompiled": ("off", []),
-    "uncompiled, prompts shared": ("on", []),
+    "uncompiled": ("off", ["--no_compile_model"]),
+    "uncompiled, prompts shared": ("on", ["--no_compile_model"]),
     "compiled": ("off", ["--compile_model"]),
-    "blocks recomputed": ("off", ["--activation_checkpointing", "full"]),
-    "compiled, prompts shared": ("on", ["--compile_model"]),
+    "uncompiled, blocks recomputed": ("off", ["--no_compile_model", "--activation_checkpointing", "full"]),
 }
 PLAN_TOLERANCE = 0.15
 

@@ -1,4 +1,4 @@
-"""The checks, the most telling first: each is the module of this folder of that name."""
+"""The checks, the most telling first: each is the module of checks/ of that name."""
 
 from __future__ import annotations
 

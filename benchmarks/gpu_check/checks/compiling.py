@@ -17,10 +17,9 @@ MOST_VERSIONS = 6
 MAX_DIFFERENCE = 0.05
 NUM_WARMUP_STEPS = 3
 WAYS: dict[str, list[str]] = {
-    "uncompiled": [],
+    "uncompiled": ["--no_compile_model"],
     "compiled": ["--compile_model"],
     "compiled, half the activations": ["--activation_memory_budget", "0.5"],
-    "compiled, a tenth of the activations": ["--activation_memory_budget", "0.1"],
 }
 
 
@@ -71,7 +70,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     if rehearse:
         findings.note("Without CUDA nothing is compiled, and a budget recomputes whole blocks.")
     else:
-        findings.require(kept[2] < kept[1] < kept[0], f"less budget does not need less memory: {kept} GiB")
+        findings.require(kept[1] < kept[0], f"half the activations need no less memory: {kept} GiB")
     findings.headline = f"compiled {table[0]['s a step'] / table[1]['s a step']:.2f}x as fast, " + (  # type: ignore[operator]
         f"{table[1]['versions of a block']} versions of a block"
     )
