@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 import torch
@@ -27,11 +27,18 @@ def counted_host_waits(*, on_cuda: bool) -> Iterator[Counter[str]]:
     """The places at which the block waits, and how often. What NCCL and gloo wait for is not seen."""
     waits: Counter[str] = Counter()
 
-    def showwarning(message: Warning | str, category: type[Warning], file: str, line: int, *more: Any) -> None:
+    def showwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if WARNED in str(message):
-            waits[place(f"{file}:{line}")] += 1
+            waits[place(f"{filename}:{lineno}")] += 1
         else:
-            others(message, category, file, line, *more)
+            others(message, category, filename, lineno, file, line)
 
     with contextlib.ExitStack() as held:
         others = warnings.showwarning

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from olmo_core.train.callbacks import Callback
@@ -30,6 +30,7 @@ from olmo_core.train.callbacks import Callback
 from gpu_check.devices import GIB, wait
 from gpu_check.host_waits import counted_host_waits
 from open_instruct.config.parser import parse
+from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.process import stop_process
 from open_instruct.planning.memory.phases import CUDA
@@ -72,7 +73,7 @@ class StepMeter(Callback):
         wait(self._device)
         self.seconds.append(time.perf_counter() - self._began_s)
         if self.step == self.num_steps:
-            self.versions = compiled_versions(self.trainer.train_module.model)
+            self.versions = compiled_versions(cast(ObjectiveTrainModule, self.trainer.train_module).model)
 
     @property
     def _device(self) -> torch.device:
@@ -84,7 +85,7 @@ def measured(
 ) -> dict[str, Any]:
     """Run the objective with the flags in `words`, and give what the module's text lists."""
     objective = objective_named(objective_name)
-    config = parse(objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)])
+    config: Any = parse(objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)])
     objective.validate(config)
     meter = StepMeter(num_steps=num_steps, waits_in_step=waits_in_step)
     warned = Listening()
@@ -92,6 +93,7 @@ def measured(
         logging.getLogger(name).addHandler(warned)
     on_cuda = torch.cuda.is_available()
     if on_cuda:
+        torch.cuda.init()  # before that the allocator has no peak to forget
         torch.cuda.reset_peak_memory_stats()
     try:
         train(config, objective=objective, callbacks={"meter": meter})
@@ -122,7 +124,7 @@ def planned_bytes(config: Any, *, on_cuda: bool) -> int:
     return peak.total_bytes - dict(peak.parts).get(CUDA, 0)
 
 
-def compiled_versions(model: torch.nn.Module) -> dict[str, int]:
+def compiled_versions(model: Any) -> dict[str, int]:
     """How many versions the compiler keeps of a block's forward pass and of the head's; 0 where it is not compiled."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 

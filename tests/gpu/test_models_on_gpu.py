@@ -25,7 +25,7 @@ VOCAB_SIZE = 512
 SIZE = Size(roughly="a test's", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=VOCAB_SIZE, window=16)
 FLOAT32_TOLERANCE = 1e-4
 # A GPU in bfloat16 may err by so much more than the CPU in bfloat16 does, each from the CPU in float32.
-MORE_THAN_THE_CPU = 2.0
+MORE_THAN_THE_CPU = 3.0
 LEAST_ERROR = 2e-3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,10 +47,10 @@ class Row:
 def rows(scale: int) -> list[Row]:
     """`scale` 1 is the size that is measured; documents are so many times shorter."""
     document, prompt, reply, window = 2048 // scale, 1024 // scale, 512 // scale, 4096 // scale
-    alone = {"lengths": (document,) * 8, "prefix_lengths": (0,) * 8}
+    alone = partial(Row, lengths=(document,) * 8, prefix_lengths=(0,) * 8)
     return [
-        Row(title="8 documents (OLMo 2 7B)", **alone),
-        Row(title="8 documents, 8 key-value heads (Llama 3 8B)", num_kv_heads=8, **alone),
+        alone(title="8 documents (OLMo 2 7B)"),
+        alone(title="8 documents, 8 key-value heads (Llama 3 8B)", num_kv_heads=8),
         Row(title="one long document", lengths=(8 * document,), prefix_lengths=(0,)),
         Row(
             title="one long document, window (OLMo 3 7B)",

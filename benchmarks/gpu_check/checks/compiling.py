@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,9 +27,9 @@ WAYS: dict[str, list[str]] = {
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
     size, num_steps, length, batch = ("tiny", 4, 96, 2) if rehearse else ("small", 10, 1024, 16)
     model = write_tiny_model(work / "model", family="olmo3", size=size)
-    words = {"prompt_words": length // 8, "reply_words": length // 8}
-    rows = write_rows(work / "rows.jsonl", num_rows=batch * num_steps, **words)
-    heldout = write_rows(work / "heldout.jsonl", num_rows=batch, seed=1, **words)
+    write = partial(write_rows, prompt_words=length // 8, reply_words=length // 8)
+    rows = write(work / "rows.jsonl", num_rows=batch * num_steps)
+    heldout = write(work / "heldout.jsonl", num_rows=batch, seed=1)
     flags = [
         *("--model_name_or_path", str(model), "--mixer_list", str(rows), "1.0"),
         *("--eval_mixer_list", str(heldout), "1.0", "--max_seq_length", str(length)),

@@ -78,7 +78,7 @@ def outcome(run: Path) -> tuple[object, ...]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in sorted((run / "hf_model").glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no dict)

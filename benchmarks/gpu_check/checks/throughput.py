@@ -23,7 +23,7 @@ PLAN_TOLERANCE = 0.15
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
-    size, length, num_steps, batch = ("tiny", 128, 3, 2) if rehearse else ("olmo2-1b", 2048, 8, 8)
+    size, length, num_steps, batch = ("tiny", 128, 3, 2) if rehearse else ("olmo2-1b", 2048, 9, 8)
     rows = write_rows(
         work / "rows.jsonl", num_rows=batch * num_steps, prompt_words=length // 8, reply_words=length // 8
     )

@@ -79,8 +79,8 @@ def packages() -> Iterator[dict[str, object]]:
     for requirement in map(Requirement, project["dependencies"]):
         installed = version_of(requirement.name)
         fits = installed is not None and requirement.specifier.contains(installed.split("+")[0], prereleases=True)
-        row = {"package": requirement.name, "installed": installed, "wanted": str(requirement.specifier), "fits": fits}
-        yield row
+        wanted = str(requirement.specifier)
+        yield {"package": requirement.name, "installed": installed, "wanted": wanted, "fits": fits}
 
 
 def version_of(name: str) -> str | None:

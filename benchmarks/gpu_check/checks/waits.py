@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from gpu_check.findings import Findings
 from gpu_check.host_waits import counted_host_waits
 from gpu_check.measured_run import measured
 from gpu_check.rows import write_rows
+from open_instruct.parallel.process import stop_process
 from open_instruct.toys.tiny import SIZES, write_tiny_model
 
 # The first steps allocate, and compile what is compiled.
@@ -25,29 +27,44 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     size = "tiny" if rehearse else "small"
     model = write_tiny_model(work / "model", family="olmo2", size=size)
     counts: dict[str, Mapping[str, int]] = {}
-    for objective in ("dpo", "sft"):
-        rows = work / f"{objective}.jsonl"
-        write_rows(rows, num_rows=64, prompt_words=8, reply_words=8, in_pairs=objective == "dpo")
-        flags = [*flags_of_run(model, work, objective), "--mixer_list", str(rows), "1.0"]
-        flags += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", str(NUM_MICROBATCHES)]
-        counts[objective] = measured(objective, flags, num_steps=MEASURED_STEP, waits_in_step=MEASURED_STEP)["waits"]
-    counts["grpo"] = waits_of_grpo(model, work, vocab_size=SIZES[size].vocab_size, rehearse=rehearse)
+    for objective in ("dpo", "sft", "grpo"):
+        try:
+            if objective == "grpo":
+                vocab_size = SIZES[size].vocab_size
+                counts[objective] = waits_of_grpo(model, work, vocab_size=vocab_size, rehearse=rehearse)
+            else:
+                counts[objective] = waits_of_run(objective, model, work)
+        except Exception as error:  # the others may still say something
+            traceback.print_exc()
+            findings.require(False, f"{objective}: {type(error).__name__}: {error}")
+        finally:
+            stop_process()
     if rehearse:
         findings.note("On a CPU there is nothing to wait for: that there are none says nothing.")
-    rows = [
+    places = [
         {"objective": objective, "waits": count, "where": where}
         for objective, waits in counts.items()
         for where, count in sorted(waits.items(), key=lambda item: -item[1])
     ]
     totals = {objective: sum(waits.values()) for objective, waits in counts.items()}
     findings.table("Host waits in one step", [{"objective": name, "waits": total} for name, total in totals.items()])
-    findings.table("Where", rows)
+    findings.table("Where", places)
     for name, total in totals.items():
         if total > GOAL_WAITS:
             findings.note(f"{name}: the goal is {GOAL_WAITS} waits a step, and there are {total}")
     findings.headline = f"a step of {NUM_MICROBATCHES} microbatches waits: " + ", ".join(
         f"{name} {total}" for name, total in totals.items()
     )
+
+
+def waits_of_run(objective: str, model: Path, work: Path) -> Mapping[str, int]:
+    rows = work / f"{objective}.jsonl"
+    write_rows(rows, num_rows=64, prompt_words=8, reply_words=8, in_pairs=objective == "dpo")
+    flags = [*flags_of_run(model, work, objective), "--mixer_list", str(rows), "1.0"]
+    flags += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", str(NUM_MICROBATCHES)]
+    figures = measured(objective, flags, num_steps=MEASURED_STEP, waits_in_step=MEASURED_STEP)
+    waits: Mapping[str, int] = figures["waits"]
+    return waits
 
 
 def flags_of_run(model: Path, work: Path, name: str) -> list[str]:
@@ -63,7 +80,6 @@ def waits_of_grpo(model: Path, work: Path, *, vocab_size: int, rehearse: bool) -
     from open_instruct.config.parser import parse
     from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.packing.rollouts import plan_steps_of_ranks
-    from open_instruct.parallel.process import stop_process
     from open_instruct.run.opened import join_run
     from open_instruct.run.pretrained import open_pretrained
 
@@ -94,7 +110,6 @@ def waits_of_grpo(model: Path, work: Path, *, vocab_size: int, rehearse: bool) -
         take_step(seed)
     with counted_host_waits(on_cuda=device_of(rehearse).type == "cuda") as waits:
         take_step(MEASURED_STEP)
-    stop_process()
     return waits
 
 
