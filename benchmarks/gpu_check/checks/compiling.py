@@ -17,6 +17,7 @@ from open_instruct.toys.tiny import write_tiny_model
 MOST_VERSIONS = 6
 MAX_DIFFERENCE = 0.05
 NUM_WARMUP_STEPS = 3
+MICROBATCHES_A_STEP = 4
 WAYS: dict[str, list[str]] = {
     "uncompiled": ["--no_compile_model"],
     "compiled": ["--compile_model"],
@@ -25,15 +26,19 @@ WAYS: dict[str, list[str]] = {
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
-    size, num_steps, length, batch = ("tiny", 4, 96, 2) if rehearse else ("small", 10, 1024, 16)
+    size, num_steps, length, batch = ("tiny", 4, 96, 2) if rehearse else ("small", 10, 1024, 4)
     model = write_tiny_model(work / "model", family="olmo3", size=size)
-    write = partial(write_rows, prompt_words=length // 8, reply_words=length // 8)
-    rows = write(work / "rows.jsonl", num_rows=batch * num_steps)
-    heldout = write(work / "heldout.jsonl", num_rows=batch, seed=1)
+    # Most prompts are too short to be shared: so some microbatches share prompts, and some do not.
+    write = partial(write_rows, reply_words=length // 8)
+    num_rows = batch * MICROBATCHES_A_STEP * num_steps
+    sharing = write(work / "sharing.jsonl", num_rows=max(1, num_rows // 5), prompt_words=length // 8)
+    alone = write(work / "alone.jsonl", num_rows=num_rows, prompt_words=1)
+    heldout = write(work / "heldout.jsonl", num_rows=batch, prompt_words=length // 16, seed=1)
     flags = [
-        *("--model_name_or_path", str(model), "--mixer_list", str(rows), "1.0"),
+        *("--model_name_or_path", str(model), "--mixer_list", str(sharing), "1.0", str(alone), "1.0"),
         *("--eval_mixer_list", str(heldout), "1.0", "--max_seq_length", str(length)),
-        *("--per_device_train_batch_size", str(batch), "--param_dtype", "bfloat16", "--learning_rate", "1e-5"),
+        *("--per_device_train_batch_size", str(batch), "--gradient_accumulation_steps", str(MICROBATCHES_A_STEP)),
+        *("--param_dtype", "bfloat16", "--learning_rate", "1e-5"),
     ]
     runs: dict[str, Any] = {}
     table: list[dict[str, object]] = []
@@ -50,6 +55,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
                 "run": name,
                 "s a step": median(step["seconds"] for step in steps[NUM_WARMUP_STEPS:]),
                 "s of the first step": steps[0]["seconds"],
+                "tokens shared, of all": f"{median(step['shared_fraction'] for step in steps):.0%}",
                 "loss, furthest from uncompiled": f"{furthest['loss']:.2%}",
                 "gradient norm": f"{furthest['grad_norm']:.2%}",
                 "allocated, GiB": run["allocated_gib"],
