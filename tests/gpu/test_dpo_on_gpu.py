@@ -14,7 +14,8 @@ from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
 
 ENTRY = Path(__file__).resolve().parents[2] / "open_instruct" / "dpo.py"
-TIMEOUT_S = 150
+# Of a rehearsal, where a few cores run all of them.
+TIMEOUT_S = 600 if os.environ.get("REHEARSE_GPU_TESTS") else 150
 # By its name: flags of a run, and how far its losses and gradient norms may be from those of the CPU in float32.
 WAYS: dict[str, tuple[list[str], float]] = {
     "float32": (["--param_dtype", "float32", "--no_compile_model"], 1e-4),
