@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,10 +34,8 @@ from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.process import stop_process
 from open_instruct.planning.memory.phases import CUDA
-from open_instruct.planning.plan import Setting, plan_of
-from open_instruct.planning.subject.devices import device_named
-from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import shape_of_run
+from open_instruct.planning.plan import plan_of
+from open_instruct.planning.request import parse_request
 from open_instruct.train import train
 
 
@@ -107,7 +105,7 @@ def measured(
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "steps": steps,
-        "planned_gib": planned_bytes(config, on_cuda=on_cuda) / GIB,
+        "planned_gib": planned_bytes(objective_name, words, on_cuda=on_cuda) / GIB,
         "allocated_gib": (torch.cuda.max_memory_allocated() if on_cuda else own) / GIB,
         "reserved_gib": (torch.cuda.max_memory_reserved() if on_cuda else own) / GIB,
         "versions": meter.versions,
@@ -116,11 +114,10 @@ def measured(
     }
 
 
-def planned_bytes(config: Any, *, on_cuda: bool) -> int:
+def planned_bytes(objective_name: str, words: list[str], *, on_cuda: bool) -> int:
     """The peak of the plan of this run on one device, without what CUDA and its libraries take beside PyTorch."""
-    shape = shape_of_run(config, model_shape(config.model.model_name_or_path))
-    device = device_named("memory_gib=1000")  # the peak does not depend on it
-    peak = plan_of(Setting(config=config, shape=shape, gpus_per_node=(1,), device=device, on_cuda=on_cuda)).peak
+    setting = parse_request([objective_name, *words, "--gpus_per_node", "1"]).setting
+    peak = plan_of(replace(setting, on_cuda=on_cuda)).peak
     return peak.total_bytes - dict(peak.parts).get(CUDA, 0)
 
 
