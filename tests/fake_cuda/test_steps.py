@@ -1,0 +1,116 @@
+"""Every CUDA branch of a training step, without a GPU: nothing is of a wrong shape, dtype or device, and the host waits
+for the device as often as it is said here, and no oftener.
+
+The numbers are those of a step of two microbatches. Another one than is said is no matter of taste: a step that waits
+leaves the device idle until the host has caught up. One that waits less often is to be said here as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda.cases import CASES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+HOST_WAITS = {
+    "dpo": 36,
+    "dpo_unshared": 34,
+    "dpo_padded": 28,
+    "dpo_hsdp": 36,
+    "dpo_tensor_parallel": 36,
+    "dpo_context_parallel": 38,
+    "dpo_one_device": 36,
+    "dpo_float32": 36,
+    "dpo_checkpointed": 36,
+    "dpo_checkpointed_modules": 36,
+    "dpo_skip_step": 39,
+    "dpo_muon": 36,
+    "dpo_ld": 38,
+    "dpo_wpo": 36,
+    "dpo_moving_reference": 52,
+    "sft": 26,
+    "kto_apo": 33,
+    "reward_model": 34,
+    "prm": 33,
+    "distill": 42,
+    "distill_kept": 34,
+    "grpo": 45,
+    "grpo_idle_rank": 45,
+    "grpo_one_device": 42,
+    "grpo_mini_batches": 80,
+    "grpo_reference": 61,
+}
+WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}
+"""Padded rows are plain causal attention; in float32 there is no kernel for documents of several lengths."""
+ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
+OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon"}
+
+
+@pytest.fixture(scope="session")
+def results() -> dict[str, Any]:
+    """Of each case, what tests/fake_cuda/cases.py found. One process for all: it alone has the hooks."""
+    import torch  # only now: most selections of tests do without it
+
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA build of torch has hooks of its own")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++ (apt-get install g++) to build the hooks of the pretended device")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.cases"],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def found(results: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
+    of_case: dict[str, Any] = results[request.param]
+    assert "error" not in of_case, of_case["error"]
+    return of_case | {"name": request.param}
+
+
+of_each_case = pytest.mark.parametrize("found", CASES, indirect=True)
+
+
+@of_each_case
+def test_the_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
+    waits = sorted(f"{where} (x{times})" for where, times in found["waits"].items())
+    number, said = sum(found["waits"].values()), HOST_WAITS[found["name"]]
+    assert number == said, f"{number} waits for the device in a step, not {said}:\n" + "\n".join(waits)
+
+
+@of_each_case
+def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
+    name = found["name"]
+    kind = "FakeTensor" if name in ON_ONE_DEVICE else "DTensor"
+    assert found["parameters"] == found["gradients"] == [f"{kind} torch.float32 cuda:0"]
+    assert found["fused"] == (name not in OTHER_OPTIMIZERS)
+    if name in WITHOUT_KERNEL:
+        assert found["attention"] is None
+        return
+    query, key, *kind_of_both = found["attention"]
+    num_heads, num_kv_heads = (2, 1) if name.endswith("_parallel") else (4, 2)
+    assert kind_of_both == ["torch.bfloat16", "cuda:0"]
+    assert query[0] <= key[0] and (query[1:], key[1:]) == ([num_heads, query[2]], [num_kv_heads, query[2]])
+
+
+def test_keys_of_a_prompt_are_gathered_where_it_is_shared(results: dict[str, Any]) -> None:
+    query, key, *_ = results["dpo"]["attention"]
+    assert query[0] < key[0]
+    query, key, *_ = results["dpo_unshared"]["attention"]
+    assert query[0] == key[0]
