@@ -16,6 +16,7 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.backend import Learner
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
+from open_instruct.packing.on_device import on_device
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
 from open_instruct.records import Batch
@@ -50,7 +51,7 @@ class Scorer:
         self.model.eval()
         for batch in self.batches(dataset, rows, title=title):
             scores = self.policy.scores(batch)
-            values = {name: value.to(self.device) for name, value in batch.values.items()}
+            values = on_device(batch.values, self.device)
             summed = self.policy.loss.summed(scores, replace(batch, values=values))
             columns = columns or [zeros_ND.clone() for _ in summed]
             positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
@@ -58,7 +59,7 @@ class Scorer:
                 sums_S, _ = sum_by_reply(
                     values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.policy.loss.ld_alpha
                 )
-                column_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
+                column_ND[on_device(positions, self.device)] = sums_S.view(num_documents, -1).T.float()
         values_ND = torch.cat(columns or [zeros_ND], dim=1)
         if dist.get_world_size(self.dp_group) > 1:
             # Each row was computed on one rank and is zero on the others.

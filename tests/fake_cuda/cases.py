@@ -57,9 +57,11 @@ CASES = {
     "dpo_skip_step": Case(flags=SKIP_STEP),
     "dpo_muon": Case(flags=(*MUON, "--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")),
     "dpo_ld": Case(flags=("--loss_type", "dpo", "--ld_alpha", "0.5")),
+    "dpo_aot": Case(flags=("--loss_type", "aot")),
     "dpo_wpo": Case(flags=("--loss_type", "wpo")),
     "dpo_moving_reference": Case(flags=("--ref_policy_update_freq", "1")),
     "sft": Case(objective="sft"),
+    "kto": Case(objective="kto"),
     "kto_apo": Case(objective="kto", flags=("--loss_type", "apo_zero_unpaired")),
     "reward_model": Case(objective="reward_model"),
     "prm": Case(objective="prm"),
@@ -76,6 +78,7 @@ CASES = {
     "grpo_reference": Case(
         objective="grpo", flags=("--beta", "0.1", "--ref_policy_update_freq", "1", "--loss_fn", "cispo"), world=2
     ),
+    "grpo_marked_tokens": Case(objective="grpo", flags=("--loss_fn", "clip_cov"), world=2),
 }
 
 

@@ -155,13 +155,13 @@ def pretended_gpu() -> Any:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             target = kwargs.get("device")
             to_cuda = target is not None and torch.device(target).type == "cuda"
-            if kwargs.pop("pin_memory", False):
-                made = func(*args, **kwargs)
+            name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+            if name == "_pin_memory" or kwargs.pop("pin_memory", False):
+                made = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
                 self.pinned[made.untyped_storage().data_ptr()] = made
                 return made
             if not to_cuda and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return func(*args, **kwargs)
-            name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
             if name == "_local_scalar_dense":
                 WAITS.note("a number is read")
                 return torch.zeros((), dtype=args[0].dtype).item()
@@ -185,8 +185,10 @@ def pretended_gpu() -> Any:
             elif name in ("nonzero", "masked_select", "bincount"):
                 WAITS.note(name)
             elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+                # One number under a mask is filled in, without a look at the mask.
+                fills = len(args) > 2 and args[2].device.type == "cpu" and args[2].numel() == 1
                 for index in args[1]:
-                    if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    if index is not None and index.dtype in (torch.bool, torch.uint8) and not fills:
                         WAITS.note("a mask as an index")
                     elif index is not None and index.device.type != args[0].device.type:
                         WAITS.note("an index on the other device")

@@ -22,33 +22,18 @@ from tests.fake_cuda.cases import CASES
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 HOST_WAITS = {
-    "dpo": 36,
-    "dpo_unshared": 34,
-    "dpo_padded": 28,
-    "dpo_hsdp": 36,
-    "dpo_tensor_parallel": 36,
-    "dpo_context_parallel": 38,
-    "dpo_one_device": 36,
-    "dpo_float32": 36,
-    "dpo_checkpointed": 36,
-    "dpo_checkpointed_modules": 36,
-    "dpo_skip_step": 39,
-    "dpo_muon": 36,
-    "dpo_ld": 38,
-    "dpo_wpo": 36,
-    "dpo_moving_reference": 52,
-    "sft": 26,
-    "kto_apo": 33,
-    "reward_model": 34,
-    "prm": 33,
-    "distill": 42,
-    "distill_kept": 34,
-    "grpo": 45,
-    "grpo_idle_rank": 45,
-    "grpo_one_device": 42,
-    "grpo_mini_batches": 80,
-    "grpo_reference": 61,
+    "dpo_unshared": 5,
+    "sft": 5,
+    "kto": 9,
+    "kto_apo": 5,
+    "prm": 5,
+    "distill": 9,
+    "distill_kept": 5,
+    "grpo_idle_rank": 3,
+    "grpo_mini_batches": 2,
 }
+"""One for every update, where loss and gradient are read, is what is not listed; documents that share no prompt have
+two more a pass over a microbatch."""
 WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}
 """Padded rows are plain causal attention; in float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
@@ -90,7 +75,7 @@ of_each_case = pytest.mark.parametrize("found", CASES, indirect=True)
 @of_each_case
 def test_the_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
     waits = sorted(f"{where} (x{times})" for where, times in found["waits"].items())
-    number, said = sum(found["waits"].values()), HOST_WAITS[found["name"]]
+    number, said = sum(found["waits"].values()), HOST_WAITS.get(found["name"], 1)
     assert number == said, f"{number} waits for the device in a step, not {said}:\n" + "\n".join(waits)
 
 
