@@ -96,13 +96,12 @@ def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPosit
 
 
 class _Inputs(NamedTuple):
-    """What a forward pass reads, on the device: this rank's tokens and labels, and what else its model is told.
+    """What a forward pass reads, on the device: this rank's tokens, and what else its model is told.
 
     Of the values that come out, `labelled_N` are those of labels, in the whole row, and `sequence_ids_N` whose.
     """
 
     input_ids_BT: torch.Tensor
-    labels_BT: torch.Tensor
     told: dict[str, Any]
     labelled_N: torch.Tensor
     sequence_ids_N: torch.Tensor
@@ -116,7 +115,6 @@ def _run(
     with head_settings(model, settings):
         output = model(
             inputs.input_ids_BT,
-            labels=inputs.labels_BT,
             ignore_index=IGNORE_INDEX,
             loss_reduction="none",
             return_logits=False,
@@ -127,8 +125,8 @@ def _run(
 
 def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
     """On the CPU, where all of it is found without a wait for the device."""
-    context, told = context_of(model), dict[str, Any]()
-    own, kept = _own(model, batch)
+    context, (own, kept) = context_of(model), _own(model, batch)
+    told: dict[str, Any] = {"labels": own.labels_BT}
     if batch.prefix_lengths is not None or context is not None:
         lengths = batch.document_lengths
         assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
@@ -144,7 +142,7 @@ def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
         told["logits_to_keep"] = kept.positions_BK
     sequence_ids = (batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK).flatten()
     labelled_N = (sequence_ids >= 0).nonzero().squeeze(1)
-    return _Inputs(own.input_ids_BT, own.labels_BT, told, labelled_N, sequence_ids[labelled_N])
+    return _Inputs(own.input_ids_BT, told, labelled_N, sequence_ids[labelled_N])
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:

@@ -31,9 +31,7 @@ def reduce_metrics(
         if metric.reduction == "sum":
             slots.append(value)
         elif metric.reduction == "max":
-            by_rank = torch.zeros(world_size, dtype=torch.float64, device=device)
-            by_rank[rank] = value
-            slots.append(by_rank)
+            slots.append(torch.where(torch.arange(world_size, device=device) == rank, value, 0.0))
         else:
             weight = _slot(metric.weight, device)
             # A rank that saw nothing may bring NaN with weight 0: it must not spoil the others.

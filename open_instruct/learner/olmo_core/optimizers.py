@@ -59,8 +59,8 @@ class HostSkipStepAdamW(SkipStepAdamW):
         return torch.device("cpu")
 
     def get_step_factor(self) -> torch.Tensor:
-        factor = float(super().get_step_factor())
-        return torch.full((), factor, device=self.param_groups[0]["params"][0].device)
+        of_weights = self.param_groups[0]["params"][0].device
+        return torch.full((), float(super().get_step_factor()), device=of_weights)
 
     @property
     def step_skipped(self) -> torch.Tensor:

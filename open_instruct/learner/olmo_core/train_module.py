@@ -301,7 +301,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         assert self.optim is not None
         if self._has_nothing_to_learn:
             return {GRAD_NORM: 0.0}
-        metrics: dict[str, Any] = {GRAD_NORM: self._grad_norm}
+        metrics: dict[str, float | torch.Tensor] = {GRAD_NORM: self._grad_norm}
         for group in reversed(self.optim.param_groups):
             metrics["lr"] = group["lr"] if self.scheduler is None else self.scheduler.set_lr(group, self.trainer)
         if self._num_left_out:
