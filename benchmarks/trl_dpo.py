@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,38 @@ class StepClock(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def parsed() -> argparse.Namespace:
+def parsed(strength: str) -> argparse.Namespace:
+    """The flags of all of them; `strength` is the one that each has a name of its own for."""
     parser = argparse.ArgumentParser()
     for flag in ("model", "rows", "out"):
         parser.add_argument(f"--{flag}", type=Path, required=True)
     for flag in ("batch", "accumulation", "steps", "max_length"):
         parser.add_argument(f"--{flag}", type=int, required=True)
-    parser.add_argument("--beta", type=float, required=True)
-    parser.add_argument("--learning_rate", type=float, required=True)
+    for flag in (strength, "learning_rate"):
+        parser.add_argument(f"--{flag}", type=float, required=True)
     return parser.parse_args()
 
 
-def train_timed(args: argparse.Namespace, trainer_class: Any, config_class: Any, masks: Sequence[str]) -> None:
-    """Train and write what each step took. `masks` are those of a batch whose ones are real tokens."""
+def train_timed(
+    args: argparse.Namespace,
+    trainer_class: Any,
+    config_class: Any,
+    masks: Sequence[str],
+    *,
+    own: Mapping[str, Any],
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
+) -> None:
+    """Train and write what each step took.
+
+    Args:
+        masks: those of a batch whose ones are real tokens.
+        own: what this trainer's config has and others do not.
+        load: from a folder to a model with the head that is trained.
+    """
     torch.manual_seed(0)
     clock = StepClock()
     trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        model=load(args.model, dtype=torch.float32),
         args=config_class(
             output_dir=str(args.out),
             use_cpu=True,
@@ -64,13 +79,12 @@ def train_timed(args: argparse.Namespace, trainer_class: Any, config_class: Any,
             max_length=args.max_length,
             learning_rate=args.learning_rate,
             lr_scheduler_type="constant",
-            beta=args.beta,
-            precompute_ref_log_probs=True,
             gradient_checkpointing=False,
             logging_steps=1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **own,
         ),
         train_dataset=load_dataset("json", data_files=str(args.rows), split="train"),
         processing_class=AutoTokenizer.from_pretrained(args.model),
@@ -96,4 +110,6 @@ def train_timed(args: argparse.Namespace, trainer_class: Any, config_class: Any,
 
 
 if __name__ == "__main__":
-    train_timed(parsed(), DPOTrainer, DPOConfig, ["attention_mask"])
+    given = parsed("beta")
+    frozen = {"beta": given.beta, "precompute_ref_log_probs": True}
+    train_timed(given, DPOTrainer, DPOConfig, ["attention_mask"], own=frozen)

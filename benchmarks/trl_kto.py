@@ -5,12 +5,11 @@ Writes what `trl_dpo.py` writes. Real tokens are those of the replies that are l
 
 from __future__ import annotations
 
-from functools import partial
-
 from trl import KTOConfig, KTOTrainer
 from trl_dpo import parsed, train_timed
 
 if __name__ == "__main__":
+    args = parsed("beta")
     # Its mismatched replies are those of neighbours, so it reads rows in their order.
-    config = partial(KTOConfig, train_sampling_strategy="sequential")
-    train_timed(parsed(), KTOTrainer, config, ["attention_mask", "KL_attention_mask"])
+    own = {"beta": args.beta, "precompute_ref_log_probs": True, "train_sampling_strategy": "sequential"}
+    train_timed(args, KTOTrainer, KTOConfig, ["attention_mask", "KL_attention_mask"], own=own)

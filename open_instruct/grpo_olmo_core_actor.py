@@ -88,9 +88,9 @@ class PolicyTrainerOLMoCoreProcess:
         warnings: list[str] = []
         return self.learner.resume(warn=warnings.append), warnings
 
-    def save_state(self, drivers_state: dict[str, Any]) -> None:
+    def save_state(self, drivers_state: dict[str, Any], *, waits: bool) -> None:
         """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own."""
-        self.learner.save(drivers_state)
+        self.learner.save(drivers_state, waits=waits)
 
     def save_model(self) -> None:
         """Write OUT/hf_model."""

@@ -357,8 +357,8 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether every verifier accepted the completion in full."""
-        return bool(self.scores) and min(self.scores.values()) >= 1.0
+        """Whether every verifier accepted the completion in full; one whose score may be any number accepts none."""
+        return set(self.scores.values()) == {1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,11 +76,12 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.olmo_core.policy import build_policy
+    from open_instruct.learner.profile import profiling
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
     from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.learner.teacher import compare_with, open_teacher
+    from open_instruct.learner.teacher import OpenedTeacher, compare_with
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
@@ -105,7 +106,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         loss = objective.bound(config, pretrained.tokenizer)
         start_model = start_model_of(pretrained, run)
         form = objective.rows_of(config)
-        teacher = open_teacher(objective.teacher(config), pretrained, run=run, config=config)
+        taught = objective.teacher(config)
+        teacher = None if taught is None else OpenedTeacher.of(taught, pretrained, config=config, layout=run.layout)
         rows, heldout_rows = load_datasets(
             form,
             config.data,
@@ -144,9 +146,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             if not moves.get("update_freq"):
                 scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
             if heldout_rows is not None:
-                heldout_reference_ND = reference_logprobs(
-                    scorer, heldout_rows, cache=cache, title="held-out reference log-probs"
-                )
+                title = "held-out reference log-probs"
+                heldout_reference_ND = reference_logprobs(scorer, heldout_rows, cache=cache, title=title)
             if objective.only_scores(config):
                 run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
                 return 0
@@ -173,7 +174,9 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             num_steps=num_steps,
             max_tokens_per_step=loader.max_tokens_per_step,
             keep_last_n=config.run.keep_last_n_checkpoints,
-            callbacks=callbacks,
+            async_checkpoints=config.run.async_checkpoints,
+            callbacks=profiling(config.logging.profile_steps, num_steps=num_steps, run_folder=run.directory.path)
+            | dict(callbacks or {}),
         )
         if loop.resume(warn=run.console.warn):
             run.console.say(f"resuming after step {loop.step} of {num_steps}")

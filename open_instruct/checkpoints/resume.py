@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from olmo_core.distributed.utils import barrier, get_rank, get_world_size
 from olmo_core.train import Trainer
 from olmo_core.train.train_module import TransformerTrainModule
 
+from open_instruct.checkpoints.background import Run, at_once
 from open_instruct.checkpoints.finite import check_weights
+from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.checkpoints.step_folder import (
     Damaged,
     Manifest,
@@ -31,47 +34,67 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def explained(trainer: Trainer) -> Iterator[None]:
-    """Turn what goes wrong while a checkpoint is written into one sentence. Weights that are broken are not written."""
+def explained(trainer: Trainer, *, step: int) -> Iterator[None]:
+    """Turn what goes wrong while the checkpoint of `step` is written into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        log.exception("the checkpoint cannot be written")
+        raise RunError(
+            f"the checkpoint of step {step} cannot be written to {trainer.save_folder} ({error}). Those written before "
+            "are unharmed: make room, then give the same command again to go on from the newest"
+        ) from error
+
+
+def save_checkpoint(trainer: Trainer, *, in_background: bool = False) -> None:
+    """Write a checkpoint of the trainer's step now, or begin to; `finish_checkpoint` ends what was begun. Collective.
+
+    Weights that are broken are not written.
+
+    :raises RunError: if it, or the one under way, cannot be written.
+    """
+    finish_checkpoint(trainer)
     assert isinstance(trainer.train_module, TransformerTrainModule)
     check_weights(
         trainer.train_module.model,
         what=f"the checkpoint of step {trainer.global_step}",
         last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
     )
-    try:
-        yield
-    except OSError as error:
-        log.exception("the checkpoint cannot be written")
-        raise RunError(
-            f"the checkpoint of step {trainer.global_step} cannot be written to {trainer.save_folder} "
-            f"({error}). Those written before are unharmed: make room, then give the same command again to go "
-            "on from the newest"
-        ) from error
+    with explained(trainer, step=trainer.global_step):
+        if in_background:
+            trainer.save_checkpoint_async()
+        else:
+            trainer.save_checkpoint()
 
 
-def save_checkpoint(trainer: Trainer) -> None:
-    """Write a checkpoint of the trainer's step now. Collective.
+def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
+    """End the writing that is under way if all ranks are done, or as soon as they are; whether one ended. Collective.
 
-    :raises RunError: if it cannot be written.
+    :raises RunError: if it could not be written.
     """
-    with explained(trainer):
-        trainer.save_checkpoint()
+    checkpointer = trainer.checkpointer
+    assert isinstance(checkpointer, SafeCheckpointer)
+    step = checkpointer.step_under_way
+    if step is None:
+        return False
+    with explained(trainer, step=step):
+        checkpointer.finish(waits=waits)
+    return checkpointer.step_under_way is None
 
 
-def remove_old_checkpoints(folder: Path, *, keep_last_n: int) -> None:
+def remove_old_checkpoints(folder: Path, *, keep_last_n: int, run: Run[None] = at_once) -> Future[None]:
     """Remove all but the newest `keep_last_n` checkpoints. Collective: rank 0 removes, once all are past the newest."""
     barrier()
-    if get_rank() == 0:
-        for path in find_checkpoints(folder)[:-keep_last_n]:
-            _remove(Path(path))
+    old = find_checkpoints(folder)[:-keep_last_n] if get_rank() == 0 else []
 
+    def remove_each() -> None:
+        for path in map(Path, old):
+            try:
+                remove(path)
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", path, error)
 
-def _remove(path: Path) -> None:
-    try:
-        remove(path)
-    except OSError as error:
-        log.warning("%s cannot be removed: %s", path, error)
+    return run(remove_each)
 
 
 def last_checkpoint(folder: Path) -> str:

@@ -1,7 +1,8 @@
 """OLMo-core's door to checkpoints of safetensors and JSON: nothing is pickled into a file, nothing unpickled from one.
 
 A save is a plan that all ranks make (who writes which box), files that each rank writes by itself, and a name that
-rank 0 gives when all are there. Only the plan and the name are collective.
+rank 0 gives when all are there. Only the plan and the name are collective, and those are for the main thread: the
+files may be written by another, from a copy, while the training goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,13 +24,14 @@ from olmo_core.train.train_module import TrainModule
 from olmo_core.utils import wait_for
 from torch.distributed.checkpoint.metadata import Metadata
 
+from open_instruct.checkpoints.background import HostCopies, Run, at_once, in_background
 from open_instruct.checkpoints.exact_json import from_json, to_json
 from open_instruct.checkpoints.step_folder import (
     INDEX,
     MANIFEST,
-    PART,
     Manifest,
     begin,
+    beside,
     publish,
     read_manifest,
     refuse_another_start_model,
@@ -53,6 +56,8 @@ VISIBLE_WITHIN_S = 120.0  # a folder that another node made on a file system tha
 
 T = TypeVar("T")
 
+Files = Mapping[str, WrittenFile]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
@@ -61,6 +66,16 @@ class SavePlan:
     claims: Mapping[str, Claim]
     index: Mapping[str, Any]
     own: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """A save whose files are being written. `saved` has its result once it has its name."""
+
+    part: Path
+    final: Path
+    written: Future[Files]
+    saved: Future[None] = field(default_factory=Future)
 
 
 @dataclass
@@ -72,35 +87,94 @@ class SafeCheckpointer(Checkpointer):
 
     start_model: str = ""
     _plan: SavePlan | None = field(default=None, repr=False)
+    _copies: HostCopies = field(default_factory=HostCopies, repr=False)
+    _under_way: UnderWay | None = field(default=None, repr=False)
 
     def save(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> None:
         """:raises OSError: on every rank, if any could not write; what was there before is unharmed."""
         assert not ephemeral, "all checkpoints are alike"
-        final, rank = Path(dir), get_rank()
-        part = final.with_name(final.name + PART)
+        self._begin(Path(dir), train_module, train_state, run=at_once, copied=lambda tensors: tensors)
+        self.finish()
+
+    def save_async(
+        self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
+    ) -> Future[None]:
+        """As `save`, of a copy that is made now and written in a thread, which meets no other rank.
+
+        The future has its result, and OLMo-core's callbacks are called, within the `finish` that finds it written:
+        on the main thread, after the same step on every rank.
+        """
+        assert not ephemeral, "all checkpoints are alike"
+        return self._begin(Path(dir), train_module, train_state, run=in_background, copied=self._copies.of)
+
+    def _begin(
+        self,
+        final: Path,
+        train_module: TrainModule,
+        train_state: dict[str, Any],
+        *,
+        run: Run[Files],
+        copied: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    ) -> Future[None]:
+        self.finish()  # one at a time
+        rank = get_rank()
         tensors, values = split(train_module.state_dict_to_save())
         parts = {name: part_of(tensor) for name, tensor in tensors.items()}
         plan = self._planned(parts)
-        _together(lambda: begin(final) if rank == 0 else None, kind=OSError)
+
+        def prepare() -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
+            """All as it is now: later the run has gone on."""
+            own = copied({name: parts[name].local for name in plan.own})
+            documents = {f"rank{rank}.json": to_json(train_state)}
+            if rank == 0:
+                begin(final)
+                values_of_json = {name: to_json(value) for name, value in values.items()}
+                documents[INDEX] = {"tensors": plan.index, "values": values_of_json}
+            return own, documents
+
+        own, documents = _together(prepare, kind=OSError)
+        part = beside(final)
+        written = run(lambda: write_own_files(part, rank, own, documents))
+        self._under_way = UnderWay(part=part, final=final, written=written)
+        return self._under_way.saved
+
+    @property
+    def step_under_way(self) -> int | None:
+        """Of the save that was begun and has not been finished."""
+        return None if self._under_way is None else step_of(self._under_way.final)
+
+    def finish(self, *, waits: bool = True) -> None:
+        """Give the save under way its name, if there is one and all ranks have written; `waits` until they have.
+
+        Collective while one is under way.
+
+        :raises OSError: on every rank, if any could not write; what was there before is unharmed.
+        """
+        save = self._under_way
+        if save is None:
+            return
+        if waits:
+            wait([save.written])
+        elif not _on_all_ranks(save.written.done()):
+            return
+        self._under_way = None
         try:
-            files = _together(lambda: write_own_files(part, rank, plan, parts, values, train_state), kind=OSError)
-            of_ranks = gathered(files)
-            _together(lambda: self._finish(part, final, of_ranks) if rank == 0 else None, kind=OSError)
+            of_ranks = gathered(_together(save.written.result, kind=OSError))
+            _together(lambda: self._name(save, of_ranks) if get_rank() == 0 else None, kind=OSError)
         except OSError:
-            if rank == 0:  # a full disk has better use for it
-                shutil.rmtree(part, ignore_errors=True)
+            if get_rank() == 0:  # a full disk has better use for it
+                shutil.rmtree(save.part, ignore_errors=True)
             raise
+        save.saved.set_result(None)
 
-    def _finish(self, part: Path, final: Path, of_ranks: Sequence[Mapping[str, WrittenFile]]) -> None:
+    def _name(self, save: UnderWay, of_ranks: Sequence[Files]) -> None:
         files = {name: file for of_rank in of_ranks for name, file in of_rank.items()}
-        manifest = Manifest(step=step_of(final), num_ranks=len(of_ranks), start_model=self.start_model, files=files)
-        write_manifest(part, manifest)
-        publish(part, final)
-
-    def save_async(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("checkpoints are written while the training waits")
+        step = step_of(save.final)
+        manifest = Manifest(step=step, num_ranks=len(of_ranks), start_model=self.start_model, files=files)
+        write_manifest(save.part, manifest)
+        publish(save.part, save.final)
 
     def load(
         self,
@@ -161,20 +235,12 @@ class SafeCheckpointerConfig(CheckpointerConfig):
         return SafeCheckpointer(process_group=process_group, start_model=self.start_model, **kwargs)
 
 
-def write_own_files(
-    part: Path, rank: int, plan: SavePlan, parts: Mapping[str, Part], values: Mapping[str, Any], train_state: Any
-) -> dict[str, WrittenFile]:
+def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]) -> Files:
     """This rank's files of a checkpoint; no other rank is asked anything."""
     wait_for(part.exists, f"waiting for {part}", timeout=VISIBLE_WITHIN_S)
-    tensors, state = f"rank{rank}.safetensors", f"rank{rank}.json"
-    files = {
-        tensors: write_tensors(part / tensors, {name: parts[name].local for name in plan.own}),
-        state: _write_json(part / state, to_json(train_state)),
-    }
-    if rank == 0:
-        index = {"tensors": plan.index, "values": {name: to_json(value) for name, value in values.items()}}
-        files[INDEX] = _write_json(part / INDEX, index)
-    return files
+    name = f"rank{rank}.safetensors"
+    of_json = {name: write_hashed(part / name, [json.dumps(content).encode()]) for name, content in documents.items()}
+    return {name: write_tensors(part / name, tensors)} | of_json
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -202,8 +268,12 @@ def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _write_json(path: Path, value: Any) -> WrittenFile:
-    return write_hashed(path, [json.dumps(value).encode()])
+def _on_all_ranks(is_so: bool) -> bool:
+    """Whether it is so on each; over gloo, so that no device is waited for. Collective."""
+    agreed = torch.tensor(int(is_so))
+    if dist.is_initialized():
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)
 
 
 def _together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:

@@ -151,9 +151,14 @@ def refuse_another_start_model(checkpoint: Path, saved: str, own: str) -> None:
         )
 
 
+def beside(final: Path) -> Path:
+    """The folder that a checkpoint is written in before it has its name."""
+    return _beside(final, PART)
+
+
 def begin(final: Path) -> Path:
-    """An empty folder beside `final` to write in."""
-    part = _beside(final, PART)
+    """Empty the folder that is written in before `final` has its name."""
+    part = beside(final)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     return part

@@ -27,8 +27,8 @@ class LearnerProcess(Protocol):
         Returns what `save_state` was given for it, None at the start; and what people should be warned of.
         """
 
-    def save_state(self, drivers_state: dict[str, Any]) -> None:
-        """Write a checkpoint of this step, with the driver's own state in it."""
+    def save_state(self, drivers_state: dict[str, Any], *, waits: bool) -> None:
+        """Write a checkpoint of this step, with the driver's own state in it; where it `waits`, it is there then."""
 
     def save_model(self) -> None:
         """Export the trained model."""

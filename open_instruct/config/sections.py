@@ -243,6 +243,9 @@ class RunSection:
     output_dir: str = free_flag("where checkpoints, metrics and the exported model go")
     checkpointing_steps: int = free_flag("steps between checkpoints", 500, minimum=1)
     keep_last_n_checkpoints: int = free_flag("older ones are removed; 0 keeps all", 3, minimum=0, note=" (0 keeps all)")
+    async_checkpoints: Literal["auto", "on", "off"] = free_flag(
+        "write checkpoints while the training goes on, from a copy in host memory; 'auto' does on GPUs", "auto"
+    )
     overwrite_output_dir: bool = free_flag("start afresh: remove the checkpoints and metrics found there", False)
     export_dtype: Literal["bfloat16", "float32", "source"] = free_flag(
         "dtype of the exported model; 'source' is that of the checkpoint it started from", "source"
@@ -257,3 +260,6 @@ class LoggingSection:
     exp_name: str | None = free_flag("name of the run in wandb; default: the output folder's", None)
     wandb_project_name: str = free_flag("wandb project", "open_instruct")
     wandb_entity: str | None = free_flag("wandb entity", None)
+    profile_steps: list[int] = free_flag(
+        "first and last step to profile: rank 0 writes OUT/profiler, of a GPU's memory too", []
+    )

@@ -122,6 +122,9 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
                 f"--report_to {tracker}: takes {' and/or '.join(TRACKERS)}; metrics.jsonl is always written, "
                 "so leave the flag out for neither"
             )
+    steps = logging.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        yield f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"
 
 
 def learner_problems(config: LearnerConfig) -> Iterator[str]:

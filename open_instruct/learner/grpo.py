@@ -10,11 +10,12 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.policy import build_policy
+from open_instruct.learner.profile import profiling
 from open_instruct.learner.reference_policy import Reference, build_reference, open_teacher
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
-from open_instruct.run.pretrained import Pretrained
+from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained
 from open_instruct.run.start_model import start_model_of
 
 
@@ -61,8 +62,9 @@ class GRPOLearner:
                 update_freq=config.loss.ref_policy_update_freq,
                 alpha=config.loss.alpha,
             )
-        if config.loss.teacher_model_name_or_path is not None:
-            teacher = open_teacher(pretrained, config=config, export_folder=run.directory.hf_model, layout=run.layout)
+        if (name := config.loss.teacher_model_name_or_path) is not None:
+            lengths, layout = LENGTHS_OF_ROLLOUTS, run.layout
+            teacher = open_teacher(name, pretrained, config=config, layout=layout, length_flag=lengths)
             self.policy.teacher = build_reference(teacher, run=run, config=config)
         self.loop = Loop(
             self.policy,
@@ -72,6 +74,10 @@ class GRPOLearner:
             num_steps=config.num_steps,
             max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
             keep_last_n=config.run.keep_last_n_checkpoints,
+            async_checkpoints=config.run.async_checkpoints,
+            callbacks=profiling(
+                config.logging.profile_steps, num_steps=config.num_steps, run_folder=run.directory.path
+            ),
         )
 
     def step(self, work: RankStep) -> dict[str, float]:
@@ -87,13 +93,14 @@ class GRPOLearner:
         )
         return self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
 
-    def save(self, drivers_state: dict[str, Any]) -> None:
+    def save(self, drivers_state: dict[str, Any], *, waits: bool = True) -> None:
         """Write a checkpoint of this step; `drivers_state`, which JSON can say, goes with it.
 
+        :param waits: that it is there on return.
         :raises RunError: if it cannot be written; those written before are unharmed.
         """
         self.drivers.state = drivers_state
-        self.loop.save()
+        self.loop.save(waits=waits)
 
     def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, if there is one, and return the driver's state with it."""

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpoints, resume, save_checkpoint
+from open_instruct.checkpoints.background import Run, at_once, in_background
+from open_instruct.checkpoints.resume import (
+    finish_checkpoint,
+    load_checkpoint,
+    remove_old_checkpoints,
+    resume,
+    save_checkpoint,
+)
 from open_instruct.learner.backend import Learner
 from open_instruct.learner.olmo_core.inner import pass_on_metrics
 from open_instruct.learner.olmo_core.trainer import Place, trainer_of
@@ -50,6 +57,7 @@ class Loop:
         num_steps: of the whole run; the schedule stretches over them.
         max_tokens_per_step: over all ranks, an upper bound.
         keep_last_n: checkpoints that are kept; 0 keeps all.
+        async_checkpoints: "on" writes them while the training goes on; "auto" does where the shards are on a GPU.
         callbacks: OLMo-core's, by name.
     """
 
@@ -63,12 +71,14 @@ class Loop:
         num_steps: int,
         max_tokens_per_step: int,
         keep_last_n: int = 0,
+        async_checkpoints: str = "auto",
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
         self.learner = learner
         self.folder = folder
         self.num_steps = num_steps
         self.keep_last_n = keep_last_n
+        self.saves_in_background = {"on": True, "off": False}.get(async_checkpoints, learner.device.type != "cpu")
         self.trainer = trainer_of(
             learner,
             place,
@@ -85,6 +95,8 @@ class Loop:
         # Passing metrics on costs two all-reduces in every step: only where someone listens.
         self._is_heard = bool(own)
         self._has_begun = False
+        self._checkpoint_s = 0.0
+        self._removal = at_once(lambda: None)
 
     @property
     def step(self) -> int:
@@ -114,11 +126,13 @@ class Loop:
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")
         row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
+        row["time/checkpoint"], self._checkpoint_s = self._checkpoint_s, 0.0
         self._call("post_step")
         if self._is_heard:
             for name, value in row.items():
                 self.trainer.record_metric(name, value)
             pass_on_metrics(self.trainer)
+        self._finish_save(waits=False)
         self._call("pre_load_batch")
         return row
 
@@ -139,8 +153,9 @@ class Loop:
                 now_s = time.perf_counter()
                 on_step(self.step, row | {"tokens_per_second": num_tokens / (now_s - began_s)})
                 signal = self._first_signal(noted.number)
-                if signal or self.step == self.num_steps or self.step % save_interval == 0:
-                    self.save()
+                is_last = bool(signal) or self.step == self.num_steps
+                if is_last or self.step % save_interval == 0:
+                    self.save(waits=is_last)
                 if signal:
                     break
                 # Writing a checkpoint does not count as slow training.
@@ -150,14 +165,30 @@ class Loop:
         self.close()
         return signal
 
-    def save(self) -> None:
+    def save(self, *, waits: bool = True) -> None:
         """Write a checkpoint of this step, and remove those before the last `keep_last_n`.
 
-        :raises RunError: if it cannot be written; those written before are unharmed.
+        :param waits: that it is there on return; else it may be written while the next steps are taken.
+        :raises RunError: if it, or the one begun before, cannot be written; those written earlier are unharmed.
         """
-        save_checkpoint(self.trainer)
+        self._finish_save()
+        began_s = time.perf_counter()
+        by_thread = self.saves_in_background and not waits
+        save_checkpoint(self.trainer, in_background=by_thread)
+        if not by_thread:
+            self._remove_old(run=at_once)
+        self._checkpoint_s += time.perf_counter() - began_s
+
+    def _finish_save(self, *, waits: bool = True) -> None:
+        began_s = time.perf_counter()
+        if finish_checkpoint(self.trainer, waits=waits):
+            self._remove_old(run=at_once if waits else in_background)
+            self._checkpoint_s += time.perf_counter() - began_s
+
+    def _remove_old(self, *, run: Run[None]) -> None:
+        self._removal.result()
         if self.keep_last_n:
-            remove_old_checkpoints(self.folder, keep_last_n=self.keep_last_n)
+            self._removal = remove_old_checkpoints(self.folder, keep_last_n=self.keep_last_n, run=run)
 
     def resume(self, *, warn: Callable[[str], None]) -> bool:
         """Load the newest checkpoint that is whole; whether there was one."""
@@ -174,7 +205,9 @@ class Loop:
         self.trainer.global_step = step - 1
 
     def close(self) -> None:
-        """Tell the callbacks that the training is over."""
+        """End the save under way, and tell the callbacks that the training is over."""
+        self._finish_save()
+        self._removal.result()
         if self._has_begun:
             self._call("post_train")
         self._call("close")

@@ -11,7 +11,6 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.olmo_core.replica import build_replica
@@ -21,6 +20,7 @@ from open_instruct.models.shards import reshard
 from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.run_directory import RunDirectory
 
 # What a reference policy that moves is called in a checkpoint.
 IN_CHECKPOINT = "reference"
@@ -67,26 +67,31 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
     return model.requires_grad_(False).eval()
 
 
-def open_teacher(student: Pretrained, *, config: GRPOConfig, export_folder: Path, layout: ShardLayout) -> Pretrained:
+def open_teacher(
+    name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout, length_flag: str = "--max_seq_length"
+) -> Pretrained:
     """The model of --teacher_model_name_or_path; `build_reference` builds it.
 
-    :raises InputError: if it cannot be opened, or has other tokens than the student, so that they cannot be compared.
+    :raises InputError: it cannot be opened, or its vocabulary is not the student's, so that they cannot be compared.
     """
-    assert config.loss.teacher_model_name_or_path is not None
     teacher = open_pretrained(
-        replace(config.model, model_name_or_path=config.loss.teacher_model_name_or_path, tokenizer_name_or_path=None),
+        replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None),
         max_seq_length=config.data.max_seq_length,
-        export_folder=export_folder,
-        length_flag="--max_prompt_token_length and --response_length together:",
+        export_folder=RunDirectory(path=Path(config.run.output_dir)).hf_model,
+        length_flag=length_flag,
         layout=layout,
     )
     ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
-    if ours != theirs:
-        raise InputError(
-            f"--teacher_model_name_or_path {teacher.folder}: its tokenizer has {len(theirs)} tokens and the policy's "
-            f"{len(ours)}, and they are not the same: take a teacher of the same family"
-        )
-    return teacher
+    if ours == theirs:
+        return teacher
+    first = min(dict(ours.items() ^ theirs.items()), key=lambda word: min(ours.get(word, 1e9), theirs.get(word, 1e9)))
+    there, here = (f"id {words[first]}" if first in words else "no token" for words in (theirs, ours))
+    raise InputError(
+        f"--teacher_model_name_or_path {teacher.folder}: its tokenizer has {len(theirs):,} tokens (its head "
+        f"{teacher.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
+        f"{student.hf_config.vocab_size:,}), and they are not the same: {first!r} is {there} there and {here} here. "
+        "Take a teacher with the student's vocabulary"
+    )
 
 
 @torch.no_grad()

@@ -9,9 +9,8 @@ Legend: N labelled tokens, V vocabulary, D width of the teacher, C numbers kept 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,21 +23,18 @@ from open_instruct.data.cache import cache_root
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.forward import beside_labels, hidden_at_labels, token_logprobs
-from open_instruct.learner.reference_policy import build_reference
+from open_instruct.learner.reference_policy import build_reference, open_teacher
+from open_instruct.learner.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
-from open_instruct.learner.token_cache import TokenCache
-from open_instruct.models.fingerprint import with_config
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted
-from open_instruct.records import ROW_VALUES, Batch
+from open_instruct.records import ROW_VALUES, Batch, ShardLayout
 from open_instruct.run.opened import Run
-from open_instruct.run.pretrained import Pretrained, open_pretrained
-
-FLAG = "--teacher_model_name_or_path"
+from open_instruct.run.pretrained import Pretrained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +44,21 @@ class OpenedTeacher:
     teacher: Teacher
     pretrained: Pretrained
     vocab_size: int
+
+    @classmethod
+    def of(cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout) -> OpenedTeacher:
+        """See `open_teacher`.
+
+        :raises InputError: what is to be kept of a distribution is more than there is of it, too.
+        """
+        pretrained = open_teacher(teacher.model_name_or_path, student, config=config, layout=layout)
+        vocab_size = min(student.hf_config.vocab_size, pretrained.hf_config.vocab_size)
+        if teacher.num_kept >= vocab_size:
+            raise InputError(
+                f"--teacher_top_k {teacher.num_kept}: the vocabulary has {vocab_size:,} tokens, of which fewer must be "
+                "kept; leave it out to compare all of them"
+            )
+        return cls(teacher=teacher, pretrained=pretrained, vocab_size=vocab_size)
 
     def of_both(self, logits_NV: torch.Tensor) -> torch.Tensor:
         return logits_NV[:, : self.vocab_size]
@@ -90,48 +101,6 @@ class Comparison:
         return self.opened.teacher.compare(self.opened.of_both(logits_NV), self.opened.of_both(teacher_NV))
 
 
-def open_teacher(
-    teacher: Teacher | None, student: Pretrained, *, run: Run, config: TrainingConfig
-) -> OpenedTeacher | None:
-    """Open the teacher's checkpoint, if there is a teacher.
-
-    :raises InputError: it is damaged, or its vocabulary is not the student's.
-    """
-    if teacher is None:
-        return None
-    section = replace(config.model, model_name_or_path=teacher.model_name_or_path, tokenizer_name_or_path=None)
-    pretrained = open_pretrained(
-        section, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model, layout=run.layout
-    )
-    widths = [student.hf_config.vocab_size, pretrained.hf_config.vocab_size]
-    _check_same_vocabulary(student, pretrained)
-    if teacher.num_kept >= min(widths):
-        raise InputError(
-            f"--teacher_top_k {teacher.num_kept}: the vocabulary has {min(widths):,} tokens, of which fewer must be "
-            "kept; leave it out to compare all of them"
-        )
-    return OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=min(widths))
-
-
-def _check_same_vocabulary(student: Pretrained, teacher: Pretrained) -> None:
-    ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
-    if ours == theirs:
-        return
-    token = min(
-        dict(ours.items() ^ theirs.items()), key=lambda token: min(ours.get(token, 1e9), theirs.get(token, 1e9))
-    )
-    raise InputError(
-        f"{FLAG} {teacher.folder}: its tokenizer has {len(theirs):,} tokens (its head {teacher.hf_config.vocab_size:,}"
-        f" rows), the student's {len(ours):,} (its head {student.hf_config.vocab_size:,}), and they are not the same: "
-        f"{token!r} is {_id_of(theirs, token)} there and {_id_of(ours, token)} here. Take a teacher with the student's "
-        "vocabulary"
-    )
-
-
-def _id_of(vocabulary: dict[str, int], token: str) -> str:
-    return f"id {vocabulary[token]}" if token in vocabulary else "no token"
-
-
 def compare_with(
     opened: OpenedTeacher,
     rows: TokenDataset,
@@ -151,10 +120,9 @@ def compare_with(
         weight = model.lm_head.w_out.weight.detach().to(getattr(torch, config.model.param_dtype))
         head_VD = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return Comparison(opened=opened, model=model, head_VD=head_VD), rows, heldout
-    cache = TokenCache(_cache_name(opened, scorer, config))
-    cache.read()
-    # All ranks must see the same rows before any of them writes.
-    dist.barrier()
+    folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
+    words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
+    cache = open_row_cache(folder / "teacher_distributions", opened.pretrained, *words)
     datasets = [dataset for dataset in (rows, heldout) if dataset is not None]
     num_missing = len({dataset.key(row) for dataset in datasets for row in cache.missing(dataset)})
     run.console.say(f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute")
@@ -173,7 +141,7 @@ def _keep(
     model: Transformer,
     dataset: TokenDataset,
     *,
-    cache: TokenCache,
+    cache: RowCache,
     scorer: Scorer,
 ) -> None:
     """Have the teacher read the rows that `cache` lacks, and put what is kept of them there, on every rank."""
@@ -189,11 +157,3 @@ def _keep(
         for key, values_NC in chain.from_iterable(each.items() for each in of_ranks):
             cache.add(key, values_NC)
     reshard(model)
-
-
-def _cache_name(opened: OpenedTeacher, scorer: Scorer, config: TrainingConfig) -> Path:
-    pretrained, is_packed = opened.pretrained, scorer.shape.packing
-    fingerprint = with_config(pretrained.weights_fingerprint, pretrained.hf_config.to_dict())
-    words = [fingerprint[:32], config.model.param_dtype, "packed" if is_packed else "padded", opened.teacher.kept_as]
-    name = "-".join([*words, str(opened.vocab_size)])
-    return cache_root(config.data.cache_dir) / "teacher_distributions" / f"{name}.safetensors"

@@ -48,13 +48,21 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
         InputError: a `--loss_fn` of the user's own cannot be loaded.
     """
     own = own_function(loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
-    chooses = policy_loss_facts(loss.loss_fn).marks or loss.top_entropy_quantile < 1
     return BoundLoss(
         function=partial(policy_gradient, loss=loss, response_length=response_length, own=own),
-        prepare=partial(choose_tokens, loss=loss) if chooses else None,
+        prepare=partial(choose_tokens, loss=loss) if chooses_tokens(loss) else None,
         temperature=temperature,
-        with_entropy=loss.record_entropy or loss.top_entropy_quantile < 1,
+        with_entropy=measures_entropy(loss),
     )
+
+
+def chooses_tokens(loss: PolicyLossSection) -> bool:
+    """Whether tokens are singled out, which takes a forward pass more in every update."""
+    return policy_loss_facts(loss.loss_fn).marks or loss.top_entropy_quantile < 1
+
+
+def measures_entropy(loss: PolicyLossSection) -> bool:
+    return loss.record_entropy or loss.top_entropy_quantile < 1
 
 
 def policy_gradient(

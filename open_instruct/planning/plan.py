@@ -136,7 +136,7 @@ class Plan:
         """Tokens that all ranks learn from in a step, where rows have their full length."""
         config = self.setting.config
         if isinstance(config, GRPOConfig):
-            return config.num_completions_per_step * config.data.max_seq_length
+            return config.num_samples_per_step * config.data.max_seq_length
         workload = self.workload
         return workload.row_tokens_per_microbatch * workload.num_microbatches * self.layout.data_parallel_world_size
 

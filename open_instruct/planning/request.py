@@ -17,18 +17,14 @@ from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
 from open_instruct.parallel.wording import one_of
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
-from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, shape_of_run, validate
 
-
-def _with_machines(config_class: type) -> Any:
-    """The flags of a run with those of its plan."""
-    return make_dataclass(config_class.__name__, [("plan", PlanSection)], bases=(config_class,), kw_only=True)
-
-
-# Whatever can be trained can be planned.
+# Whatever can be trained can be planned: with the flags of its run, and those of its plan.
 _RUNS = {name: objective_named(name).config_class for name in OBJECTIVES} | {GRPO: GRPOConfig}
-PLAN_CONFIGS: dict[str, Any] = {name: _with_machines(config_class) for name, config_class in _RUNS.items()}
+PLAN_CONFIGS: dict[str, Any] = {
+    name: make_dataclass(config_class.__name__, [("plan", PlanSection)], bases=(config_class,), kw_only=True)
+    for name, config_class in _RUNS.items()
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +63,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     _check_shared_prompt(config, asked.shared_prompt_tokens)
     setting = Setting(
         config=config,
-        shape=shape_of_run(config, model_shape(config.model.model_name_or_path)),
+        shape=shape_of_run(config, config.model.model_name_or_path),
         gpus_per_node=nodes,
         device=_device(asked),
         mfu=asked.mfu,

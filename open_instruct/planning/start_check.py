@@ -12,7 +12,6 @@ from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.plan import Plan, Setting, plan_of
 from open_instruct.planning.shown.units import GIB, gib
 from open_instruct.planning.subject.devices import device_named
-from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
 
 log = logging.getLogger(__name__)
@@ -44,10 +43,7 @@ def check_plan(
             --plan_check; the message ends with what would fit.
     """
     try:
-        shape, device = (
-            shape_of_run(config, model_shape(model_folder)),
-            device_named(f"memory_gib={memory_bytes / GIB}"),
-        )
+        shape, device = shape_of_run(config, model_folder), device_named(f"memory_gib={memory_bytes / GIB}")
         nodes = tuple(gpus_per_node)
         checked = _checked(Setting(config=config, shape=shape, gpus_per_node=nodes, device=device, on_cuda=on_cuda))
     except Exception as error:  # a plan is a help; the run itself judges what it can read

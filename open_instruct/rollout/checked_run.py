@@ -24,7 +24,7 @@ from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker
 from open_instruct.run.opened import made_ready
 from open_instruct.run.plan_check import say_plan
-from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers
 from open_instruct.users_code import own_function
@@ -78,11 +78,11 @@ def _opened(
         config.model,
         max_seq_length=config.data.max_seq_length,
         export_folder=directory.hf_model,
-        length_flag="--max_prompt_token_length and --response_length together:",
+        length_flag=LENGTHS_OF_ROLLOUTS,
         layout=layout,
     )
-    if config.loss.teacher_model_name_or_path is not None:
-        open_teacher(pretrained, config=config, export_folder=directory.hf_model, layout=layout)
+    if (teacher := config.loss.teacher_model_name_or_path) is not None:
+        open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
     _say_plan(config, pretrained.folder, console)
     data = config.data
     chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))

@@ -141,7 +141,7 @@ class Driver:
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self._write(row)
         if is_last or step % config.run.checkpointing_steps == 0:
-            self._save()
+            self._save(waits=is_last)
 
     def _train(self, samples: Sequence[RolloutSample]) -> dict[str, float]:
         work = plan_steps_of_ranks(
@@ -170,10 +170,10 @@ class Driver:
 
     # Checkpoints, and what goes wrong
 
-    def _save(self) -> None:
+    def _save(self, *, waits: bool) -> None:
         state = {"step": self.step, "num_tokens": self.num_tokens, "conductor": self.conductor.state_dict()}
         with self.view.phase("saving"):
-            self._learners(LearnerProcess.save_state, state)
+            self._learners(LearnerProcess.save_state, state, waits=waits)
 
     def _resume(self) -> None:
         """Stand where the newest checkpoint stands, or at the start."""
@@ -211,7 +211,7 @@ class Driver:
 
     def _stop_early(self, number: int) -> int:
         if self.step > 0:
-            self._save()
+            self._save(waits=True)
         told, code = stopped_by(number, step=self.step, folder=self.run.directory.path)
         self.console.say(told)
         return code

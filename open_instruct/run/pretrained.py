@@ -70,6 +70,10 @@ class Pretrained:
         return num_values.most_common(1)[0][0]
 
 
+# What the longest sequence of a GRPO run comes from.
+LENGTHS_OF_ROLLOUTS = "--max_prompt_token_length and --response_length together:"
+
+
 def open_pretrained(
     model: ModelSection,
     *,

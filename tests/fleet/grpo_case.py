@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ class ShareOfDigits(Verifier):
         return sum(character.isdigit() for character in text) / max(len(text), 1)
 
 
-def write_prompts(path: Path, num_rows: int) -> Path:
+def write_prompts(path: Path, num_rows: int, *, verifiers: Sequence[str] = ("digits",)) -> Path:
+    judged = {"dataset": list(verifiers)}
     rows = [
-        {"messages": [{"role": "user", "content": f"Number {i}?"}], "ground_truth": str(i), "dataset": "digits"}
+        {"messages": [{"role": "user", "content": f"Number {i}?"}], "ground_truth": [str(i)] * len(verifiers)} | judged
         for i in range(num_rows)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

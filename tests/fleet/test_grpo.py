@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.rollout.traces import read_traces
 from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.verifiers.judge_models import RewardModelVerifier
 from tests.fleet.grpo_case import (
     NUM_PROMPTS_PER_STEP,
     NUM_SAMPLES_PER_PROMPT,
@@ -26,6 +27,8 @@ from tests.fleet.grpo_case import (
     finished,
     write_prompts,
 )
+from tests.ranks import programs
+from tests.ranks.fork_server import REPOSITORY
 
 # What scripts read; see README.
 EVERY_STEP = {
@@ -162,13 +165,58 @@ def test_an_engine_of_two_devices(
     assert not list(tmp_path.glob("vllm_*"))
 
 
+@pytest.fixture(scope="module")
+def reward_model(base: GRPOCase) -> Path:
+    """Made of a few pairs by the command that its users give."""
+    folder, digits, letters = base.output_dir.parent, "4 5 6", "a b c"
+    turns = [{"role": "user", "content": "Number?"}]
+    pair = {
+        name: [*turns, {"role": "assistant", "content": text}]
+        for name, text in (("chosen", digits), ("rejected", letters))
+    }
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
+    flags = {"model_name_or_path": base.model, "mixer_list": "pairs.jsonl 1.0", "output_dir": folder / "rewards"}
+    flags |= {"max_train_steps": 2, "per_device_train_batch_size": 2, "max_seq_length": 64, "param_dtype": "float32"}
+    words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
+    script = str(REPOSITORY / "open_instruct" / "reward_model.py")
+    finished(programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=folder), exit_code=0)
+    return folder / "rewards" / "hf_model"
+
+
 @pytest.mark.parametrize("backend", ["gloo"])
-def test_one_device_for_learner_and_engine(variant: Callable[..., GRPOCase], backend: str) -> None:
-    case = variant(single_gpu_mode="true", weight_sync_backend=backend, async_steps=1, beta=0.1)
+def test_one_device_for_learner_and_engine(
+    variant: Callable[..., GRPOCase], reward_model: Path, backend: str, tmp_path: Path
+) -> None:
+    """A reward model judges too, a reference policy stands beside, and every step learns from conversations as well."""
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Number?"}, {"role": "assistant", "content": "4 5 6"}]
+    chats.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
+    case = variant(
+        single_gpu_mode="true",
+        weight_sync_backend=backend,
+        async_steps=1,
+        beta=0.1,
+        verifier=["tests.fleet.grpo_case:ShareOfDigits", f"reward_model:{reward_model}"],
+        num_verifier_processes=1,
+        verifier_timeout_s=60,
+        dataset_mixer_list=[write_prompts(tmp_path / "prompts.jsonl", 6, verifiers=["digits", "reward_model"]), "1.0"],
+        sft_mixer_list=[chats, "1.0"],
+        sft_rows_per_step=2,
+        save_traces="true",
+    )
     case.run()
     rows = case.rows()
     assert len(rows) == NUM_STEPS
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
+    assert rows[-1]["ce"] < rows[0]["ce"]
+    assert all(row["num_verifier_problems"] == 0 for row in rows)
+    judge = RewardModelVerifier(str(reward_model))
+    judge.load()
+    for group in read_traces(case.output_dir, NUM_STEPS):
+        for completion, verdict in zip(group.completions, group.verdicts, strict=True):
+            said = judge.judge(group.prompt.text, completion.text, None, is_truncated=completion.is_truncated)
+            assert verdict.scores["reward_model"] == pytest.approx(said, abs=1e-4)
+            assert verdict.reward == pytest.approx((verdict.scores["digits"] + said) / 2, abs=1e-4)
 
 
 def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +185,9 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
             assert left == (["step1", "step2", "step9-damaged"] if name == "planted" else ["step1", "step2"])
 
 
-def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase) -> None:
-    flags = with_layout(flags_of(grpo_case, "faults"), FSDP_2)
+@pytest.mark.parametrize("in_background", ["off", "on"])
+def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase, in_background: str) -> None:
+    flags = with_layout(flags_of(grpo_case, f"faults_{in_background}", async_checkpoints=in_background), FSDP_2)
     of_ranks = run_ranks(2, f"{JOBS}:faults_of_one_rank", timeout_s=120, flags=flags)
     assert of_ranks[0] == of_ranks[1]
     written, read, step, left = of_ranks[0]
@@ -194,3 +195,27 @@ def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase) -> None:
     assert "File too large" in written and "unharmed" in written
     assert "step1 cannot be read" in read and "rank 1: " in read and "Input/output error" in read
     assert (step, left) == ("at step 1", "step1")
+
+
+def test_those_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) -> None:
+    modes = ("off", "on")
+    flags = [flags_of(grpo_case, f"async_{mode}", async_checkpoints=mode, **MOVING) for mode in modes]
+    call("save_each", 2, [with_layout(each, FSDP_2) for each in flags], num_saved=3)
+    waited, written = (dict(files_of(Path(output_of(each)))) for each in flags)
+    assert {name.split("/")[0] for name in waited} == {"step1", "step2", "step3"}
+    assert written == waited
+
+
+def test_a_hundred_saves_on_four_ranks(grpo_case: GRPOCase) -> None:
+    flags = with_layout(flags_of(grpo_case, "many", async_checkpoints="on", keep_last_n_checkpoints=2), HSDP_2X2)
+    left = run_ranks(4, f"{JOBS}:save_many", timeout_s=300, flags=flags, num_saves=100)
+    assert left[0] == ["step100", "step99"], "rank 0 removes the older ones"
+
+
+def output_of(flags: list[str]) -> str:
+    return flags[flags.index("--output_dir") + 1]
+
+
+def files_of(run: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(run.glob("step*/*")):
+        yield str(path.relative_to(run)), path.read_bytes()

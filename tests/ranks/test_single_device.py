@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def trained(dpo_case: TrainCase) -> TrainCase:
     single = FLAGS | {"single_gpu_mode": True}
     commands = [
         dpo_case.command("bf16_sharded", **FLAGS),
-        dpo_case.command("bf16_single", **single),
+        dpo_case.command("bf16_single", **single, profile_steps=[2, 3]),
         dpo_case.command("bf16_resumed", **single | {"max_train_steps": 2}),
         dpo_case.command("bf16_resumed", **single),
         dpo_case.command("bf16_single_full", **single, activation_checkpointing="full"),
@@ -64,6 +66,14 @@ def test_it_is_the_run_of_float32_shards(trained: TrainCase, name: str) -> None:
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(trained: TrainCase) -> None:
     assert trained.trajectory("bf16_resumed") == trained.trajectory("bf16_single")
     assert trained.weights_digest("bf16_resumed") == trained.weights_digest("bf16_single")
+
+
+def test_profiled_steps_leave_a_trace(trained: TrainCase) -> None:
+    (trace,) = (trained.folder / "bf16_single" / "profiler").glob("rank-0-step-*.json.gz")
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"ProfilerStep#1", "ProfilerStep#2"} <= names and "ProfilerStep#3" not in names, "counted from 0"
+    assert any("AdamW" in name for name in names)
+    assert "aten::embedding" in names
 
 
 def test_grpo_is_the_run_of_float32_shards(grpo_case: GRPOCase) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.dpo import DPOConfig
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
+from open_instruct.planning.request import PLAN_CONFIGS
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import workload_of
 from open_instruct.planning.traffic.collectives import Exchange, groups_of
@@ -35,11 +34,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"family": "olmo2", "vocab_size": 515, "tie": False},
     "tied": {"family": "qwen3", "vocab_size": 512, "tie": True},
     "plain": {"family": "llama", "vocab_size": 514, "tie": False},
+    "teacher": {"family": "olmo3", "vocab_size": 512, "tie": False},
 }
 
 HSDP = {"fsdp_shard_degree": 2}
 CONTEXT = {"context_parallel_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
+TEACHER = {"teacher_model_name_or_path": "teacher"}
 FULL = {"activation_checkpointing": "full"}
 ATTENTION = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.attention"}
 MLP = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.feed_forward"}
@@ -102,6 +103,23 @@ CASES: dict[str, Case] = {
     "grpo fsdp 2 x tensor 2": Case(
         model="tied", num_ranks=4, algorithm="grpo", flags=TENSOR | {"beta": 0.05, "record_entropy": True}
     ),
+    "grpo with a teacher, chosen tokens": Case(
+        model="tied",
+        num_ranks=4,
+        algorithm="grpo",
+        flags=TENSOR | TEACHER | {"loss_fn": "kl_cov", "record_entropy": True, "num_mini_batches": 2, "beta": 0.05},
+    ),
+    "updated reference, sorted pairs": Case(
+        model="untied", num_ranks=4, flags=HSDP | {"loss_type": "aot", "ref_policy_update_freq": 1}
+    ),
+    "updated reference, weighed pairs": Case(
+        model="tied",
+        num_ranks=2,
+        flags=TENSOR | {"loss_type": "wpo", "weight_alignment": True, "ref_policy_update_freq": 1},
+    ),
+    "teacher's logits, hsdp 2x2": Case(model="tied", num_ranks=4, algorithm="distill", flags=HSDP | TEACHER),
+    "teacher's logits, tensor 2": Case(model="tied", num_ranks=2, algorithm="distill", flags=TENSOR | TEACHER),
+    "teacher's logits, context 2": Case(model="tied", num_ranks=2, algorithm="distill", flags=CONTEXT | TEACHER),
     # Nodes of 8: here 8 replicas of 4 shards and 2 tensor ranks, and 8 replicas of 128 shards.
     "16 ranks, muon": Case(
         model="plain", num_ranks=16, is_pretended=True, flags={"fsdp_shard_degree": 16, "optimizer": "muon"}
@@ -126,20 +144,22 @@ class Counted:
     def words(self, name: str) -> list[str]:
         case = CASES[name]
         flags: dict[str, Any] = {"model_name_or_path": self.models[case.model], "output_dir": self.folder / name}
-        if case.algorithm == "dpo":
+        if case.algorithm != "grpo":
             flags |= {"mixer_list": "rows.jsonl 1.0", "max_seq_length": NUM_TOKENS}
         else:
             half = NUM_TOKENS // 2
             flags |= {"dataset_mixer_list": "prompts.jsonl 1.0", "num_learners_per_node": case.num_ranks}
             flags |= {"max_prompt_token_length": half, "response_length": half, "pack_length": NUM_TOKENS}
         flags |= {"learning_rate": 1e-4} | case.flags
+        if "teacher_model_name_or_path" in flags:
+            flags["teacher_model_name_or_path"] = self.models[flags["teacher_model_name_or_path"]]
         pairs = ((f"--{flag}", value) for flag, value in flags.items())
         return [word for flag, value in pairs for word in (flag, *words_of(value))]
 
     def planned(self, name: str) -> tuple[ShardLayout, dict[str, tuple[Exchange, ...]]]:
         """The layout, and what the planner says of each part that is counted."""
         case = CASES[name]
-        config = parse(DPOConfig if case.algorithm == "dpo" else GRPOConfig, self.words(name))
+        config = parse(PLAN_CONFIGS[case.algorithm], self.words(name))
         shape, layout = model_shape(str(self.models[case.model])), layout_of(config.parallel, nodes_of(case))
         workload = replace(
             workload_of(config, shape, layout),
@@ -151,7 +171,7 @@ class Counted:
         planned = {"step": traffic_per_step(shape, layout, workload)}
         if case.algorithm == "dpo":
             planned["reference"] = traffic_of_reference_pass(shape, layout, workload)
-        else:
+        elif case.algorithm == "grpo":
             sent = replace(workload, sync_backend="gloo", sync_bytes_per_param=2, sync_bucket_bytes=SYNC_BUCKET_BYTES)
             planned["sync"] = traffic_of_weight_sync(shape, layout, sent)
         return layout, planned
@@ -162,7 +182,7 @@ class Counted:
         for name, case in cases.items():
             (self.folder / name).mkdir(exist_ok=True)
             job = {"flags": self.words(name), "num_tokens": NUM_TOKENS}
-            if case.algorithm == "dpo":
+            if case.algorithm != "grpo":
                 job |= {"num_microbatches": case.num_microbatches, "logits_per_chunk": case.logits_per_chunk}
             else:
                 degrees = (case.flags.get(f"{name}_parallel_degree", 1) for name in ("tensor", "context"))

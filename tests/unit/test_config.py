@@ -391,6 +391,8 @@ class TestValidation:
                 "both decide what is recomputed",
             ),
             (["--single_gpu_mode", "--fsdp_shard_degree", "2"], "--single_gpu_mode does not shard"),
+            (["--profile_steps", "3"], "--profile_steps 3: takes the first and the last step"),
+            (["--profile_steps", "3", "2"], "--profile_steps 3 2: takes the first and the last step"),
             (["--single_gpu_mode", "--tensor_parallel_degree", "2"], "--single_gpu_mode does not shard"),
             (["--single_gpu_mode", "--context_parallel_degree", "2"], "--single_gpu_mode does not shard"),
             (["--no_packing", "--context_parallel_degree", "2"], "only packed rows are split over ranks"),
@@ -481,13 +483,13 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
             strategy = st.one_of(strategy, st.lists(strategy, min_size=2))
     else:
         number = st.floats(allow_nan=False, allow_infinity=False)
-        strategy = {
+        of_kinds = {
             bool: st.booleans(),
             int: st.integers(-LARGEST_INT, LARGEST_INT),
             float: number,
             str: text,
-            list: st.lists(number if flag.item_kind is float else text),
-        }[flag.kind]
+        }
+        strategy = st.lists(of_kinds[flag.item_kind]) if flag.kind is list else of_kinds[flag.kind]
     # In a config there is always a beta: without one given, the loss's own.
     return st.one_of(st.none(), strategy) if flag.optional and flag.name != "beta" else strategy
 

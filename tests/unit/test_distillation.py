@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +23,8 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.learner.forward import beside_labels, hidden_at_labels, token_logprobs
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
-from open_instruct.learner.teacher import Comparison, OpenedTeacher, open_teacher
-from open_instruct.learner.token_cache import TokenCache
+from open_instruct.learner.row_cache import RowCache
+from open_instruct.learner.teacher import Comparison, OpenedTeacher
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
@@ -39,6 +37,7 @@ from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.public_models import find_public_model
+from open_instruct.planning.subject.workload import Scoring
 from open_instruct.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
@@ -250,14 +249,14 @@ def test_the_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
     from tests.unit.test_training_pieces import make_pairs
 
     dataset = make_pairs(3)
-    cache = TokenCache(tmp_path / "folder" / "kept.safetensors")
+    cache = RowCache(tmp_path / "folder" / "kept.safetensors")
     cache.read()
     assert cache.missing(dataset) == [0, 1, 2]
     numbers = {row: np.arange(4.0 * (row + 1), dtype=np.float32) + 100 * row for row in range(3)}
     for row in (2, 0):
         cache.add(dataset.key(row), numbers[row])
     cache.write()
-    again = TokenCache(cache.path)
+    again = RowCache(cache.path)
     again.read()
     assert len(again) == 2 and again.missing(dataset) == [1]
     again.add(dataset.key(1), numbers[1])
@@ -265,7 +264,7 @@ def test_the_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
     assert all(np.array_equal(rows.values(row), numbers[row]) for row in range(3))
     assert rows.fingerprint == dataset.fingerprint and rows[1] == dataset[1] and not dataset.has_values
     cache.path.write_bytes(cache.path.read_bytes()[:-3])
-    damaged = TokenCache(cache.path)
+    damaged = RowCache(cache.path)
     damaged.read()
     assert len(damaged) == 0
 
@@ -285,18 +284,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folders: Path, *words: str) -> OpenedTeacher | None:
+def opened(folders: Path, *words: str) -> OpenedTeacher:
     config = flags("--model_name_or_path", str(folders / "student"), *words)
-    run: Any = SimpleNamespace(
-        directory=SimpleNamespace(hf_model=folders / "out"), layout=layout_of(config.parallel, (1,))
-    )
     student = open_pretrained(config.model, max_seq_length=64, export_folder=folders / "out")
-    return open_teacher(teacher_of(config), student, run=run, config=config)
+    return OpenedTeacher.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
 
 
 def test_a_padded_head_is_cut(folders: Path) -> None:
     teacher = opened(folders, "--teacher_model_name_or_path", str(folders / "padded"))
-    assert teacher is not None and teacher.vocab_size == 300
+    assert teacher.vocab_size == 300
     assert teacher.pretrained.hf_config.vocab_size == 320
 
 
@@ -310,13 +306,9 @@ def test_another_vocabulary_is_refused_with_both_sizes(folders: Path) -> None:
 
 def test_more_tokens_than_there_are_cannot_be_kept(folders: Path) -> None:
     words = ["--teacher_model_name_or_path", str(folders / "padded")]
-    assert opened(folders, *words, "--teacher_top_k", "299") is not None
+    assert opened(folders, *words, "--teacher_top_k", "299").teacher.num_kept == 299
     with pytest.raises(InputError, match="--teacher_top_k 300: the vocabulary has 300 tokens, of which fewer"):
         opened(folders, *words, "--teacher_top_k", "300")
-
-
-def test_no_teacher_is_opened_where_none_is_needed() -> None:
-    assert open_teacher(None, None, run=None, config=None) is None  # type: ignore[arg-type]
 
 
 # The plan.
@@ -331,7 +323,8 @@ def planned(*words: str) -> Plan:
 def test_the_plan_counts_the_teacher() -> None:
     plan, without = planned(), planned("--teacher_top_k", "64")
     shape = find_public_model("allenai/OLMo-2-0325-32B")
-    assert shape is not None and plan.workload.teacher == shape
+    assert shape is not None and plan.workload.scorings == (Scoring(shape=shape, stands_as="teacher", num_values=0),)
+    assert (plan.workload.num_values, without.workload.num_values, without.workload.scorings) == (2, 2, ())
     phases, phases_without = ({phase.name: dict(phase.parts) for phase in each.phases} for each in (plan, without))
     teacher_bytes = phases["backward"]["teacher"]
     # Float32 shards of an eighth each, and the head's matrix in bfloat16.

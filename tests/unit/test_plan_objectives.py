@@ -91,11 +91,10 @@ def planned(program: Path, *words: str) -> Any:
 def test_its_documents_prompts_and_reference_are_counted(program: Path) -> None:
     plain = planned(program, "made_up", *RUN)["workload"]
     assert (plain["algorithm"], plain["tokens_per_microbatch"], plain["documents_per_group"]) == ("made_up", 12288, 3)
-    assert not plain["has_reference"] and plain["reference_pass_tokens"] == 0
+    assert plain["reference_pass_tokens"] == 0
     pulled = planned(program, "made_up", *RUN, "--strength", "0.5", "--shared_prompt_tokens", "1025")["workload"]
     # A row of three replies of 1,024 tokens each, and their prompt once.
     assert pulled["tokens_per_microbatch"] == 2 * (1024 + 3 * 1024) == pulled["reference_pass_tokens"]
-    assert pulled["has_reference"]
 
 
 def test_it_needs_what_a_known_one_of_as_many_tokens_does(program: Path) -> None:

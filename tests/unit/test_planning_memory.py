@@ -29,7 +29,7 @@ from open_instruct.planning.memory.phases import (
 )
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.toys.tiny import Size, tiny_config
 from open_instruct.weights.wire import NUM_SLOTS
 
@@ -42,7 +42,6 @@ WORKLOAD = Workload(
     longest_sequence=2048,
     label_tokens_per_microbatch=4096,
     num_microbatches=1,
-    has_reference=True,
     reference_pass_tokens=4096,
 )
 
@@ -259,8 +258,10 @@ def test_phases_are_those_of_the_run() -> None:
     assert [phase.name for phase in memory_by_phase(shape, LAYOUT, WORKLOAD)] == [
         *("load", "reference pass", "forward", "backward", "optimizer step", "export")
     ]
-    grpo = replace(WORKLOAD, algorithm="grpo", num_engines=2, sync_bucket_bytes=256 << 20, sync_bytes_per_param=2)
+    reference = Scoring(shape=shape, stands_as="reference policy")
+    grpo = replace(WORKLOAD, reference_pass_tokens=0, scorings=(reference,), num_engines=2, sync_bucket_bytes=256 << 20)
     phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(shape, LAYOUT, grpo)}
+    assert [*phases][1:3] == ["scoring pass", "forward"] and "reference policy" not in phases["load"]
     assert phases["backward"]["reference policy"] == phases["backward"]["parameters"]
     # The largest bucket is the embeddings, of which a rank brings an eighth, twice.
     largest = 2 * 2 * 151936 * 4096 // 8
@@ -269,7 +270,7 @@ def test_phases_are_those_of_the_run() -> None:
 
 def test_an_engine_on_the_same_device_is_counted() -> None:
     shape, layout = model_shape("Qwen/Qwen3-0.6B"), resolve_layout([1], single_device=True)
-    shared = replace(WORKLOAD, algorithm="grpo", has_reference=False, num_engines=1, sync_backend="ipc")
+    shared = replace(WORKLOAD, algorithm="grpo", num_engines=1, sync_backend="ipc")
     phases = memory_by_phase(shape, layout, replace(shared, sync_bucket_bytes=1 << 28, kv_cache_bytes=1 << 30))
     for phase in phases:
         assert dict(phase.parts)["vLLM engine"] == 2 * shape.num_params + (1 << 30), phase.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sft import SFTConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.subject.public_models import model_shape, public_names
-from open_instruct.planning.subject.workload import workload_of
+from open_instruct.planning.subject.public_models import model_shape, public_models
+from open_instruct.planning.subject.workload import Scoring, workload_of
 
 # Parameters as the model cards of the releases count them.
 NUM_PARAMS = {
@@ -60,7 +61,7 @@ def test_variants_of_a_size_are_known(name: str, public: str) -> None:
 
 
 def test_every_public_name_finds_itself() -> None:
-    assert [model_shape(name).name for name in public_names()] == list(public_names())
+    assert [model_shape(name).name for name in public_models()] == list(public_models())
 
 
 def test_an_unknown_name_gets_near_ones() -> None:
@@ -128,12 +129,17 @@ GRPO = ["--model_name_or_path", "Qwen/Qwen3-8B", "--dataset_mixer_list", "prompt
 
 def test_workload_of_dpo() -> None:
     flags = ["--max_seq_length", "1024", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
-    workload = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]), label_share=0.5)
-    assert (workload.tokens_per_microbatch, workload.label_tokens_per_microbatch) == (4096, 2048)
-    assert (workload.num_microbatches, workload.has_reference, workload.reference_pass_tokens) == (4, True, 4096)
+    workload = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
+    assert (workload.tokens_per_microbatch, workload.label_tokens_per_microbatch) == (4096, 4096)
+    assert (workload.num_microbatches, workload.reference_pass_tokens, workload.scorings) == (4, 4096, ())
     assert workload.checkpointing_modules == () and workload.export_bytes_per_param == 2
     simpo = workload_of(parse(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8]))
-    assert not simpo.has_reference and simpo.reference_pass_tokens == 0
+    assert simpo.reference_pass_tokens == 0
+    # A reference that follows is there throughout; a loss that sorts the global batch looks at it first.
+    flags = ["--loss_type", "aot", "wpo", "--weight_alignment", "--ref_policy_update_freq", "2"]
+    moving = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
+    assert moving.scorings == (Scoring(shape=SHAPE), Scoring(shape=SHAPE, stands_as="reference policy"))
+    assert (moving.reference_pass_tokens, moving.num_values) == (0, 2)
 
 
 def test_workload_of_sft_has_one_document_a_sample() -> None:
@@ -149,9 +155,25 @@ def test_workload_of_grpo() -> None:
     workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
     # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a microbatch of 4,096.
     assert (workload.num_microbatches, workload.num_updates) == (4, 6)
-    assert (workload.tokens_per_microbatch, workload.has_reference) == (4096, True)
+    frozen = Scoring(shape=SHAPE, num_rounds=2)
+    assert workload.tokens_per_microbatch == 4096 and workload.num_metrics == (12, 2, 2)
+    assert workload.scorings == (frozen, replace(frozen, stands_as="reference policy"))
     assert (workload.num_engines, workload.engine_tensor_degree, workload.sync_backend) == (4, 2, "nccl")
     assert workload.kv_cache_bytes == 0
+
+
+def test_workload_of_streams() -> None:
+    """A teacher of another size, conversations in microbatches of their own, and tokens chosen in every update."""
+    flags = ["--num_mini_batches", "2", "--num_epochs", "3", "--teacher_model_name_or_path", "Qwen/Qwen3-4B"]
+    flags += ["--loss_fn", "clip_cov", "--top_entropy_quantile", "0.2"]
+    flags += ["--sft_mixer_list", "chats.jsonl", "1.0", "--sft_rows_per_step", "200"]
+    workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
+    frozen, chosen = Scoring(shape=SHAPE, num_rounds=2), Scoring(shape=SHAPE, num_rounds=6, num_values=2)
+    teacher = Scoring(shape=model_shape("Qwen/Qwen3-4B"), stands_as="teacher", num_rounds=2)
+    assert workload.scorings == (frozen, teacher, chosen)
+    # Of 64 completions a rank has 4 in a mini-batch, of 200 conversations 13; 8 of 512 tokens are in a microbatch.
+    assert workload.num_microbatches == 1 + 2
+    assert workload.num_metrics == (13, 3, 2) and workload.records_entropy and workload.num_values == 2
 
 
 def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:

@@ -25,10 +25,11 @@ from open_instruct.models.build import build_model
 from open_instruct.models.load import parameter_shapes
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.records import ShardLayout
 from open_instruct.toys.tiny import SIZES, Size, tiny_config
 from tests.unit.conftest import JoinAs
@@ -124,6 +125,27 @@ def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_
         join_as(rank, layout.world_size)
         held = held_after_a_step(sharded_model(hf_config, layout), "adamw")
         assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
+
+
+def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
+    """A reference policy, and a teacher of another config whose head's matrix is whole."""
+    layout = LAYOUTS["24 tensor 2"]
+    beside = {
+        "reference policy": (config_of("olmo2", False), 1),
+        "teacher": (config_of("llama", False, SIZES["tiny"]), 0),
+    }
+    scorings = [
+        Scoring(shape=shape_of(hf_config), stands_as=name, num_values=num_values)
+        for name, (hf_config, num_values) in beside.items()
+    ]
+    workload = replace(WORKLOAD, scorings=tuple(scorings))
+    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(scorings[0].shape, layout, workload)}
+    for name, (hf_config, num_values) in beside.items():
+        join_as(0, layout.world_size)
+        model = sharded_model(hf_config, layout)
+        head_VD = torch.empty(hf_config.vocab_size, hf_config.hidden_size, dtype=torch.bfloat16)
+        held = storage_bytes([*model.parameters(), *([] if num_values else [head_VD])])
+        assert phases["backward"][name] == held, name
 
 
 @pytest.mark.parametrize("optimizer", ["skip_step_adamw", "muon"])

@@ -148,7 +148,14 @@ def test_a_batch_in_which_nothing_is_learned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "right"), [({}, False), ({"a": 1.0}, True), ({"a": 1.0, "b": 0.9}, False), ({"a": 1.0, "b": 1.0}, True)]
+    ("scores", "right"),
+    [
+        ({}, False),
+        ({"a": 1.0}, True),
+        ({"a": 1.0, "b": 0.9}, False),
+        ({"a": 1.0, "b": 1.0}, True),
+        ({"reward_model": 7.3}, False),
+    ],
 )
 def test_right_is_what_every_verifier_accepts_in_full(scores: dict[str, Any], right: bool) -> None:
     assert Verdict(reward=5.0, scores=scores).is_right == right

@@ -12,7 +12,7 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.subject.devices import DEVICES, Device, device_named
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import exchange_in, ring_bytes, span_of
 from open_instruct.planning.traffic.per_step import traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.traffic.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second, step_time
@@ -119,12 +119,17 @@ def test_arithmetic_under_tensor_parallelism() -> None:
 
 
 def test_arithmetic_of_log_probs_that_are_fixed() -> None:
-    """Six updates of two mini-batches: the reference policy and the policy see each mini-batch once."""
-    grpo = replace(WORK, algorithm="grpo", num_updates=6, num_epochs=3, has_reference=True, sync_backend="shm")
-    assert flops_per_step(SHAPE, ALONE, grpo) == (6 * 3 + 2 * 2) * FORWARD
-    assert flops_per_step(SHAPE, ALONE, replace(grpo, num_updates=1, num_epochs=1)) == 4 * FORWARD
-    # DPO has its reference pass before the first step.
-    assert flops_per_step(SHAPE, ALONE, replace(WORK, has_reference=True)) == 3 * FORWARD
+    """Six updates of two mini-batches, each of which the policy and a teacher of other width see once."""
+    wide = replace(SHAPE, d_ff=16)
+    scorings = (Scoring(shape=SHAPE, num_rounds=2), Scoring(shape=wide, stands_as="teacher", num_rounds=2))
+    of_wide = FORWARD + 2 * 2 * (3 * 4 * 8) * 6
+    grpo = replace(WORK, num_updates=6, scorings=scorings)
+    assert flops_per_step(SHAPE, ALONE, grpo) == (6 * 3 + 2) * FORWARD + 2 * of_wide
+    # A head that is run in the forward and in the backward pass of the policy's.
+    distill = replace(WORK, scorings=(Scoring(shape=wide, stands_as="teacher", num_values=0),))
+    assert flops_per_step(SHAPE, ALONE, distill) == 3 * FORWARD + of_wide + HEAD
+    # The pass of a reference over the data is made before the first step.
+    assert flops_per_step(SHAPE, ALONE, replace(WORK, reference_pass_tokens=6)) == 3 * FORWARD
 
 
 def test_six_operations_for_each_parameter_and_token() -> None:
@@ -224,8 +229,8 @@ def test_devices() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("h10", "--gpu h10: did you mean h100? Known are a100, h100, h200, b200; of any other, give its memory"),
-        ("tpu", "--gpu tpu: known are a100"),
+        ("h10", "of any other, give its memory: memory_gib=40; did you mean h100?"),
+        ("tpu", "--gpu tpu: known are a100, h100, h200, b200; of any other"),
         ("memory_gib=many", "'many' is no number of GiB above 0"),
         ("memory_gib=-4", "'-4' is no number of GiB above 0"),
         ("memory_gib=inf", "'inf' is no number of GiB above 0"),

@@ -315,18 +315,18 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    words = ["--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o", "--max_prompt_token_length", "8"]
-    words += [
-        "--response_length",
-        "8",
-        "--model_name_or_path",
-        "m",
-        "--teacher_model_name_or_path",
-        str(tmp_path / "t"),
-    ]
-    config = parse(GRPOConfig, words)
+    """And one with fewer positions than a prompt and its completion need."""
+    words = ["--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "o", "--model_name_or_path", "m"]
+    words += ["--response_length", "8", "--max_prompt_token_length"]
     write_tiny_model(tmp_path / "t", family="olmo2")
     layout = ShardLayout(gpus_per_node=(1,), shard_degree=1, num_replicas=1)
-    student: Any = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}))
-    with pytest.raises(InputError, match=r"its tokenizer has .* and the policy's 1"):
-        open_teacher(student, config=config, export_folder=tmp_path / "out", layout=layout)
+    student: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}), hf_config=SimpleNamespace(vocab_size=1)
+    )
+    for longest, told in (
+        ("8", r"its tokenizer has .* the student's 1 \(its head 1\)"),
+        ("9999", "LENGTHS 10007 is more"),
+    ):
+        config = parse(GRPOConfig, [*words, longest])
+        with pytest.raises(InputError, match=told):
+            open_teacher(str(tmp_path / "t"), student, config=config, layout=layout, length_flag="LENGTHS")

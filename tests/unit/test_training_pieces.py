@@ -7,22 +7,26 @@ import math
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.config.sections import LoggingSection, MemorySection, OptimSection
+from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection, OptimSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.olmo_core.muon import MuonWithAdamW
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.olmo_core.train_module import WeightedSums, padding_fraction
-from open_instruct.learner.reference_cache import ReferenceCache
+from open_instruct.learner.reference_cache import open_reference_cache
+from open_instruct.learner.row_cache import RowCache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import reduce_metrics
@@ -125,48 +129,48 @@ class TestLoading:
             assert batch.values["reference_logps_S"].tolist() == expected
 
 
-def cache_in(folder: Path, **changes: Any) -> ReferenceCache:
-    settings = {"model_fingerprint": "a" * 64, "precision": "float32", "laid_out": "padded", "documents_per_row": 2}
-    return ReferenceCache(folder, **(settings | changes))
-
-
 class TestReferenceCache:
-    def fill(self, folder: Path, pairs: TokenDataset) -> ReferenceCache:
-        cache = cache_in(folder)
-        values = np.arange(2 * len(pairs), dtype=np.float32).reshape(-1, 2)
-        cache.add([pairs.key(row) for row in range(len(pairs))], values)
+    def fill(self, folder: Path, pairs: TokenDataset) -> RowCache:
+        cache = RowCache(folder / "cache.safetensors")
+        for row in range(len(pairs)):
+            cache.add(pairs.key(row), np.array([2 * row, 2 * row + 1], dtype=np.float32))
         cache.write()
         return cache
 
     def test_another_mixture_finds_its_rows(self, tmp_path: Path) -> None:
-        self.fill(tmp_path, make_pairs(6))
-        again = cache_in(tmp_path)
+        again = RowCache(self.fill(tmp_path, make_pairs(6)).path)
         again.read()
         pairs = make_pairs(6)
         order = [5, 1, 1]
         pairs.keys_N32 = pairs.keys_N32[order]
-        assert again.lookup(pairs).tolist() == [[10, 11], [2, 3], [2, 3]]
+        assert again.missing(pairs) == []
+        assert again.numbers(pairs).tolist() == [[10, 11], [2, 3], [2, 3]]
 
-    @pytest.mark.parametrize(
-        ("fingerprint", "precision", "laid_out"),
-        [
-            ("b" * 64, "float32", "padded"),
-            ("a" * 64, "bfloat16", "padded"),
-            ("a" * 64, "float32", "packed-sharing-on"),
-        ],
-    )
     def test_other_weights_precision_or_layout_find_nothing(
-        self, tmp_path: Path, fingerprint: str, precision: str, laid_out: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.fill(tmp_path, make_pairs(3))
-        other = cache_in(tmp_path, model_fingerprint=fingerprint, precision=precision, laid_out=laid_out)
-        other.read()
-        assert len(other) == 0 and make_pairs(3).key(0) not in other
+        monkeypatch.setattr(dist, "barrier", lambda: None)
+
+        def opened(*, weights: str = "a", dtype: str = "float32", **layout: Any) -> RowCache:
+            pretrained: Any = SimpleNamespace(
+                weights_fingerprint=weights * 64, hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "olmo2"})
+            )
+            model = ModelSection(model_name_or_path="m", param_dtype=dtype)  # type: ignore[arg-type]
+            return open_reference_cache(tmp_path, pretrained, model=model, shape=replace(shape_of(), **layout))
+
+        cache = opened()
+        cache.add(make_pairs(1).key(0), np.zeros(2, dtype=np.float32))
+        cache.write()
+        assert opened().missing(make_pairs(1)) == []
+        others: list[dict[str, Any]] = [{"weights": "b"}, {"dtype": "bfloat16"}, {"packing": False}]
+        others += [{"documents_per_sample": 3}, {"prefix_sharing": "on"}]
+        assert all(opened(**other).missing(make_pairs(1)) == [0] for other in others)
+        assert len({opened(**other).path for other in others}) == len(others)
 
     def test_a_damaged_file_counts_as_empty(self, tmp_path: Path) -> None:
         cache = self.fill(tmp_path, make_pairs(3))
         cache.path.write_bytes(cache.path.read_bytes()[:40])
-        again = cache_in(tmp_path)
+        again = RowCache(cache.path)
         again.read()
         assert len(again) == 0
 

@@ -28,18 +28,17 @@ from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.records import ShardLayout
 
 FLOAT32 = 4
+# `models.heads.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal.
 MAX_LOGITS_BYTES = 1 << 30
-"""`models.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal."""
 
 # Chunks of the head are alike, and the second is the first that finds a gradient of the matrix in place.
 CHUNKS_RECORDED = 2
 
-
+# What of a block can be checkpointed by itself; "" is the block. A sum keeps nothing, whether it is or not.
 BLOCK_MODULES = (
     *("", "attention", "attention.q_norm", "attention.k_norm", "attention_norm", "attention_residual_stream"),
     *("feed_forward", "feed_forward_norm", "feed_forward_residual_stream"),
 )
-"""What of a block can be checkpointed by itself; "" is the block. A sum keeps nothing, whether it is or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

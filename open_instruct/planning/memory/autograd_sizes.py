@@ -138,8 +138,8 @@ class Tape:
         return _Run(self, output).profile()
 
 
+# What the operation of an index keeps for its backward.
 Keeps = Callable[[int], tuple[Tensor, ...]]
-"""What the operation of an index keeps for its backward."""
 
 
 class _Run:

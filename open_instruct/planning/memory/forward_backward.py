@@ -32,8 +32,7 @@ GRADIENTS = "gradients"
 GATHERED, REDUCED = "gathered weights", "gradients on their way"
 ACTIVATIONS, HEAD, TEMPORARIES = "activations", "head and logits", "temporaries"
 
-Moment = Mapping[str, int]
-"""Bytes by label."""
+Moment = Mapping[str, int]  # bytes by label
 
 
 class Passes:
@@ -60,19 +59,13 @@ class Passes:
         """Whether gradients of an earlier microbatch are there when the worst one runs."""
         return self.workload.num_microbatches > 1
 
-    def scoring(self, held: Moment) -> Iterator[Moment]:
-        """A forward pass without a backward."""
-        yield from self._forward(held, keeps=False, left_over=0)
-
-    def forward(self, held: Moment) -> Iterator[Moment]:
-        yield from self._forward(held, keeps=True, left_over=self._left_over())
-
-    def _forward(self, held: Moment, *, keeps: bool, left_over: int) -> Iterator[Moment]:
+    def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
+        """A forward pass that `keeps` what its backward needs, or that none follows."""
         root, stream = self._gathered(self.root), self.stream_bytes
         block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
         head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
         kept_by_block = self.kept_by_block if keeps else 0
-        held = {**held, REDUCED: left_over}
+        held = {**held, REDUCED: self._left_over() if keeps else 0}
         before = self.root
         if not self.shape.is_tied:
             yield {**held, GATHERED: root + self._gathering(self.embeddings, before)}
@@ -89,7 +82,7 @@ class Passes:
             activations, temporaries = kept + block_peak.activations, block_peak.temporaries + stream
             yield {**held, GATHERED: gathered, ACTIVATIONS: activations, TEMPORARIES: temporaries}
         held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: num_layers * kept_by_block}
-        yield {**held, HEAD: head_peak.total, TEMPORARIES: stream}
+        yield {**held, HEAD: head_peak.total if runs_head else 0, TEMPORARIES: stream}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         root, block, num_layers = self._gathered(self.root), self.last_block, self.shape.num_layers

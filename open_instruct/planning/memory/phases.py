@@ -20,23 +20,20 @@ from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.state import local_size, state_bytes, uses_muon
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.per_step import sync_buckets
 from open_instruct.records import ShardLayout
 
+# An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
+# What the caching allocator cannot use because of fragmentation is not in it: leave some percent of a GPU free.
 CUDA_BYTES = 3 * 2**29
-"""An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
-
-What the caching allocator cannot use because of fragmentation is not in it: leave some percent of a GPU free.
-"""
+# `models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal.
 READ_CHUNK_BYTES = 8 * 2**20
-"""`models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal."""
+# `weights.wire.NUM_SLOTS`; the same.
 NUM_SYNC_SLOTS = 2
-"""`weights.wire.NUM_SLOTS`; the same."""
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer states"
-REFERENCE, TEACHER, ENGINE = "reference policy", "teacher", "vLLM engine"
-BUFFERS, CUDA = "buffers", "CUDA and libraries"
+ENGINE, BUFFERS, CUDA = "vLLM engine", "buffers", "CUDA and libraries"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +63,8 @@ def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) 
     moments: dict[str, Iterable[Moment]] = {"load": [run.load()]}
     if workload.reference_pass_tokens:
         moments["reference pass"] = run.reference_pass()
+    if workload.scorings:
+        moments["scoring pass"] = run.scoring_pass()
     during_step = run.held(gradients=run.passes.accumulates)
     moments |= {
         "forward": run.passes.forward(during_step),
@@ -89,35 +88,29 @@ class _Moments:
         self.passes = Passes(shape, layout, workload)
         self.parameters, self.gradients, self.optimizer = state_bytes(shape, layout, workload)
 
-    def held(self, *, gradients: bool, optimizer: bool = True, reference: bool = True) -> dict[str, int]:
-        """What is there throughout a phase."""
-        has_resident_reference = self.workload.has_reference and self.workload.generates and reference
+    def held(self, *, gradients: bool, is_training: bool = True) -> dict[str, int]:
+        """What is there throughout a phase; before training neither optimizer states nor frozen models."""
+        frozen = [each for each in self.workload.scorings if each.stands_as and is_training]
         engine = 0
         if self.workload.num_engines and self.layout.single_device:
             engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
         return {
             PARAMETERS: self.parameters,
             GRADIENTS: self.gradients if gradients else 0,
-            OPTIMIZER: self.optimizer if optimizer else 0,
-            REFERENCE: self._frozen_bytes(self.shape) if has_resident_reference else 0,
-            TEACHER: self._teacher_bytes() if reference else 0,
+            OPTIMIZER: self.optimizer if is_training else 0,
+            **{each.stands_as: self._frozen_bytes(each) for each in frozen},
             ENGINE: engine,
             BUFFERS: self._rope_bytes(),
             CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
         }
 
-    def _frozen_bytes(self, shape: ModelShape) -> int:
+    def _frozen_bytes(self, frozen: Scoring) -> int:
         """Sharded as the policy's masters are; on a single device it is only in the dtype that is computed in."""
+        shape, num_bytes = frozen.shape, self.workload.compute_bytes
         if self.layout.single_device:
-            return shape.num_params * self.workload.compute_bytes
-        return state_bytes(shape, self.layout, self.workload)[0]
-
-    def _teacher_bytes(self) -> int:
-        """With its head's matrix, whole on every rank (`learner/teacher.py`)."""
-        if (teacher := self.workload.teacher) is None:
-            return 0
-        head = teacher.vocab_size * teacher.d_model * self.workload.compute_bytes
-        return self._frozen_bytes(teacher) + (0 if self.layout.single_device else head)
+            return shape.num_params * num_bytes
+        head_bytes = 0 if frozen.num_values else shape.vocab_size * shape.d_model * num_bytes
+        return state_bytes(shape, self.layout, self.workload)[0] + head_bytes
 
     def _rope_bytes(self) -> int:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
@@ -127,15 +120,20 @@ class _Moments:
 
     def load(self) -> Moment:
         """`stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet."""
-        return self.held(gradients=False, optimizer=False, reference=False) | {BUFFERS: READ_CHUNK_BYTES}
+        return self.held(gradients=False, is_training=False) | {BUFFERS: READ_CHUNK_BYTES}
 
     def reference_pass(self) -> Iterator[Moment]:
-        """DPO's, over the start weights before the optimizer has states, or GRPO's, before the first update."""
-        is_running = self.workload.generates
-        # More than a step has where not all documents of a row are learned.
-        num_tokens = max(self.workload.reference_pass_tokens, self.workload.tokens_per_microbatch)
-        passes = Passes(self.shape, self.layout, replace(self.workload, tokens_per_microbatch=num_tokens))
-        yield from passes.scoring(self.held(gradients=is_running, optimizer=is_running))
+        """Over the start weights before training; of more documents where not all of a row are learned."""
+        workload = replace(self.workload, tokens_per_microbatch=self.workload.reference_pass_tokens)
+        held = self.held(gradients=False, is_training=False)
+        yield from Passes(self.shape, self.layout, workload).forward(held, keeps=False)
+
+    def scoring_pass(self) -> Iterator[Moment]:
+        """In a step: before its first update, but for a teacher whose head the policy's multiplies with."""
+        for each in self.workload.scorings:
+            passes, runs_head = Passes(each.shape, self.layout, self.workload), each.num_values > 0
+            held = self.held(gradients=not runs_head and passes.accumulates)
+            yield from passes.forward(held, keeps=False, runs_head=runs_head)
 
     def optimizer_step(self) -> Moment:
         return self.held(gradients=True) | {TEMPORARIES: self._step_temporaries()}

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.parallel.wording import counted, nodes_text
 from open_instruct.planning.memory.forward_backward import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
-from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, REFERENCE, TEACHER, Phase
+from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, Phase
 from open_instruct.planning.memory.state import cast_copy_bytes
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown.units import GIB, billions, gib, seconds
 from open_instruct.planning.subject.devices import MEMORY, Device
+from open_instruct.planning.subject.workload import REFERENCE, TEACHER
 from open_instruct.planning.traffic.per_step import Exchange
 from open_instruct.planning.traffic.step_time import ON_THE_PATH
 
@@ -157,7 +158,7 @@ def time_lines(plan: Plan) -> Iterator[str]:
         )
     else:
         yield "They are taken to overlap in full, so a real step takes longer."
-    if plan.workload.generates:
+    if plan.workload.num_engines:
         yield "That is the learners' part of a step; the engines generate beside it."
 
 
@@ -202,16 +203,17 @@ def meaning_of(label: str, plan: Plan) -> str:
     split = layout.shard_group_size * layout.tensor_parallel_degree
     share = f"this GPU's 1/{split}" if split > 1 else "all of them"
     with_copy = f" and {size} in the copy that computes" if (size := cast_copy_bytes(layout, workload)) else ""
-    reference_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
+    frozen_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
+    has_whole_head = not layout.single_device and any(not each.num_values for each in workload.scorings)
     moments = "Muon's one or AdamW's two moments" if workload.optimizer == "muon" else "AdamW's two moments"
     return {
         PARAMETERS: f"the weights that are trained, {share}, {MASTER_BYTES} bytes each{with_copy}",
         GRADIENTS: f"what the backward pass finds for each weight, {share}, {MASTER_BYTES} bytes each",
         OPTIMIZER: f"{moments} of each weight, {share}, {MASTER_BYTES} bytes a moment",
-        REFERENCE: f"the weights of the policy that is compared with, {share}, {reference_bytes} bytes each",
+        REFERENCE: f"the weights of the policy that is compared with, {share}, {frozen_bytes} bytes each",
         TEACHER: (
-            f"the teacher's weights, {share}, {reference_bytes} bytes each"
-            + ("" if layout.single_device else f", and all of its head's matrix in {workload.param_dtype}")
+            f"the teacher's weights, {share}, {frozen_bytes} bytes each"
+            + (f", and all of its head's matrix in {workload.param_dtype}" if has_whole_head else "")
         ),
         ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
         GATHERED: (

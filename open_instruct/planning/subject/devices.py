@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from dataclasses import dataclass, replace
 
+from open_instruct.config.parser import nearest
 from open_instruct.errors import InputError
 
 MEMORY = "memory_gib="
@@ -65,7 +65,6 @@ def device_named(name: str) -> Device:
         )
     device = DEVICES.get(name.lower())
     if device is None:
-        near = difflib.get_close_matches(name.lower(), DEVICES, n=1)
-        meant = f"did you mean {near[0]}? Known are" if near else "known are"
-        raise InputError(f"--gpu {name}: {meant} {', '.join(DEVICES)}; of any other, give its memory: {MEMORY}40")
+        known = f"known are {', '.join(DEVICES)}; of any other, give its memory: {MEMORY}40"
+        raise InputError(f"--gpu {name}: {known}{nearest(name, DEVICES)}")
     return device

@@ -41,9 +41,9 @@ def model_shape(name_or_path: str) -> ModelShape:
             return read_config(path)
     if (found := find_public_model(name_or_path)) is not None:
         return found
-    known = {name.rpartition("/")[2].lower(): name for name in public_names()}
+    known = {name.rpartition("/")[2].lower(): name for name in public_models()}
     near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
-    names = f"like {', '.join(known[name] for name in near)}" if near else f"such as {next(iter(public_names()))}"
+    names = f"like {', '.join(known[name] for name in near)}" if near else f"such as {next(iter(public_models()))}"
     raise InputError(
         f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; give a folder, a "
         f"config.json, or a name {names}"
@@ -53,14 +53,10 @@ def model_shape(name_or_path: str) -> ModelShape:
 def find_public_model(name: str) -> ModelShape | None:
     """The built-in shape of a name, with or without its organisation, and of the tuned variants of the same size."""
     wanted = _size_of(name)
-    for public, fields in _public_models().items():
+    for public, fields in public_models().items():
         if _size_of(public) == wanted:
             return shape_of_fields(fields, name=public, where=public)
     return None
-
-
-def public_names() -> tuple[str, ...]:
-    return tuple(_public_models())
 
 
 def _size_of(name: str) -> str:
@@ -70,6 +66,6 @@ def _size_of(name: str) -> str:
 
 
 @cache
-def _public_models() -> Any:
+def public_models() -> Any:
     """The fields of each by its name."""
     return json.loads(Path(__file__).with_name("public_models.json").read_text("utf-8"))

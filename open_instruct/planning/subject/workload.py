@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Literal
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
@@ -13,6 +14,7 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
 from open_instruct.models.names import names_module
 from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.planning.subject.model import BYTES_OF_DTYPE, ModelShape
 from open_instruct.planning.subject.public_models import model_shape
@@ -20,19 +22,39 @@ from open_instruct.records import ShardLayout
 
 RunConfig = TrainingConfig | GRPOConfig
 GRPO = "grpo"
+REFERENCE, TEACHER = "reference policy", "teacher"
 Checkpointing = Literal["none", "full", "selected_modules"]
 MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Forward passes without gradients: in every step, `num_rounds` over each microbatch of an update.
+
+    Those of a frozen model that stands beside the policy, sharded as it is, where `stands_as` names one; else the
+    policy's own. `num_values` are computed of each label: its log-prob, and its entropy if there are two. With 0 the
+    head is not run: its matrix stays whole on every rank, and the policy's head multiplies with it.
+
+    Example: the reference policy of GRPO with two mini-batches::
+
+        Scoring(shape=model_shape("allenai/OLMo-2-1124-7B"), stands_as="reference policy", num_rounds=2)
+    """
+
+    shape: ModelShape
+    stands_as: str = ""
+    num_rounds: int = 1
+    num_values: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One rank's share of an optimizer step, at most: documents are taken to have their full length.
 
-    Tokens are those of a whole row; a context degree splits them further. `num_updates` is above 1 for GRPO alone:
-    mini-batches times epochs, each of `num_microbatches`. `has_reference` means a pass over the start weights before
-    training for DPO, a model that stays on the GPUs for GRPO. `looks_first` means a pass without gradients over other
-    documents, as many and as long, before those of a step are learned. Of the engines, `kv_cache_bytes` is what lies on
-    the learner's own device: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node.
+    Tokens are those of a whole row; a context degree splits them further. `num_values` are computed of each label that
+    is learned: its log-prob, and what the loss reads beside. `num_updates` is above 1 for GRPO alone:
+    mini-batches times epochs, each of `num_microbatches`. `reference_pass_tokens` are those of a microbatch of the pass
+    over the start weights before training, 0 where there is none. Of the engines, `kv_cache_bytes` is what lies on the
+    learner's own device: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
     counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
@@ -41,7 +63,7 @@ class Workload:
     Example: DPO with 1 pair of 2 x 2048 tokens a microbatch, 4 microbatches a step::
 
         Workload(algorithm="dpo", tokens_per_microbatch=4096, longest_sequence=2048,
-                 label_tokens_per_microbatch=4096, num_microbatches=4, has_reference=True, reference_pass_tokens=4096)
+                 label_tokens_per_microbatch=4096, num_microbatches=4, reference_pass_tokens=4096)
     """
 
     algorithm: str
@@ -50,7 +72,6 @@ class Workload:
     label_tokens_per_microbatch: int
     num_microbatches: int
     num_updates: int = 1
-    num_epochs: int = 1
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
@@ -58,15 +79,14 @@ class Workload:
     checkpointing_modules: tuple[str, ...] = ()
     activation_memory_budget: float = 1.0
     on_cuda: bool = True
-    has_reference: bool = False
-    looks_first: bool = False
     reference_pass_tokens: int = 0
-    teacher: ModelShape | None = None
+    scorings: tuple[Scoring, ...] = ()
     num_metrics: tuple[int, int, int] = (1, 0, 0)
     shared_prefix_tokens: int = 0
     documents_per_group: int = 1
     temperature: float = 1.0
     records_entropy: bool = False
+    num_values: int = 1
     export_bytes_per_param: int = 2
     num_engines: int = 0
     engine_tensor_degree: int = 1
@@ -75,23 +95,6 @@ class Workload:
     sync_bytes_per_param: int = 2
     sync_crosses_nodes: bool = True
     kv_cache_bytes: int = 0
-
-    @property
-    def generates(self) -> bool:
-        """Whether engines make the rows that are learned from."""
-        return self.algorithm == GRPO
-
-    @property
-    def num_fixed_passes(self) -> int:
-        """Passes over a microbatch, in a step, for log-probs that are fixed during it.
-
-        The reference policy's, if there is one, and where a step has several updates the policy's own before them. Of
-        other runs, those over documents that are only looked at.
-        """
-        if not self.generates:
-            return self.num_microbatches if self.looks_first else 0
-        num_models = int(self.has_reference) + int(self.num_updates > 1)
-        return num_models * self.num_microbatches * (self.num_updates // self.num_epochs)
 
     @property
     def tokens_per_group(self) -> int:
@@ -156,7 +159,6 @@ def workload_of(
     layout: ShardLayout,
     *,
     device_memory_bytes: int | None = None,
-    label_share: float = 1.0,
     shared_prompt_tokens: int = 0,
 ) -> Workload:
     """The workload of a run, from its own flags.
@@ -165,7 +167,6 @@ def workload_of(
         config: validated.
         layout: of the learners.
         device_memory_bytes: of one GPU; an engine that shares the learner's takes a part of it.
-        label_share: of the tokens, those that have a label. Only the data can tell; 1 is the most there can be.
         shared_prompt_tokens: tokens of the prompt that the replies of a pair, or the completions of a group, share.
     """
     # A prompt's last token is computed for each reply.
@@ -173,10 +174,9 @@ def workload_of(
     if isinstance(config, GRPOConfig):
         workload = _of_rollouts(config, shape, layout, device_memory_bytes, prefix_tokens)
     else:
-        workload = _of_rows(config, objective_of(config), prefix_tokens)
+        workload = _of_rows(config, objective_of(config), shape, prefix_tokens)
     return replace(
         workload,
-        label_tokens_per_microbatch=round(workload.label_tokens_per_microbatch * label_share),
         shared_prefix_tokens=prefix_tokens,
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
@@ -185,22 +185,30 @@ def workload_of(
     )
 
 
-def shape_of_run(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """The start model with the head that the run gives it."""
+def shape_of_run(config: RunConfig, model: str) -> ModelShape:
+    """The start model with the head that the run gives it; see `model_shape`."""
+    shape = model_shape(model)
     if isinstance(config, GRPOConfig) or objective_of(config).head == "vocabulary":
         return shape
     return replace(shape, scores=True, is_tied=False)
 
 
-def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -> Workload:
+def _of_rows(config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int) -> Workload:
     documents_per_row, longest = objective.rows_of(config).documents_per_row, config.data.max_seq_length
     num_learned, num_rows = objective.documents_learned or documents_per_row, config.optim.per_device_train_batch_size
     num_tokens, num_scored = (
         num_rows * (num * longest - (num - 1) * prefix_tokens) for num in (num_learned, documents_per_row)
     )
-    has_reference, teacher = objective.needs_reference(config), objective.teacher(config)
+    moves, teacher = bool(objective.reference_moves(config).get("update_freq")), objective.teacher(config)
+    loss, scorings = objective.bind(config), list[Scoring]()
+    # Other documents are looked at where the row has some that are not learned.
+    if loss.prepare is not None and (loss.looks_at is None or num_learned < documents_per_row):
+        scorings.append(Scoring(shape=shape, num_values=1 + loss.with_entropy))
+    if moves:
+        scorings.append(Scoring(shape=shape, stands_as=REFERENCE))
     # One of whose distributions a part is kept is gone before the first step.
-    name = teacher.model_name_or_path if teacher is not None and teacher.keep is None else None
+    if teacher is not None and teacher.keep is None:
+        scorings.append(Scoring(shape=model_shape(teacher.model_name_or_path), stands_as=TEACHER, num_values=0))
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
@@ -208,10 +216,9 @@ def _of_rows(config: TrainingConfig, objective: Objective, prefix_tokens: int) -
         label_tokens_per_microbatch=num_rows * documents_per_row if objective.rows.reads_ends else num_tokens,
         num_microbatches=config.optim.gradient_accumulation_steps,
         documents_per_group=num_learned,
-        has_reference=has_reference,
-        looks_first=num_learned < documents_per_row,
-        reference_pass_tokens=num_scored if has_reference else 0,
-        teacher=None if name is None else model_shape(name),
+        reference_pass_tokens=num_scored if objective.needs_reference(config) and not moves else 0,
+        scorings=tuple(scorings),
+        num_values=1 + loss.with_entropy + loss.with_collisions + (teacher is not None),
         num_metrics=objective.num_metrics,
     )
 
@@ -224,32 +231,43 @@ def _of_rollouts(
     # Completions of full length in a microbatch, whole groups and one that is cut; short ones leave fewer microbatches.
     num_groups, rest = divmod(config.max_tokens_per_microbatch, prefix_tokens + group * own_tokens)
     num_that_fit = max(1, num_groups * group + max(0, rest - prefix_tokens) // own_tokens)
-    num_completions = -(-config.num_completions_per_step // config.loss.num_mini_batches)
-    num_completions_of_rank = -(-num_completions // layout.data_parallel_world_size)
+    fleet, loss, num_given = config.fleet, config.loss, config.data.sft_rows_per_step
+    num_completions_of_rank, num_given_to_rank = (
+        ceil(ceil(num / loss.num_mini_batches) / layout.data_parallel_world_size)
+        for num in (config.num_completions_per_step, num_given)
+    )
     num_microbatches = -(-num_completions_of_rank // num_that_fit)
     num_in_row = -(-num_completions_of_rank // num_microbatches)
     num_tokens = -(-num_in_row // group) * prefix_tokens + num_in_row * own_tokens
-    fleet, has_reference = config.fleet, config.loss.beta > 0
-    num_updates = config.loss.num_mini_batches * config.loss.num_epochs
+    num_updates, teacher = loss.num_mini_batches * loss.num_epochs, loss.teacher_model_name_or_path
+    frozen = Scoring(shape=shape, num_rounds=loss.num_mini_batches)
+    scorings = [frozen] if num_updates > 1 else []
+    if loss.beta > 0:
+        scorings.append(replace(frozen, stands_as=REFERENCE))
+    if teacher is not None:
+        scorings.append(replace(frozen, stands_as=TEACHER, shape=model_shape(teacher)))
+    if chooses_tokens(loss):
+        scorings.append(Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss)))
+    num_means = 11 + (loss.beta > 0) + (teacher is not None) + measures_entropy(loss)
     on_auto = "ipc" if layout.single_device else "nccl"
     sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
     sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
     engine_bytes = shape.num_params * sync_bytes_per_param
     return Workload(
-        num_metrics=(11, 2, 2),
+        num_metrics=(num_means, 2 + (num_given > 0), 2),
         algorithm=GRPO,
         tokens_per_microbatch=num_tokens,
         longest_sequence=longest,
         label_tokens_per_microbatch=num_tokens,
         documents_per_group=group,
-        num_microbatches=num_microbatches,
+        # Conversations lie in microbatches of their own.
+        num_microbatches=num_microbatches + ceil(num_given_to_rank / (config.max_tokens_per_microbatch // longest)),
         pack_tokens=config.max_tokens_per_microbatch,
         num_updates=num_updates,
-        num_epochs=config.loss.num_epochs,
-        has_reference=has_reference,
-        reference_pass_tokens=num_tokens if has_reference or num_updates > 1 else 0,
+        scorings=tuple(scorings),
         temperature=config.rollout.temperature,
-        records_entropy=config.loss.record_entropy,
+        records_entropy=measures_entropy(loss),
+        num_values=1 + measures_entropy(loss),
         num_engines=fleet.vllm_num_engines,
         engine_tensor_degree=fleet.vllm_tensor_parallel_size,
         sync_backend=on_auto if fleet.weight_sync_backend == "auto" else fleet.weight_sync_backend,

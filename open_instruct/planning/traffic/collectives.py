@@ -41,8 +41,7 @@ class Exchange:
     group_size: int
     wire_bytes: int
     crosses_nodes: bool
-    ranks_on_a_node: int = 1
-    """Of a group that crosses nodes: how many of its ranks stand on the node where it has fewest."""
+    ranks_on_a_node: int = 1  # of a group that crosses nodes: of its ranks, on the node where it has fewest
 
     @property
     def num_bytes(self) -> int:

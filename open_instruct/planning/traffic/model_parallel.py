@@ -8,27 +8,31 @@ T tokens of a microbatch on one context rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
-from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
+from open_instruct.planning.traffic.collectives import Axis, Collective, Exchange, exchange_in, span_of
 from open_instruct.records import ShardLayout
 
 LOSS_BYTES = 4
+# What, by which collective, bytes of a call, calls in one pass over a microbatch.
+Calls = tuple[str, Collective, int, int]
 
 
 def activation_exchanges(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, *, num_passes: int, trains: bool
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_passes: int, num_values: int, *, trains: bool
 ) -> Iterator[Exchange]:
-    """Exchanges of so many passes over a microbatch: forward alone, or forward and backward."""
-    if layout.tensor_parallel_degree > 1:
-        for what, collective, num_bytes, num_calls in _tensor(shape, layout, workload, trains=trains):
-            if num_calls:
-                yield exchange_in(layout, "tensor", what, collective, num_bytes, num_passes * num_calls)
-    if layout.context_parallel_degree > 1:
-        yield from _context(shape, layout, workload, num_passes=num_passes, trains=trains)
+    """Exchanges of so many passes over a microbatch: forward alone, or forward and backward.
+
+    `num_values` of each label are brought together: its log-prob, its entropy. With 0 the head is not run.
+    """
+    of_axes: dict[Axis, Callable[..., Iterator[Calls]]] = {"tensor": _tensor, "context": _context}
+    for axis, of_a_pass in of_axes.items():
+        for what, collective, num_bytes, num_calls in of_a_pass(shape, layout, workload, num_values, trains=trains):
+            if num_calls and span_of(layout, axis)[0] > 1:
+                yield exchange_in(layout, axis, what, collective, num_bytes, num_passes * num_calls)
 
 
 def is_recomputed(workload: Workload, layer: int, module: str) -> bool:
@@ -46,9 +50,9 @@ def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
 
 
 def _tensor(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, *, trains: bool
-) -> Iterator[tuple[str, Collective, int, int]]:
-    """(what, collective, bytes of a call, calls in one pass over a microbatch)."""
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
+) -> Iterator[Calls]:
+    """Korthikanti et al.'s sequence parallelism, see above."""
     degree, layers, number = layout.tensor_parallel_degree, shape.num_layers, workload.compute_bytes
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     hidden = num_tokens * shape.d_model * number
@@ -83,7 +87,7 @@ def _tensor(
     for width, count in norms:
         yield "gradients of norms", "all_reduce", width * number, count * backward
 
-    chunks = logit_chunks(shape, num_head_positions(layout, workload))
+    chunks = logit_chunks(shape, num_head_positions(layout, workload)) if num_values else ()
     again = backward if len(chunks) > 1 else 0
     vocabulary = -(-shape.vocab_size // degree) * degree
     for positions in chunks:
@@ -91,7 +95,7 @@ def _tensor(
         yield "head", "all_gather", of_all_ranks * shape.d_model, 1 + again
         yield "head, backward", "reduce_scatter", of_all_ranks * shape.d_model, backward
         yield "logits", *_swap(of_all_ranks * vocabulary, degree, workload), 1 + again + backward
-    yield "log-probs", "all_gather", num_tokens * LOSS_BYTES, 2 if trains and workload.records_entropy else 1
+    yield "log-probs", "all_gather", num_tokens * LOSS_BYTES, num_values
 
 
 def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective, int]:
@@ -100,15 +104,15 @@ def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective
 
 
 def _context(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, *, num_passes: int, trains: bool
-) -> Iterator[Exchange]:
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
+) -> Iterator[Calls]:
     """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.2).
 
     At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
     """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     again = sum(is_recomputed(workload, layer, "attention") for layer in range(shape.num_layers)) if trains else 0
-    num_calls = num_passes * (shape.num_layers * (2 if trains else 1) + again)
+    num_calls = shape.num_layers * (2 if trains else 1) + again
     widths = {
         "queries, keys and values, tokens for heads": shape.q_width + 2 * shape.kv_width,
         "attention, heads for tokens": shape.q_width,
@@ -116,7 +120,5 @@ def _context(
     for what, width in widths.items():
         # Heads are split between tensor ranks already.
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
-        yield exchange_in(layout, "context", what, "all_to_all", num_bytes, num_calls)
-    num_rows = num_passes * (2 if trains and workload.records_entropy else 1)
-    num_bytes = LOSS_BYTES * workload.tokens_per_microbatch
-    yield exchange_in(layout, "context", "losses of a row", "all_gather", num_bytes, num_rows)
+        yield what, "all_to_all", num_bytes, num_calls
+    yield "losses of a row", "all_gather", LOSS_BYTES * workload.tokens_per_microbatch, num_values

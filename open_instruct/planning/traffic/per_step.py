@@ -1,8 +1,9 @@
 """Every collective of a training step, from the shapes of the model, the layout and the flags alone.
 
 What is counted here is what the train module issues: tests/ranks/test_traffic.py runs it and compares call for call.
-Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints. Only estimated are Muon's
-exchanges where there are replicas or tensor ranks.
+Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints; nor the few numbers a row or token
+that a loss over the whole global batch brings together. Only estimated are Muon's exchanges where there are replicas or
+tensor ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 from open_instruct.models.names import TensorNames
 from open_instruct.planning.memory.state import gathered_params, local_size
 from open_instruct.planning.subject.model import ModelShape, Unit
-from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import activation_exchanges
 from open_instruct.planning.traffic.muon import muon_exchanges
@@ -24,41 +25,36 @@ from open_instruct.records import ShardLayout
 REDUCE_BYTES = NORM_BYTES = 4
 METRIC_BYTES = 8
 
+# Ways of the weights to the engines that use the network.
 SENT_BY = ("nccl", "gloo")
-"""Ways of the weights to the engines that use the network."""
 
 
 def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
     """What one rank exchanges in one step.
 
-    That is forward and backward of all microbatches and the update; for GRPO also the log-probs that are fixed before
-    it, and the weights' way to the engines.
+    That is forward and backward of all microbatches and the update, passes without gradients before them, and for GRPO
+    the weights' way to the engines.
     """
     exchanges: list[Exchange] = []
     if not layout.single_device:
-        exchanges += _forward_passes(shape, layout, workload, num_passes=workload.num_fixed_passes)
-        if workload.teacher is not None:
-            exchanges += _forward_passes(workload.teacher, layout, workload, num_passes=workload.num_microbatches)
+        for scoring in workload.scorings:
+            exchanges += _forward_passes(scoring, layout, workload, scoring.num_rounds * workload.num_microbatches)
         exchanges += _updates(shape, layout, workload)
-    if workload.generates:
+    if workload.num_engines:
         exchanges += traffic_of_weight_sync(shape, layout, workload)
     return tuple(exchanges)
 
 
 def traffic_of_reference_pass(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
     """What one rank exchanges for one microbatch of DPO's pass over the data before training."""
-    return () if layout.single_device else tuple(_forward_passes(shape, layout, workload, num_passes=1))
+    return () if layout.single_device else tuple(_forward_passes(Scoring(shape=shape), layout, workload, 1))
 
 
-def _forward_passes(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, *, num_passes: int
-) -> Iterator[Exchange]:
+def _forward_passes(scoring: Scoring, layout: ShardLayout, workload: Workload, num_passes: int) -> Iterator[Exchange]:
     """Passes over a microbatch without gradients: every unit is gathered once."""
-    if num_passes == 0:
-        return
-    for what, unit, count in _kinds_of_units(shape):
-        yield from _gathers(layout, workload, f"{what}, reference pass", unit, num_passes * count)
-    yield from activation_exchanges(shape, layout, workload, num_passes=num_passes, trains=False)
+    for what, unit, count in _kinds_of_units(scoring.shape):
+        yield from _gathers(layout, workload, f"{what}, without gradients", unit, num_passes * count)
+    yield from activation_exchanges(scoring.shape, layout, workload, num_passes, scoring.num_values, trains=False)
 
 
 def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
@@ -69,7 +65,6 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         # of their own are not needed backwards.
         num_gathers = 1 if unit.name == "embeddings" else 2
         yield from _gathers(layout, workload, what, unit, num_passes * count * num_gathers)
-    for what, unit, count in _kinds_of_units(shape):
         gradient_bytes = gathered_params(unit.parameters, layout) * REDUCE_BYTES
         if layout.shard_group_size > 1:
             # FSDP reduces after every microbatch: nothing holds a whole gradient.
@@ -79,7 +74,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
         shard_bytes = gradient_bytes // layout.shard_group_size
         yield exchange_in(layout, "replica", f"gradients of {what}", "all_reduce", shard_bytes, num_updates * count)
-    yield from activation_exchanges(shape, layout, workload, num_passes=num_passes, trains=True)
+    yield from activation_exchanges(shape, layout, workload, num_passes, workload.num_values, trains=True)
     # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some of them.
     degrees: dict[Axis, int] = {"shard": layout.shard_group_size, "tensor": layout.tensor_parallel_degree}
     for axis, degree in degrees.items():
@@ -99,18 +94,13 @@ def _gathers(layout: ShardLayout, workload: Workload, what: str, unit: Unit, num
 
 def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
     """What it is called, one of its kind, and how many there are: all blocks are alike."""
-    blocks = [unit for unit in shape.units if unit.name.startswith("blocks.")]
-    for unit in shape.units:
-        if unit not in blocks:
-            yield unit.name, unit, 1
-    yield "blocks", blocks[0], len(blocks)
+    yield from ((unit.name, unit, 1) for unit in shape.units if not unit.name.startswith("blocks."))
+    yield "blocks", shape.units[-1], shape.num_layers
 
 
 def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
     # A mean travels as two numbers, a maximum as one for each rank.
     num_means, num_sums, num_maxima = workload.num_metrics
-    if workload.generates:
-        num_means += int(workload.has_reference) + int(workload.records_entropy)
     # With the shares of padding and of what is shared; with the peak of memory and the norm of the gradient.
     return METRIC_BYTES * (2 * (num_means + 2) + num_sums + (num_maxima + 2) * layout.data_parallel_world_size)
 

@@ -19,8 +19,8 @@ from open_instruct.records import ShardLayout
 
 GIGA, TERA = 10**9, 10**12
 
+# Axes whose exchanges arithmetic waits for; those of FSDP run beside it.
 ON_THE_PATH = ("tensor", "context", "sync")
-"""Axes whose exchanges arithmetic waits for; those of FSDP run beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +99,12 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     for layer, parts in enumerate(block):
         again += sum(flops for module, flops in parts.items() if is_recomputed(workload, layer, module))
     num_training_passes = workload.num_updates * workload.num_microbatches
-    total = num_training_passes * (3 * forward + again) + workload.num_fixed_passes * forward
-    if (teacher := workload.teacher) is not None:
-        of_blocks = sum(sum(parts.values()) for parts in _block_flops(teacher, workload))
-        # Its head runs again in the backward pass.
-        total += num_training_passes * (of_blocks + 2 * _head_flops(teacher, layout, workload))
+    total = num_training_passes * (3 * forward + again)
+    for scoring in workload.scorings:
+        of_blocks = sum(sum(parts.values()) for parts in _block_flops(scoring.shape, workload))
+        # A head that the policy's multiplies with runs again in the backward pass.
+        of_heads = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
+        total += scoring.num_rounds * workload.num_microbatches * (of_blocks + of_heads)
     return total // layout.model_parallel_degree
 
 

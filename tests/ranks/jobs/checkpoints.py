@@ -32,10 +32,25 @@ def save_each(cases: list[list[str]], ports: list[int], num_saved: int) -> list[
         learner = Learner(flags, num_steps=NUM_STEPS)
         for _ in range(num_saved):
             learner.take_step(7)
-            learner.save({"mark": learner.loop.step})
+            learner.save({"mark": learner.loop.step}, waits=False)
+        learner.loop.close()
         results.append(state_of(learner))
         stop_process()
     return results
+
+
+def save_many(flags: list[str], num_saves: int) -> list[str]:
+    """So many checkpoints, of one set of weights, some begun while the one before is written; what is left."""
+    learner = Learner(flags, num_steps=num_saves)
+    for number in range(num_saves):
+        learner.loop.trainer.global_step += 1
+        learner.save({}, waits=False)
+        for _ in range(number % 3):
+            learner.loop._finish_save(waits=False)  # as at the end of a step
+    learner.loop.close()
+    folder = Path(learner.config.run.output_dir)
+    stop_process()
+    return sorted(path.name for path in folder.glob("step*"))
 
 
 def load_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
@@ -87,7 +102,8 @@ def faults_of_one_rank(flags: list[str]) -> list[str]:
     if dist.get_rank() == 1:  # as a full disk or a quota would
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
     try:
-        learner.save({})
+        learner.save({}, waits=False)
+        learner.loop.close()
     except RunError as error:
         told.append(str(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -1,9 +1,10 @@
-"""Optimizer steps of DPO and GRPO on rows of one given length, with every collective counted."""
+"""Optimizer steps of DPO, distillation and GRPO on rows of one given length, with every collective counted."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
+from open_instruct.config.training import TrainingConfig
 from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core.policy import build_policy
+from open_instruct.learner.reference_policy import Reference, build_reference
+from open_instruct.learner.teacher import OpenedTeacher, compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.names import TensorNames
 from open_instruct.objectives.dpo import DPO
-from open_instruct.objectives.objective import REFERENCE
+from open_instruct.objectives.objective import REFERENCE, BoundLoss, Objective
+from open_instruct.objectives.registry import objective_named
 from open_instruct.packing.steps import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
@@ -44,36 +49,47 @@ def count_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, 
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         job = dict(case)
-        results.append({"dpo": _dpo, "grpo": _grpo}[job.pop("algorithm")](**job))
+        algorithm = job.pop("algorithm")
+        results.append(_grpo(**job) if algorithm == "grpo" else _of_rows(objective_named(algorithm), **job))
         stop_process()
     return results
 
 
-def _dpo(flags: list[str], **job: Any) -> dict[str, Rows]:
-    config = parse(DPOConfig, flags)
-    validate_dpo(config)
-    return _dpo_steps(config, join_run(config), **job)
+def _of_rows(objective: Objective, flags: list[str], **job: Any) -> dict[str, Rows]:
+    config = parse(objective.config_class, flags)
+    objective.validate(config)
+    return _steps(objective, config, join_run(config), **job)
 
 
-def _dpo_steps(
-    config: DPOConfig, run: Run, *, num_tokens: int, num_microbatches: int, logits_per_chunk: int | None = None
+def _steps(
+    objective: Objective,
+    config: TrainingConfig,
+    run: Run,
+    *,
+    num_tokens: int,
+    num_microbatches: int,
+    logits_per_chunk: int | None = None,
 ) -> dict[str, Rows]:
     pretrained = open_pretrained(
         config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
     )
-    policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=DPO.bind(config))
+    policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=_counted_alone(objective.bind(config)))
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
     policy._check = lambda loss, counts: None  # the reference log-probs are made up
+    if (moves := objective.reference_moves(config)).get("update_freq"):
+        policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+    if (named := objective.teacher(config)) is not None:
+        teacher = OpenedTeacher.of(named, pretrained, config=config, layout=run.layout)
+        policy.comparison = compare_with(teacher, None, None, scorer=None, run=run, config=config)[0]  # type: ignore[arg-type]
     loop = Loop(
         policy, DriversState(), folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6
     )
-    microbatch = _pair(num_tokens)
+    microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
-    step = StepBatch(
-        microbatches=(microbatch,) * num_microbatches, counts={"rows": num_rows, "tokens": num_tokens * num_rows}
-    )
+    counts = {"rows": num_rows, "tokens": num_tokens * num_rows, "labels": num_tokens * num_rows // 2}
+    step = StepBatch(microbatches=(microbatch,) * num_microbatches, counts=counts)
     counted = {}
     counted["reference"] = _counted(lambda: policy.scores(microbatch))
     # The second step, as all that follow: the first one makes what lasts.
@@ -82,8 +98,19 @@ def _dpo_steps(
     return counted
 
 
+def _counted_alone(loss: BoundLoss) -> BoundLoss:
+    """The same without the numbers that `prepare` brings together of all ranks, which no plan counts."""
+    prepare = loss.prepare
+    return loss if prepare is None else replace(loss, prepare=lambda step, scores, _: prepare(step, scores, _own_rows))
+
+
+def _own_rows(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
 def _grpo(flags: list[str], *, num_tokens: int, num_completions: int, sync_bucket_bytes: int) -> dict[str, Any]:
     learner = Learner(flags, num_steps=2)
+    learner.policy.loss = _counted_alone(learner.policy.loss)
     samples = [
         RolloutSample(
             document=_document(num_tokens), engine_logprobs=(-6.0,) * (num_tokens // 2), advantage=(-1.0) ** index
@@ -123,11 +150,11 @@ def _counted(work: Any) -> Rows:
     return [(*kind, num_calls) for kind, num_calls in sorted(recorder.issued.items())]
 
 
-def _pair(num_tokens: int) -> Batch:
-    """One pair in one row of so many tokens."""
-    half = _document(num_tokens // 2)
-    scores = {REFERENCE: np.full((1, 2), -6.0 * (num_tokens // 4), dtype=np.float32)}
-    return collate([(half, half)], (0,), packing=True, pad_token_id=0, scores=scores)
+def _row(num_tokens: int, num_documents: int) -> Batch:
+    """One row of so many tokens: of one document, or of a pair."""
+    document = _document(num_tokens // num_documents)
+    scores = {REFERENCE: np.full((1, num_documents), -6.0 * (num_tokens // 4), dtype=np.float32)}
+    return collate([(document,) * num_documents], (0,), packing=True, pad_token_id=0, scores=scores)
 
 
 def _document(num_tokens: int) -> Document:
@@ -156,7 +183,7 @@ def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
         )
         directory = RunDirectory(path=Path(config.run.output_dir))
         run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
-        results.append(_dpo_steps(config, run, **job))
+        results.append(_steps(DPO, config, run, **job))
         stop_process()
     return results
 

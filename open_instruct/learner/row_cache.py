@@ -1,6 +1,7 @@
-"""Numbers of every label of a row, computed once by a frozen model and kept on disk by content.
+"""Numbers of rows, computed once by a frozen model and kept on disk by content.
 
-A row's key covers its token ids and spans; what else the numbers depend on is in the name of the file.
+A row's key covers its token ids and spans (so the tokenizer, the template and the truncation); what else the numbers
+depend on is in the name of the file: the weights, the configuration, and more.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from open_instruct.data.cache import DamagedFile, read_arrays, write_arrays
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.models.fingerprint import with_config
+from open_instruct.run.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
 
 KEY_NUM_BYTES = 32
 
 
-class TokenCache:
-    """One file of (row key -> float32 numbers of its labels, label by label), the same on every rank."""
+class RowCache:
+    """One file of (row key -> float32 numbers, any number of them), the same on every rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +49,7 @@ class TokenCache:
         return len(self._place_of)
 
     def missing(self, dataset: TokenDataset) -> list[int]:
-        """A row of `dataset` for every key that is not here."""
+        """The first row of `dataset` for every key that is not here."""
         first_of = {dataset.key(row): row for row in reversed(range(len(dataset)))}
         return sorted(row for key, row in first_of.items() if key not in self._place_of)
 
@@ -62,15 +66,34 @@ class TokenCache:
         edges = np.array([0, *(stop for _, stop in self._place_of.values())], dtype=np.int64)
         write_arrays(self.path, {"keys": keys, "edges": edges, "values": self._all()}, {})
 
+    def numbers(self, dataset: TokenDataset) -> np.ndarray:
+        """Of every row of `dataset`, all of which must be here with as many numbers (D): float32 (N, D)."""
+        places_N2, values = self._places(dataset), self._all()
+        return np.array([values[start:stop] for start, stop in places_N2], dtype=np.float32)
+
     def beside(self, dataset: TokenDataset) -> TokenDataset:
         """The rows of `dataset`, all of which must be here, with their numbers as their values."""
-        places_N2 = np.array([self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64)
         rows, values = copy(dataset), self._all()
         rows.details_C = values.view(np.uint8)
-        rows.bounds_N4 = np.concatenate([dataset.bounds_N4[:, :2], places_N2 * values.itemsize], axis=1)
+        rows.bounds_N4 = np.concatenate([dataset.bounds_N4[:, :2], self._places(dataset) * values.itemsize], axis=1)
         return rows
+
+    def _places(self, dataset: TokenDataset) -> np.ndarray:
+        return np.array([self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64)
 
     def _all(self) -> np.ndarray:
         if self._added:
             self._values, self._added = np.concatenate([self._values, *self._added]), []
         return self._values
+
+
+def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
+    """What is kept of a frozen model, under `words` for all else that it depends on, with what is in its file now.
+
+    Collective: all ranks see the same rows before any of them writes.
+    """
+    fingerprint = with_config(model.weights_fingerprint, model.hf_config.to_dict())
+    cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
+    cache.read()
+    dist.barrier()
+    return cache

@@ -1,0 +1,57 @@
+"""What lets a checkpoint be written while the training goes on: a thread, and copies that nobody changes meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+Run = Callable[[Callable[[], T]], Future[T]]
+"""A way of having work done: `at_once` or `in_background`."""
+
+
+def at_once(work: Callable[[], T]) -> Future[T]:
+    """What comes of `work`, done here and now."""
+    outcome: Future[T] = Future()
+    _do(work, outcome)
+    return outcome
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """What will come of `work`, done in a thread that no end of the process waits for."""
+    outcome: Future[T] = Future()
+    threading.Thread(target=_do, args=(work, outcome), daemon=True, name="checkpoint").start()
+    return outcome
+
+
+def _do(work: Callable[[], T], outcome: Future[T]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
+class HostCopies:
+    """Copies of a run's tensors in host memory, which is kept: pages that were touched once cost nothing again."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of all of `tensors`, in their order. Those of the last call change: nobody may read them still."""
+        for name, tensor in tensors.items():
+            copy = self._copies.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                on_device = tensor.device.type != "cpu"
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_device)
+                self._copies[name] = copy
+            copy.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        return {name: self._copies[name] for name in tensors}
