@@ -27,7 +27,8 @@ TakeSteps = Callable[[], dict[str, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`objective`: of the registry, or "grpo". `kept_of_teacher`: of a distribution, in place of a teacher beside."""
+    """`objective`: of the registry, or "grpo". `kept_of_teacher`: of a distribution, in place of a teacher beside.
+    `is_idle`: this rank has nothing to learn from. `only_scores`: rows are scored, in place of a step."""
 
     objective: str = "dpo"
     flags: tuple[str, ...] = ()
@@ -35,6 +36,7 @@ class Case:
     world: int = 8
     kept_of_teacher: int = 0
     is_idle: bool = False
+    only_scores: bool = False
 
 
 MUON, SKIP_STEP = ("--optimizer", "muon"), ("--optimizer", "skip_step_adamw")
@@ -60,6 +62,7 @@ CASES = {
     "dpo_aot": Case(flags=("--loss_type", "aot")),
     "dpo_wpo": Case(flags=("--loss_type", "wpo")),
     "dpo_moving_reference": Case(flags=("--ref_policy_update_freq", "1")),
+    "reference_logprobs": Case(only_scores=True),
     "sft": Case(objective="sft"),
     "kto": Case(objective="kto"),
     "kto_apo": Case(objective="kto", flags=("--loss_type", "apo_zero_unpaired")),
@@ -99,7 +102,7 @@ def main(names: Sequence[str]) -> None:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """What the last step made the host wait for, and what its tensors were.
 
-    waits: by "file:line: what".
+    waits: by "file:line: what"; those of all rows where rows are scored.
     attention: shapes of the queries and keys, dtype and device of the first call of the kernel; None without one.
     parameters, gradients: all their kinds, as "class dtype device".
     fused: whether the optimizer is one kernel.
@@ -152,6 +155,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
                 return update()
 
             policy.update = looked_at_update
+            WAITS.taken()
             seen["waits"] = take_steps()
             seen["fused"] = bool(policy.optim.defaults.get("fused"))
             seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
@@ -208,6 +212,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.learner.olmo_core.policy import build_policy
     from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
+    from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.teacher import Comparison, OpenedTeacher
     from open_instruct.objectives.objective import REFERENCE
     from open_instruct.objectives.registry import objective_named
@@ -254,6 +259,10 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         max_tokens_per_step=loader.max_tokens_per_step,
     )
 
+    def score() -> dict[str, int]:
+        Scorer(policy, shape=loader.shape, console=run.console).score_all(rows, title="rows")
+        return WAITS.taken()
+
     def take_steps() -> dict[str, int]:
         """From the metrics of the step before the last to the last one's: so what lies between steps counts too."""
         waits: dict[str, int] = {}
@@ -268,7 +277,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
             loop.fit(loader, on_step=on_step, save_interval=NUM_STEPS + 1)
         return waits
 
-    return policy, take_steps
+    return policy, score if case.only_scores else take_steps
 
 
 class EnoughError(Exception):

@@ -210,4 +210,5 @@ def pretended_gpu() -> Any:
         return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
 
     FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    FakeTensor.numpy = lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()  # type: ignore
     return PretendedGPU()
