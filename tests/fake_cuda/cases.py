@@ -91,6 +91,8 @@ def main(names: Sequence[str]) -> None:
         pretend_cuda()
         _leave_weights_alone()
         results: dict[str, Any] = {}
+        if not names:
+            results["waits noted"] = _waits_noted()
         for name in names or CASES:
             try:
                 results[name] = run(CASES[name], Path(folder) / name)
@@ -164,6 +166,44 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         attention.varlen_attn = kernel
         dist.destroy_process_group()
         parallel._WORLD_MESH = None
+
+
+def _waits_noted() -> dict[str, list[str]]:
+    """What is noted of what does and does not make the host wait, by the words of it."""
+    import torch
+
+    with pretended_gpu():
+        there, here = torch.ones(3, device="cuda"), torch.ones(3)
+        pinned, mask = here.pin_memory(), there > 0
+        done: dict[str, Callable[[], object]] = {
+            "item": there[0].item,
+            "float": lambda: float(there[0]),
+            "if": lambda: bool(mask.all()),
+            "tolist": there.tolist,
+            "cpu": there.cpu,
+            "nonzero": mask.nonzero,
+            "mask": lambda: there[mask],
+            "masked_select": lambda: there.masked_select(mask),
+            "bincount": lambda: torch.bincount(there.long(), minlength=2),
+            "list as index": lambda: there[[0, 1]],
+            "tensor": lambda: torch.tensor([1.0], device="cuda"),
+            "to": lambda: here.to("cuda"),
+            "not pinned": lambda: here.to("cuda", non_blocking=True),
+            "into it": lambda: there.copy_(here),
+            "synchronize": torch.cuda.synchronize,
+            "stream": torch.cuda.current_stream().synchronize,
+            "free: pinned": lambda: pinned.to("cuda", non_blocking=True),
+            "free: full": lambda: torch.full((2,), 3.0, device="cuda"),
+            "free: fill": lambda: there.__setitem__(mask, 0.0),
+            "free: where": lambda: torch.where(mask, there, 0.0),
+            "free: host": lambda: (here[here > 0], here.tolist(), here.cpu()),
+        }
+        noted = {}
+        for words, do in done.items():
+            WAITS.taken()
+            do()
+            noted[words] = list(WAITS.taken())
+        return noted
 
 
 def _kind(tensor: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HOOKS = Path(__file__).with_name("hooks.cpp")
-REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = str(Path(__file__).resolve().parents[2] / "open_instruct")
 
 
 def load_hooks(folder: Path) -> None:
@@ -37,6 +37,9 @@ def load_hooks(folder: Path) -> None:
     ctypes.CDLL(str(built))
 
 
+BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
 class Waits:
     """What made the host wait for the device so far: "file:line: what", each with its number."""
 
@@ -45,7 +48,7 @@ class Waits:
 
     def note(self, what: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-        ours = [frame for frame in frames if "/open_instruct/" in frame.filename]
+        ours = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
         # A backward pass runs in a thread of torch's, where none of our functions is on the stack.
         frame = (ours or frames)[-1]
         self.noted[f"{Path(frame.filename).name}:{frame.lineno}: {what}"] += 1
@@ -171,6 +174,8 @@ def pretended_gpu() -> Any:
                     return args[0].new_empty((args[0].numel(),))
                 if name == "nonzero":
                     return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+                if name in BY_INDEX:
+                    args = (args[0], [index for given in args[1] for index in without_mask(given)], *args[2:])
                 if name == "bincount":  # of ids below its third argument, as all of ours are
                     return args[0].new_empty((args[2],), dtype=torch.int64)
                 return func(*args, **kwargs)
@@ -184,11 +189,11 @@ def pretended_gpu() -> Any:
                 self._note_copy(args[1], args[0].device, non_blocking=len(args) > 2 and args[2], into=args[0])
             elif name in ("nonzero", "masked_select", "bincount"):
                 WAITS.note(name)
-            elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            elif name in BY_INDEX:
                 # One number under a mask is filled in, without a look at the mask.
                 fills = len(args) > 2 and args[2].device.type == "cpu" and args[2].numel() == 1
                 for index in args[1]:
-                    if index is not None and index.dtype in (torch.bool, torch.uint8) and not fills:
+                    if is_mask(index) and not fills:
                         WAITS.note("a mask as an index")
                     elif index is not None and index.device.type != args[0].device.type:
                         WAITS.note("an index on the other device")
@@ -204,6 +209,15 @@ def pretended_gpu() -> Any:
             # CUDA lets the stream run dry before it copies from memory that is not pinned, whatever it was asked.
             kind = "copy from memory that is not pinned" if non_blocking else "blocking copy"
             WAITS.note(f"{kind}, {source.device.type} to {device.type}, of {tuple(source.shape)}")
+
+    def is_mask(index: torch.Tensor | None) -> bool:
+        return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+    def without_mask(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """What is taken where all of a mask is true."""
+        if index is None or not is_mask(index):
+            return [index]
+        return [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.dim())]
 
     def tolist(tensor: torch.Tensor) -> Any:
         WAITS.note("tolist()")

@@ -72,6 +72,11 @@ def found(results: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, 
 of_each_case = pytest.mark.parametrize("found", CASES, indirect=True)
 
 
+def test_what_makes_the_host_wait_is_noted(results: dict[str, Any]) -> None:
+    noted = results["waits noted"]
+    assert [words for words, waits in noted.items() if not waits] == [words for words in noted if "free" in words]
+
+
 @of_each_case
 def test_the_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
     waits = sorted(f"{where} (x{times})" for where, times in found["waits"].items())
