@@ -6,7 +6,7 @@ B rows, T tokens of a row, K label positions kept for the language-model head, N
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from olmo_core.nn.transformer import Transformer
@@ -17,6 +17,7 @@ from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, M
 from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions
+from open_instruct.packing.on_device import on_device
 from open_instruct.records import IGNORE_INDEX, KeptPositions, PackedBatch
 
 
@@ -41,37 +42,32 @@ def token_logprobs(
     Of a model that scores, or with `classes` (ids of words), also what its head says there: see `TokenLogprobs`.
     """
     settings = HeadSettings(temperature, with_entropy, with_collisions, classes, measure)
-    output, own, kept = _run(model, batch, settings, device=device)
-    context = context_of(model)
-    sequence_ids = batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK
-    # Computed on the CPU, where the ids are: no wait for the device.
-    labelled_N = (sequence_ids.flatten() >= 0).nonzero().squeeze(1)
+    output, inputs = _run(model, batch, settings, device=device)
 
     def of_labels(values: torch.Tensor) -> torch.Tensor:
         # Tensor-parallel ranks hold a part each.
         values = values.full_tensor() if isinstance(values, DTensor) else values
         values = values.flatten(0, 1)
-        if context is not None:
-            values = _whole_row(values, kept, own, context)
-        return values.index_select(0, labelled_N.to(values.device))
+        if (context := context_of(model)) is not None:
+            values = _whole_row(values, inputs, context)
+        return values.index_select(0, inputs.labelled_N)
 
-    sequence_ids_N = sequence_ids.flatten()[labelled_N].to(device)
     if isinstance(output, LabelLosses):
         return TokenLogprobs(
             logprobs_N=-of_labels(output.loss),
-            sequence_ids_N=sequence_ids_N,
+            sequence_ids_N=inputs.sequence_ids_N,
             entropy_N=None if output.entropy is None else of_labels(output.entropy),
             collision_logprobs_N=None if output.collision_logprobs is None else of_labels(output.collision_logprobs),
             measured_N=None if output.measured is None else of_labels(output.measured),
         )
     values_NC = torch.stack([of_labels(column) for column in output], dim=1)
     logprobs_NC = values_NC.log_softmax(dim=1) if classes else values_NC
-    return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=sequence_ids_N, values_NC=values_NC)
+    return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=inputs.sequence_ids_N, values_NC=values_NC)
 
 
 def hidden_at_labels(model: Transformer, batch: PackedBatch, *, device: torch.device) -> torch.Tensor:
     """What the head's matrix of `model` is multiplied with, (B, K, D), at the positions that its head runs on here."""
-    hidden, _, _ = _run(model, batch, HeadSettings(only_hidden=True), device=device)
+    hidden, _ = _run(model, batch, HeadSettings(only_hidden=True), device=device)
     return cast(torch.Tensor, hidden)
 
 
@@ -87,9 +83,9 @@ def beside_labels(
         values_BT = values_BT[:, context.part_of(values_BT.shape[1])]
     _, kept = _own(model, batch)
     if kept is None:
-        return head_of(model).own_positions(values_BT).to(device)
+        return on_device(head_of(model).own_positions(values_BT), device)
     rows_B1 = torch.arange(len(values_BT)).unsqueeze(1)
-    return values_BT[rows_B1, kept.positions_BK].to(device)
+    return on_device(values_BT[rows_B1, kept.positions_BK], device)
 
 
 def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPositions | None]:
@@ -99,35 +95,54 @@ def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPosit
     return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
 
 
+class _Inputs(NamedTuple):
+    """What a forward pass reads, on the device: this rank's tokens, and what else its model is told.
+
+    Of the values that come out, `labelled_N` are those of labels, in the whole row, and `sequence_ids_N` whose.
+    """
+
+    input_ids_BT: torch.Tensor
+    told: dict[str, Any]
+    labelled_N: torch.Tensor
+    sequence_ids_N: torch.Tensor
+
+
 def _run(
     model: Transformer, batch: PackedBatch, settings: HeadSettings, *, device: torch.device
-) -> tuple[Any, PackedBatch, KeptPositions | None]:
-    """The forward pass of this rank's part: what its head puts out, that part, and where in it the head runs."""
-    context, kwargs = context_of(model), dict[str, object]()
-    own, kept = _own(model, batch)
-    if batch.prefix_lengths is not None or context is not None:
-        lengths = batch.document_lengths
-        assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
-        segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=device)
-        if context is not None:
-            part = context.part_of(batch.input_ids_BT.shape[1])
-            segments = segments._replace(positions_T=segments.positions_T[part])
-        kwargs["segments"] = segments
-    elif batch.document_lengths is not None:
-        kwargs["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32, device=device)
-        kwargs["max_doc_lens"] = [max(batch.document_lengths)]
-    if kept is not None:
-        kwargs["logits_to_keep"] = kept.positions_BK.to(device)
+) -> tuple[Any, _Inputs]:
+    """The forward pass of this rank's part: what its head puts out, and what it was given."""
+    inputs = on_device(_inputs(model, batch), device)
     with head_settings(model, settings):
         output = model(
-            own.input_ids_BT.to(device),
-            labels=own.labels_BT.to(device),
+            inputs.input_ids_BT,
             ignore_index=IGNORE_INDEX,
             loss_reduction="none",
             return_logits=False,
-            **kwargs,
+            **inputs.told,
         )
-    return output, own, kept
+    return output, inputs
+
+
+def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
+    """On the CPU, where all of it is found without a wait for the device."""
+    context, (own, kept) = context_of(model), _own(model, batch)
+    told: dict[str, Any] = {"labels": own.labels_BT}
+    if batch.prefix_lengths is not None or context is not None:
+        lengths = batch.document_lengths
+        assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
+        segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=torch.device("cpu"))
+        if context is not None:
+            part = context.part_of(batch.input_ids_BT.shape[1])
+            segments = segments._replace(positions_T=segments.positions_T[part])
+        told["segments"] = segments
+    elif batch.document_lengths is not None:
+        told["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32)
+        told["max_doc_lens"] = [max(batch.document_lengths)]
+    if kept is not None:
+        told["logits_to_keep"] = kept.positions_BK
+    sequence_ids = (batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK).flatten()
+    labelled_N = (sequence_ids >= 0).nonzero().squeeze(1)
+    return _Inputs(own.input_ids_BT, told, labelled_N, sequence_ids[labelled_N])
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
@@ -141,12 +156,9 @@ def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
     )
 
 
-def _whole_row(
-    values: torch.Tensor, kept: KeptPositions | None, part: PackedBatch, context: ContextGroup
-) -> torch.Tensor:
+def _whole_row(values: torch.Tensor, inputs: _Inputs, context: ContextGroup) -> torch.Tensor:
     """The values of a row's tokens, shape (T, ...), from those that this rank has of its part."""
-    if kept is None:
+    if "logits_to_keep" not in inputs.told:
         return context.whole_row(values)
-    positions_K = kept.positions_BK.flatten().to(values.device)
-    values_T = values.new_zeros(part.input_ids_BT.numel(), *values.shape[1:]).index_copy(0, positions_K, values)
-    return context.whole_row(values_T)
+    values_T = values.new_zeros(inputs.input_ids_BT.numel(), *values.shape[1:])
+    return context.whole_row(values_T.index_copy(0, inputs.told["logits_to_keep"].flatten(), values))

@@ -233,7 +233,7 @@ class Loop:
 
     def _first_signal(self, number: int | None) -> int | None:
         """The signal that any rank has had: they must stop after the same step."""
-        agreed = torch.tensor(number or 0, device=self.learner.device)
+        agreed = torch.tensor(number or 0)  # on the CPU, also with a GPU: nobody waits for that
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return int(agreed) or None
 

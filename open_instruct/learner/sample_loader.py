@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from open_instruct.data.saved_place import check_saved_place
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.learner.ahead import built_ahead
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import StepBatch
 
@@ -47,11 +48,9 @@ class SampleLoader:
     def rest_of_epoch(self) -> Iterator[StepBatch]:
         """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
-        num_batches = -(-len(self.dataset) // self.num_samples_per_step)
-        for batch in range(self.batches_processed, num_batches):
-            start = batch * self.num_samples_per_step
-            self.batches_processed = batch + 1
-            yield step_batch(
+
+        def build(start: int) -> StepBatch:
+            return step_batch(
                 self.dataset,
                 order[start : start + self.num_samples_per_step].tolist(),
                 shape=self.shape,
@@ -59,6 +58,12 @@ class SampleLoader:
                 num_ranks=self.dp_world_size,
                 scores=self.scores,
             )
+
+        size = self.num_samples_per_step
+        # What a thread has built of the next step is not given out, so a checkpoint knows nothing of it.
+        for step in built_ahead(build, range(self.batches_processed * size, len(self.dataset), size)):
+            self.batches_processed += 1
+            yield step
 
     def begin_next_epoch(self) -> None:
         self.epoch += 1

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.learner.ahead import built_ahead
 from open_instruct.learner.backend import Learner
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
+from open_instruct.packing.on_device import on_device
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.parallel.peers import doing
-from open_instruct.records import Batch
+from open_instruct.records import Batch, StepBatch
 from open_instruct.run.console import Console
 
 
@@ -50,7 +52,7 @@ class Scorer:
         self.model.eval()
         for batch in self.batches(dataset, rows, title=title):
             scores = self.policy.scores(batch)
-            values = {name: value.to(self.device) for name, value in batch.values.items()}
+            values = on_device(batch.values, self.device)
             summed = self.policy.loss.summed(scores, replace(batch, values=values))
             columns = columns or [zeros_ND.clone() for _ in summed]
             positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
@@ -58,7 +60,7 @@ class Scorer:
                 sums_S, _ = sum_by_reply(
                     values_N, scores.sequence_ids_N, batch.packed.num_sequences, self.policy.loss.ld_alpha
                 )
-                column_ND[positions.to(self.device)] = sums_S.view(num_documents, -1).T.float()
+                column_ND[on_device(positions, self.device)] = sums_S.view(num_documents, -1).T.float()
         values_ND = torch.cat(columns or [zeros_ND], dim=1)
         if dist.get_world_size(self.dp_group) > 1:
             # Each row was computed on one rank and is zero on the others.
@@ -74,12 +76,16 @@ class Scorer:
         rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
         # Rows of like length share a step, so that padding and waiting are short.
         order = sorted(range(len(rows)), key=lambda j: (-int(dataset.num_tokens[rows[j]]), j))
-        num_rows_per_step = self.shape.max_samples_per_rank * num_ranks
+        size = self.shape.max_samples_per_rank * num_ranks
+
+        def build(start: int) -> StepBatch:
+            indices = [rows[j] for j in order[start : start + size]]
+            return step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
+
         with self.console.counting(title) as on_progress:
-            for start in range(0, len(order), num_rows_per_step):
-                indices = [rows[j] for j in order[start : start + num_rows_per_step]]
-                yield from step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks).microbatches
-                on_progress(min(start + num_rows_per_step, len(order)), len(order))
+            for done, step in enumerate(built_ahead(build, range(0, len(order), size)), start=1):
+                yield from step.microbatches
+                on_progress(min(done * size, len(order)), len(order))
 
     def score_all(self, dataset: TokenDataset, *, title: str) -> np.ndarray:
         """`score` of every row."""

@@ -47,10 +47,9 @@ def is_marked(here: TokenColumns, everywhere: TokenColumns, loss: PolicyLossSect
     covariance_N, of_all = _covariance(here, everywhere), _covariance(everywhere, everywhere)
     if loss.loss_fn == "kl_cov":
         return is_highest(covariance_N, of_all, share=loss.cov_fraction)
-    candidates = _drawn(everywhere)[_is_between(of_all, loss)]
-    count = max(1, round(loss.cov_fraction * len(of_all)))
-    share = min(1.0, count / max(len(candidates), 1))
-    return _is_between(covariance_N, loss) & is_highest(_drawn(here), candidates, share=share)
+    # What is no candidate draws less than any: the share is one of all tokens, and there may be fewer candidates.
+    draws = torch.where(_is_between(of_all, loss), _drawn(everywhere), -1.0)
+    return _is_between(covariance_N, loss) & is_highest(_drawn(here), draws, share=loss.cov_fraction)
 
 
 def _covariance(columns: TokenColumns, everywhere: TokenColumns) -> torch.Tensor:

@@ -37,8 +37,13 @@ def sum_by_sequence(
     bins_N = torch.where(sequence_ids_BK < 0, num_sequences, sequence_ids_BK).flatten().long()
     logprobs_N = logprobs_BK.flatten().double()
     sums = logprobs_N.new_zeros(num_sequences + 1).index_add(0, bins_N, logprobs_N)
-    counts = bins_N.new_zeros(num_sequences + 1).index_add(0, bins_N, torch.ones_like(bins_N))
-    return sums[:num_sequences].to(result_dtype), counts[:num_sequences]
+    return sums[:num_sequences].to(result_dtype), lengths_of(bins_N, num_sequences + 1)[:num_sequences]
+
+
+def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """How many tokens each sequence has: int64 (S,). `bincount` would wait for the device to know the largest id."""
+    ids_N = sequence_ids_N.long()
+    return ids_N.new_zeros(num_sequences).index_add(0, ids_N, torch.ones_like(ids_N))
 
 
 def sum_by_reply(
@@ -54,7 +59,7 @@ def sum_by_reply(
     if ld_alpha is None:
         return sum_by_sequence(logprobs_N, sequence_ids_N, num_sequences)
     ids_N = sequence_ids_N.long()
-    lengths_S = torch.bincount(ids_N, minlength=num_sequences)
+    lengths_S = lengths_of(ids_N, num_sequences)
     order_N = ids_N.argsort(stable=True)
     starts_S = lengths_S.cumsum(0) - lengths_S
     places_N = torch.empty_like(ids_N)

@@ -95,8 +95,7 @@ def rho_values(correction: Correction) -> dict[str, torch.Tensor]:
     `rho/hist_LOW_to_HIGH` is 1 where LOW < rho <= HIGH: its mean is the share of the tokens in that bucket.
     """
     rho_N = correction.rho_N
-    edges = torch.tensor(HISTOGRAM_EDGES, device=rho_N.device, dtype=rho_N.dtype)
-    buckets_N = torch.bucketize(rho_N, edges)
+    buckets_N = torch.stack([rho_N > edge for edge in HISTOGRAM_EDGES]).sum(dim=0)
     names = ["0", *(f"{edge:g}" for edge in HISTOGRAM_EDGES), "inf"]
     return {
         "rho/mean": rho_N,

@@ -43,7 +43,7 @@ import torch
 
 from open_instruct.config.losses import policy_loss_facts
 from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp
+from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp, lengths_of
 from open_instruct.losses.mismatch import sequence_means, sequence_sums
 
 # VESPO's (k, lambda): of completions that did well, and of the others.
@@ -229,7 +229,7 @@ def shares(kind: str, values_N: torch.Tensor, inputs: PolicyLossInputs) -> torch
     """
     if not policy_loss_facts(kind).averaged:
         return values_N
-    lengths_S = torch.bincount(inputs.sequence_ids_N, minlength=inputs.num_sequences)
+    lengths_S = lengths_of(inputs.sequence_ids_N, inputs.num_sequences)
     return values_N / lengths_S[inputs.sequence_ids_N].to(values_N.dtype)
 
 

@@ -99,9 +99,10 @@ def by_pair(
 ) -> PreferenceLossInputs:
     """From sums over the replies, chosen before rejected."""
     from open_instruct.losses.preference import PreferenceLossInputs
+    from open_instruct.packing.on_device import on_device
 
     def halves(values_S: torch.Tensor | None) -> Sequence[Any]:
-        return (None, None) if values_S is None else values_S.to(logps_S.device).view(2, -1).unbind()
+        return (None, None) if values_S is None else on_device(values_S, logps_S.device).view(2, -1).unbind()
 
     (chosen_P, rejected_P), (chosen_lengths_P, rejected_lengths_P) = halves(logps_S), halves(lengths_S)
     (reference_chosen_P, reference_rejected_P), collisions = halves(reference_S), halves(collisions_S)
@@ -125,14 +126,16 @@ def with_matched_pairs(
     import torch
 
     from open_instruct.losses.preference import matched_pairs, to_match
+    from open_instruct.packing.on_device import on_device
 
     row_ids_P = torch.tensor([row for batch in step.microbatches for row in batch.row_ids], dtype=torch.float64)
     inputs = [preference_inputs(*each, ld_alpha=ld_alpha) for each in zip(scores, step.microbatches, strict=True)]
     own_3P = torch.cat([to_match(of_microbatch) for of_microbatch in inputs], dim=1)
-    all_P4 = gather(torch.cat([row_ids_P.to(own_3P.device)[None], own_3P]).T)
+    row_ids_P = on_device(row_ids_P, own_3P.device)
+    all_P4 = gather(torch.cat([row_ids_P[None], own_3P]).T)
     # In the order of the rows, whichever rank has them: it decides between equal ones.
     all_4P = all_P4[all_P4[:, 0].argsort()].T.contiguous()
-    places_P = torch.searchsorted(all_4P[0], row_ids_P.to(own_3P.device))
+    places_P = torch.searchsorted(all_4P[0], row_ids_P)
     parts = matched_pairs(all_4P[1:])[:, places_P].split([len(batch.row_ids) for batch in step.microbatches], dim=1)
     microbatches = (
         replace(batch, values={**batch.values, MATCHED: part_3P})

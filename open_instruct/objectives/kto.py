@@ -352,7 +352,7 @@ def bind(config: KTOConfig) -> BoundLoss:
         z0, learned = torch.zeros(()), step
         if loss.has_mismatched:
             log_ratios = [
-                _log_ratios(each, _reference(batch)[len(batch.row_ids) :])[1].cpu()
+                _log_ratios(each, _reference(batch)[len(batch.row_ids) :])[1]
                 for each, batch in zip(scores, step.microbatches, strict=True)
             ]
             z0 = gather(torch.cat(log_ratios)).double().mean().clamp(min=0).float()
@@ -392,9 +392,10 @@ def _reference(batch: Batch) -> torch.Tensor:
 def _log_ratios(scores: TokenLogprobs, reference_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-prob of each document, and how far that is above the reference's."""
     from open_instruct.losses.logprobs import sum_by_sequence
+    from open_instruct.packing.on_device import on_device
 
     logps_R, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, len(reference_R))
-    return logps_R, logps_R - reference_R.to(logps_R.device)
+    return logps_R, logps_R - on_device(reference_R, logps_R.device)
 
 
 def outputs_of(

@@ -175,13 +175,15 @@ def choose_tokens(
     import torch
 
     from open_instruct.losses.covariance import columns_of, is_highest, is_marked
+    from open_instruct.packing.on_device import on_device
 
     of_rl: list[torch.Tensor] = []
     for batch, of_batch in zip(step.microbatches, scores, strict=True):
-        rl, device = Stream.of("rl", batch.values), of_batch.logprobs_N.device
+        values = on_device(batch.values, of_batch.logprobs_N.device)
+        rl = Stream.of("rl", values)
         entropy_N = torch.zeros_like(of_batch.logprobs_N) if of_batch.entropy_N is None else of_batch.entropy_N
-        values = [of_batch.logprobs_N, entropy_N, batch.values["advantages_N"], batch.values["engine_logprobs_N"]]
-        of_rl.append(torch.stack([rl.take(value_N.to(device)).double() for value_N in values], dim=1))
+        columns = [of_batch.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
+        of_rl.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
     everywhere = columns_of(gather(torch.cat(of_rl)))
 
     def chosen(rows: torch.Tensor) -> dict[str, torch.Tensor]:

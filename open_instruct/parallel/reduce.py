@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from open_instruct.parallel.process import gathered
 from open_instruct.records import Metric
 
 
@@ -26,15 +27,13 @@ def reduce_metrics(
     slots: list[torch.Tensor] = []
     for name in names:
         metric = metrics[name]
-        value = torch.as_tensor(metric.value, dtype=torch.float64, device=device).reshape(1)
+        value = _slot(metric.value, device)
         if metric.reduction == "sum":
             slots.append(value)
         elif metric.reduction == "max":
-            by_rank = torch.zeros(world_size, dtype=torch.float64, device=device)
-            by_rank[rank] = value
-            slots.append(by_rank)
+            slots.append(torch.where(torch.arange(world_size, device=device) == rank, value, 0.0))
         else:
-            weight = torch.as_tensor(metric.weight, dtype=torch.float64, device=device).reshape(1)
+            weight = _slot(metric.weight, device)
             # A rank that saw nothing may bring NaN with weight 0: it must not spoil the others.
             slots.append(torch.cat([torch.where(weight > 0, value * weight, 0.0), weight]))
     if not slots:
@@ -58,9 +57,23 @@ def reduce_metrics(
     return reduced
 
 
+def _slot(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """Shape (1,), float64. A number that the host knows is written there: a copy would wait for the device."""
+    if isinstance(number, torch.Tensor) and number.device.type == device.type:
+        return number.to(torch.float64).reshape(1)
+    return torch.full((1,), float(number), dtype=torch.float64, device=device)
+
+
 def gather_rows(values: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them, also none."""
-    parts = [values] * (dist.get_world_size(group) if dist.is_initialized() else 1)
-    if len(parts) > 1:
-        dist.all_gather_object(parts, values.cpu(), group=group)
-    return torch.cat(parts).to(values.device)
+    """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them, also none.
+
+    The host waits for the other ranks, and not for the device.
+    """
+    sizes = gathered(len(values), group)
+    if len(sizes) == 1:
+        return values
+    own = values.new_zeros(max(sizes), *values.shape[1:])
+    own[: len(values)] = values
+    everywhere = [torch.empty_like(own) for _ in sizes]
+    dist.all_gather(everywhere, own, group=group)
+    return torch.cat([rows[:size] for rows, size in zip(everywhere, sizes, strict=True)])

@@ -13,6 +13,7 @@ from olmo_core.optim import (
     LinearWithWarmup,
     OptimConfig,
     OptimGroupOverride,
+    SkipStepAdamW,
     SkipStepAdamWConfig,
 )
 from olmo_core.optim.scheduler import Scheduler
@@ -49,6 +50,30 @@ class MuonWithAdamWConfig(OptimConfig[MuonWithAdamW]):
         ]
 
 
+class HostSkipStepAdamW(SkipStepAdamW):
+    """OLMo-core's, whose losses and gradient norms are the host's: it knows them, and so whether a step is skipped."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the losses and norms are."""
+        return torch.device("cpu")
+
+    def get_step_factor(self) -> torch.Tensor:
+        of_weights = self.param_groups[0]["params"][0].device
+        return torch.full((), float(super().get_step_factor()), device=of_weights)
+
+    @property
+    def step_skipped(self) -> torch.Tensor:
+        return 1 - super().get_step_factor()
+
+
+@dataclass
+class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
+    @classmethod
+    def optimizer(cls) -> type[SkipStepAdamW]:
+        return HostSkipStepAdamW
+
+
 def build_optimizer_config(optim: OptimizerSection, *, device: torch.device) -> OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA."""
     betas = (optim.adam_beta1, optim.adam_beta2)
@@ -58,7 +83,7 @@ def build_optimizer_config(optim: OptimizerSection, *, device: torch.device) -> 
     if optim.weight_decay > 0:
         common["group_overrides"] = [OptimGroupOverride(params=NOT_DECAYED, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
-        return SkipStepAdamWConfig(**common)
+        return HostSkipStepAdamWConfig(**common)
     return AdamWConfig(fused=device.type == "cuda", **common)
 
 

@@ -31,6 +31,7 @@ from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.packing.on_device import on_device
 from open_instruct.parallel.reduce import gather_rows, reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
@@ -89,7 +90,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         # A frozen model that the policy is drawn to on its own completions; built from its files after a restart.
         self.teacher: Transformer | None = None
         self._has_nothing_to_learn = False
-        self._grad_norm = torch.zeros(())
+        self._grad_norm = 0.0
         self._num_left_out = 0
         self._copy: CastCopy | None = None
 
@@ -146,7 +147,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             classes=self.loss.class_ids,
             measure=self._measure(batch),
         )
-        values = {name: value.to(self.device) for name, value in batch.values.items()}
+        values = on_device(batch.values, self.device)
         return self.loss.function(scores, replace(batch, values=values), counts)
 
     @torch.no_grad()
@@ -272,12 +273,12 @@ class ObjectiveTrainModule(TransformerTrainModule):
 
         # Clipped here and not in `update`: so the norm is read together with the loss, in one wait for the device.
         assert self.max_grad_norm is not None
-        self._grad_norm = self._clip_grad_norm(self.max_grad_norm)
+        norm = self._clip_grad_norm(self.max_grad_norm)
         reduced = reduce_metrics(
             sums.means()
             | {
                 "peak_memory_gib": Metric(value=peak_memory_gib(self.device), reduction="max"),
-                GRAD_NORM: Metric(value=self._grad_norm, reduction="max"),
+                GRAD_NORM: Metric(value=norm, reduction="max"),
             },
             group=self.dp_process_group,
             device=self.device,
@@ -286,9 +287,10 @@ class ObjectiveTrainModule(TransformerTrainModule):
         for name in self.loss.never_negative:
             if reduced[name] < -NEGATIVE_BY_ROUNDING:
                 raise RunError(f"{name} is {reduced[name]:.6f}, but can never be below 0: {self.loss.remedy}")
-        self._check_gradient(reduced.pop(GRAD_NORM))
+        self._grad_norm = reduced.pop(GRAD_NORM)
+        self._check_gradient(self._grad_norm)
         if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
-            self.optim.latest_loss = torch.tensor(reduced["loss"], device=self.device)
+            self.optim.latest_loss = torch.tensor(reduced["loss"])
         return reduced if self.loss.derive is None else self.loss.derive(reduced)
 
     def update(self) -> Metrics:
@@ -305,7 +307,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if self._num_left_out:
             return metrics | {"step_skipped": 1.0}
         if isinstance(self.optim, SkipStepOptimizer):
-            self.optim.latest_grad_norm = self._grad_norm
+            self.optim.latest_grad_norm = torch.tensor(self._grad_norm)
         self.optim.step()
         if isinstance(self.optim, SkipStepOptimizer):
             metrics["step_skipped"] = self.optim.step_skipped

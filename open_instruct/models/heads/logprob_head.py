@@ -112,7 +112,8 @@ class LogprobHead(LMHead):
 
     def _logits_of_classes(self, h_BKD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert not self.tp_enabled, "flags that ask for both are refused before"
-        weight_CD = self.w_out.weight[list(self.settings.classes)]
+        # Not indexed by a list of words, which the device would have to be sent.
+        weight_CD = torch.stack([self.w_out.weight[word] for word in self.settings.classes])
         return (h_BKD.float() @ weight_CD.float().T).unbind(-1)
 
     def _losses(

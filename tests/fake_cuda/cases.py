@@ -1,0 +1,396 @@
+"""Steps of training on a pretended GPU, as rank 0 of a pretended world takes them: `python -m tests.fake_cuda.cases`.
+
+Prints a JSON object: of each case, what `run` returns, or the error that it ended in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.fake_cuda.device import WAITS, load_hooks, pretend_cuda, pretended_gpu
+
+NUM_STEPS = 2
+"""The last of them is looked at: the first makes the optimizer's state."""
+MICROBATCHES, ROWS_OF_MICROBATCH, MAX_SEQ_LENGTH = 2, 3, 24
+
+TakeSteps = Callable[[], dict[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`objective`: of the registry, or "grpo". `kept_of_teacher`: of a distribution, in place of a teacher beside.
+    `is_idle`: this rank has nothing to learn from. `only_scores`: rows are scored, in place of a step."""
+
+    objective: str = "dpo"
+    flags: tuple[str, ...] = ()
+    family: str = "olmo2"
+    world: int = 8
+    kept_of_teacher: int = 0
+    is_idle: bool = False
+    only_scores: bool = False
+
+
+MUON, SKIP_STEP = ("--optimizer", "muon"), ("--optimizer", "skip_step_adamw")
+CASES = {
+    "dpo": Case(),
+    "dpo_unshared": Case(flags=("--prefix_sharing", "off")),
+    "dpo_padded": Case(flags=("--no_packing",)),
+    "dpo_hsdp": Case(family="olmo3", flags=("--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")),
+    "dpo_tensor_parallel": Case(family="llama", flags=("--tensor_parallel_degree", "2")),
+    "dpo_context_parallel": Case(family="qwen3", flags=("--context_parallel_degree", "2")),
+    "dpo_one_device": Case(flags=("--single_gpu_mode",), world=1),
+    "dpo_float32": Case(flags=("--param_dtype", "float32")),
+    "dpo_checkpointed": Case(flags=("--activation_checkpointing", "full")),
+    "dpo_checkpointed_modules": Case(
+        flags=(
+            *("--activation_checkpointing", "selected_modules"),
+            *("--activation_checkpointing_modules", "blocks.*.feed_forward"),
+        )
+    ),
+    "dpo_skip_step": Case(flags=SKIP_STEP),
+    "dpo_muon": Case(flags=(*MUON, "--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")),
+    "dpo_ld": Case(flags=("--loss_type", "dpo", "--ld_alpha", "0.5")),
+    "dpo_aot": Case(flags=("--loss_type", "aot")),
+    "dpo_wpo": Case(flags=("--loss_type", "wpo")),
+    "dpo_moving_reference": Case(flags=("--ref_policy_update_freq", "1")),
+    "reference_logprobs": Case(only_scores=True),
+    "sft": Case(objective="sft"),
+    "kto": Case(objective="kto"),
+    "kto_apo": Case(objective="kto", flags=("--loss_type", "apo_zero_unpaired")),
+    "reward_model": Case(objective="reward_model"),
+    "prm": Case(objective="prm"),
+    "distill": Case(objective="distill"),
+    "distill_kept": Case(objective="distill", flags=("--teacher_top_k", "3"), kept_of_teacher=3),
+    "grpo": Case(objective="grpo", flags=("--record_entropy",)),
+    "grpo_idle_rank": Case(objective="grpo", flags=("--record_entropy",), is_idle=True),
+    "grpo_one_device": Case(objective="grpo", flags=("--single_gpu_mode",), world=1),
+    "grpo_mini_batches": Case(
+        objective="grpo",
+        flags=("--loss_fn", "gspo", "--num_mini_batches", "2", "--rho_correction", "sequence_mask"),
+        world=2,
+    ),
+    "grpo_reference": Case(
+        objective="grpo", flags=("--beta", "0.1", "--ref_policy_update_freq", "1", "--loss_fn", "cispo"), world=2
+    ),
+    "grpo_marked_tokens": Case(objective="grpo", flags=("--loss_fn", "clip_cov"), world=2),
+}
+
+
+def main(names: Sequence[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        load_hooks(Path(folder))
+        pretend_cuda()
+        _leave_weights_alone()
+        results: dict[str, Any] = {}
+        if not names:
+            results["waits noted"] = _waits_noted()
+        for name in names or CASES:
+            try:
+                results[name] = run(CASES[name], Path(folder) / name)
+            except Exception:
+                results[name] = {"error": traceback.format_exc()}
+    print(json.dumps(results))
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """What the last step made the host wait for, and what its tensors were.
+
+    waits: by "file:line: what"; those of all rows where rows are scored.
+    attention: shapes of the queries and keys, dtype and device of the first call of the kernel; None without one.
+    parameters, gradients: all their kinds, as "class dtype device".
+    fused: whether the optimizer is one kernel.
+    """
+    import torch
+    import torch.distributed as dist
+    from olmo_core.distributed import parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from open_instruct.models import attention
+    from open_instruct.parallel.layout import layout_of
+    from open_instruct.parallel.process import Process
+    from open_instruct.run.console import Console
+    from open_instruct.run.opened import Run
+    from open_instruct.run.run_directory import RunDirectory
+
+    dist.init_process_group("fake", rank=0, world_size=case.world, store=FakeStore())
+    process = Process(
+        rank=0,
+        world_size=case.world,
+        local_rank=0,
+        device=torch.device("cuda", 0),
+        gpus_per_node=(case.world,),
+    )
+    seen: dict[str, Any] = {"attention": None}
+    kernel = attention.varlen_attn
+
+    def varlen_attn(query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        seen["attention"] = seen["attention"] or [[*query.shape], [*key.shape], str(query.dtype), str(query.device)]
+        return kernel(query, key, *rest, **more)
+
+    attention.varlen_attn = varlen_attn
+    try:
+        config = _config(case)
+        run = Run(
+            process=process,
+            layout=layout_of(config.parallel, [case.world]),
+            directory=RunDirectory(path=folder),
+            console=Console(speaks=False),
+        )
+        run.directory.create()
+        with pretended_gpu():
+            of_run = _grpo if case.objective == "grpo" else _offline
+            policy, take_steps = of_run(case, config, run)
+            update = policy.update
+
+            def looked_at_update() -> Any:
+                gradients = [parameter.grad for parameter in policy.model.parameters()]
+                seen["gradients"] = sorted({_kind(gradient) for gradient in gradients})
+                return update()
+
+            policy.update = looked_at_update
+            WAITS.taken()
+            seen["waits"] = take_steps()
+            seen["fused"] = bool(policy.optim.defaults.get("fused"))
+            seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
+        return seen
+    finally:
+        attention.varlen_attn = kernel
+        dist.destroy_process_group()
+        parallel._WORLD_MESH = None
+
+
+def _waits_noted() -> dict[str, list[str]]:
+    """What is noted of what does and does not make the host wait, by the words of it."""
+    import torch
+
+    with pretended_gpu():
+        there, here = torch.ones(3, device="cuda"), torch.ones(3)
+        pinned, mask = here.pin_memory(), there > 0
+        done: dict[str, Callable[[], object]] = {
+            "item": there[0].item,
+            "float": lambda: float(there[0]),
+            "if": lambda: bool(mask.all()),
+            "tolist": there.tolist,
+            "cpu": there.cpu,
+            "nonzero": mask.nonzero,
+            "mask": lambda: there[mask],
+            "masked_select": lambda: there.masked_select(mask),
+            "bincount": lambda: torch.bincount(there.long(), minlength=2),
+            "list as index": lambda: there[[0, 1]],
+            "tensor": lambda: torch.tensor([1.0], device="cuda"),
+            "to": lambda: here.to("cuda"),
+            "not pinned": lambda: here.to("cuda", non_blocking=True),
+            "into it": lambda: there.copy_(here),
+            "synchronize": torch.cuda.synchronize,
+            "stream": torch.cuda.current_stream().synchronize,
+            "free: pinned": lambda: pinned.to("cuda", non_blocking=True),
+            "free: full": lambda: torch.full((2,), 3.0, device="cuda"),
+            "free: fill": lambda: there.__setitem__(mask, 0.0),
+            "free: where": lambda: torch.where(mask, there, 0.0),
+            "free: host": lambda: (here[here > 0], here.tolist(), here.cpu()),
+        }
+        noted = {}
+        for words, do in done.items():
+            WAITS.taken()
+            do()
+            noted[words] = list(WAITS.taken())
+        return noted
+
+
+def _kind(tensor: Any) -> str:
+    return f"{type(tensor).__name__} {tensor.dtype} {tensor.device}"
+
+
+def _config(case: Case) -> Any:
+    from open_instruct.config.grpo import GRPOConfig
+    from open_instruct.config.parser import parse
+    from open_instruct.objectives.registry import objective_named
+
+    words = ["--model_name_or_path", "none", "--output_dir", "none", "--compile_model", "false", *case.flags]
+    if case.objective == "grpo":
+        words += ["--dataset_mixer_list", "none", "1.0", "--num_learners_per_node", str(case.world)]
+        words += ["--max_prompt_token_length", "24", "--response_length", "24", "--pack_length", "96"]
+        return parse(GRPOConfig, words)
+    words += ["--mixer_list", "none", "1.0", "--max_seq_length", str(MAX_SEQ_LENGTH)]
+    words += ["--per_device_train_batch_size", str(ROWS_OF_MICROBATCH)]
+    words += ["--gradient_accumulation_steps", str(MICROBATCHES)]
+    if case.objective == "distill":
+        words += ["--teacher_model_name_or_path", "none"]
+    if case.objective == "prm":
+        words += ["--step_separator", "-"]
+    return parse(objective_named(case.objective).config_class, words)
+
+
+def _pretrained(family: str, head: Any = "vocabulary") -> Any:
+    """A start model without files: what is loaded stays as it was made."""
+    from open_instruct.models.build import build_model
+    from tests.unit.small_models import hf_config
+
+    def build(*, init_device: str) -> Any:
+        hf = hf_config(family)
+        hf.num_hidden_layers = 2 if family == "olmo3" else 1
+        if hasattr(hf, "layer_types"):
+            hf.layer_types = ["full_attention", "sliding_attention"][: hf.num_hidden_layers]
+        return build_model(hf, init_device=init_device, head=head)
+
+    return SimpleNamespace(build=build, files=None, names=None, pad_token_id=0)
+
+
+def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
+    import numpy as np
+
+    from open_instruct.learner.loop import Loop
+    from open_instruct.learner.olmo_core.policy import build_policy
+    from open_instruct.learner.reference_policy import Reference, build_reference
+    from open_instruct.learner.sample_loader import SampleLoader
+    from open_instruct.learner.scoring import Scorer
+    from open_instruct.learner.teacher import Comparison, OpenedTeacher
+    from open_instruct.objectives.objective import REFERENCE
+    from open_instruct.objectives.registry import objective_named
+    from open_instruct.packing.steps import BatchShape
+    from tests.unit.small_models import VOCAB_SIZE
+
+    objective = objective_named(case.objective)
+    form = objective.rows_of(config)
+    bound = objective.bind(config)
+    # What is read from the device is 1: no policy's first loss.
+    loss = replace(bound, class_ids=tuple(range(5, 5 + len(bound.classes))), first_loss=None)
+    pretrained = _pretrained(case.family, objective.head)
+    policy = build_policy(pretrained, run=run, config=config, num_steps=NUM_STEPS, loss=loss)
+    if moves := objective.reference_moves(config).get("update_freq"):
+        policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), update_freq=moves)
+    if teacher := objective.teacher(config):
+        opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
+        model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
+        head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16()
+        policy.comparison = Comparison(opened=opened, model=model, head_VD=head_VD)
+    num_ranks = run.layout.data_parallel_world_size
+    rows = _rows(case, form, NUM_STEPS * MICROBATCHES * ROWS_OF_MICROBATCH * num_ranks)
+    has_scores = objective.needs_reference(config) and not moves
+    loader = SampleLoader(
+        rows,
+        scores={REFERENCE: np.zeros((len(rows), form.documents_per_row), np.float32)} if has_scores else {},
+        shape=BatchShape.of(
+            config.optim,
+            config.data,
+            run.layout,
+            documents_per_sample=form.documents_per_row,
+            pad_token_id=0,
+            prefix_sharing=objective.prefix_sharing(config),
+        ),
+        seed=0,
+        dp_group=policy.dp_process_group,
+    )
+    loop = Loop(
+        policy,
+        loader,
+        folder=run.directory.path,
+        start_model="",
+        num_steps=NUM_STEPS + 1,
+        max_tokens_per_step=loader.max_tokens_per_step,
+    )
+
+    def score() -> dict[str, int]:
+        Scorer(policy, shape=loader.shape, console=run.console).score_all(rows, title="rows")
+        return WAITS.taken()
+
+    def take_steps() -> dict[str, int]:
+        """From the metrics of the step before the last to the last one's: so what lies between steps counts too."""
+        waits: dict[str, int] = {}
+
+        def on_step(step: int, row: Any) -> None:
+            waits.clear()
+            waits.update(WAITS.taken())
+            if step == NUM_STEPS:
+                raise EnoughError
+
+        with contextlib.suppress(EnoughError):
+            loop.fit(loader, on_step=on_step, save_interval=NUM_STEPS + 1)
+        return waits
+
+    return policy, score if case.only_scores else take_steps
+
+
+class EnoughError(Exception):
+    """Ends the loop before it saves."""
+
+
+def _rows(case: Case, form: Any, num_rows: int) -> Any:
+    """Rows of the form that is wanted, prompts of 12 tokens and replies of 5 to 11."""
+    import numpy as np
+
+    from open_instruct.data.token_dataset import TokenDataset
+
+    num_replies, prompt = form.documents_per_row, 12
+    lengths = [[prompt, *(5 + (row + 2 * reply) % 7 for reply in range(num_replies))] for row in range(num_rows)]
+    num_labels = [num_replies if form.reads_ends else sum(of_row[1:]) for of_row in lengths]
+    edges = np.cumsum([0, *(length for of_row in lengths for length in of_row)])
+    numbers_of = {"kto": lambda row: [row % 2], "prm": lambda row: [1.0]}.get(case.objective, lambda row: [])
+    numbers = [numbers_of(row) for row in range(num_rows)]
+    if case.kept_of_teacher:
+        numbers = [[0.0] * labels * (2 * case.kept_of_teacher + 1) for labels in num_labels]
+    details = [np.array(of_row, dtype=np.float32).view(np.uint8) for of_row in numbers]
+    details_edges = np.cumsum([0, *map(len, details)])
+    starts = np.arange(num_rows) * (1 + num_replies)
+    keys = np.zeros((num_rows, 32), dtype=np.uint8)
+    keys[:, :2] = np.stack(np.divmod(np.arange(num_rows), 256), axis=1)
+    return TokenDataset(
+        documents_per_row=num_replies,
+        reads_ends=form.reads_ends,
+        token_ids_T=(3 + np.arange(edges[-1]) % 80).astype(np.int32),
+        edges_E=edges.astype(np.int64),
+        details_C=np.concatenate(details),
+        bounds_N4=np.stack([starts, starts + num_replies + 2, details_edges[:-1], details_edges[1:]], axis=1),
+        num_tokens_N=np.array([num_replies * prompt + sum(of_row[1:]) for of_row in lengths]),
+        num_labels_N=np.array(num_labels),
+        keys_N32=keys,
+    )
+
+
+def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
+    from open_instruct.learner.grpo import GRPOLearner
+    from open_instruct.packing.rollouts import plan_steps_of_ranks
+    from tests.ranks.jobs.grpo_steps import make_samples
+    from tests.unit.small_models import VOCAB_SIZE
+
+    learner = GRPOLearner(_pretrained(case.family), run=run, config=config)
+    num_ranks = run.layout.data_parallel_world_size
+
+    def take_steps() -> dict[str, int]:
+        for step in range(NUM_STEPS):
+            work = plan_steps_of_ranks(
+                make_samples(1 if case.is_idle else 8 * num_ranks, seed=step, vocab_size=VOCAB_SIZE),
+                num_ranks=num_ranks,
+                max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+                num_mini_batches=config.loss.num_mini_batches,
+                prefix_sharing=config.loss.prefix_sharing,
+            )
+            WAITS.taken()
+            learner.step(work[-1 if case.is_idle else 0])
+        return WAITS.taken()
+
+    return learner.policy, take_steps
+
+
+def _leave_weights_alone() -> None:
+    """There are no files: let what would read them do nothing."""
+    from open_instruct.learner import grpo, reference_policy
+    from open_instruct.learner.olmo_core import policy
+    from open_instruct.models.load import LoadReport
+
+    nothing = LoadReport(num_bytes_read=0, num_tensors=0, wall_time_s=0.0)
+    policy.stream_load = reference_policy.stream_load = lambda *arguments: nothing
+    grpo.start_model_of = lambda *arguments: ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

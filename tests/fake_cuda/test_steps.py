@@ -1,0 +1,107 @@
+"""Every CUDA branch of a training step, without a GPU: nothing is of a wrong shape, dtype or device, and the host waits
+for the device as often as it is said here, and no oftener.
+
+The numbers are those of a step of two microbatches. Another one than is said is no matter of taste: a step that waits
+leaves the device idle until the host has caught up. One that waits less often is to be said here as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda.cases import CASES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+HOST_WAITS = {
+    "dpo_unshared": 5,
+    "sft": 5,
+    "kto": 9,
+    "kto_apo": 5,
+    "prm": 5,
+    "distill": 9,
+    "distill_kept": 5,
+    "grpo_idle_rank": 3,
+    "grpo_mini_batches": 2,
+}
+"""One for every update, where loss and gradient are read, is what is not listed; documents that share no prompt have
+two more a pass over a microbatch."""
+WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}
+"""Padded rows are plain causal attention; in float32 there is no kernel for documents of several lengths."""
+ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
+OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon"}
+
+
+@pytest.fixture(scope="session")
+def results() -> dict[str, Any]:
+    """Of each case, what tests/fake_cuda/cases.py found. One process for all: it alone has the hooks."""
+    import torch  # only now: most selections of tests do without it
+
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA build of torch has hooks of its own")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++ (apt-get install g++) to build the hooks of the pretended device")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.cases"],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def found(results: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
+    of_case: dict[str, Any] = results[request.param]
+    assert "error" not in of_case, of_case["error"]
+    return of_case | {"name": request.param}
+
+
+of_each_case = pytest.mark.parametrize("found", CASES, indirect=True)
+
+
+def test_what_makes_the_host_wait_is_noted(results: dict[str, Any]) -> None:
+    noted = results["waits noted"]
+    assert [words for words, waits in noted.items() if not waits] == [words for words in noted if "free" in words]
+
+
+@of_each_case
+def test_the_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
+    waits = sorted(f"{where} (x{times})" for where, times in found["waits"].items())
+    number, said = sum(found["waits"].values()), HOST_WAITS.get(found["name"], 1)
+    assert number == said, f"{number} waits for the device in a step, not {said}:\n" + "\n".join(waits)
+
+
+@of_each_case
+def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
+    name = found["name"]
+    kind = "FakeTensor" if name in ON_ONE_DEVICE else "DTensor"
+    assert found["parameters"] == [f"{kind} torch.float32 cuda:0"]
+    assert found.get("gradients", found["parameters"]) == found["parameters"]
+    assert found["fused"] == (name not in OTHER_OPTIMIZERS)
+    if name in WITHOUT_KERNEL:
+        assert found["attention"] is None
+        return
+    query, key, *kind_of_both = found["attention"]
+    num_heads, num_kv_heads = (2, 1) if name.endswith("_parallel") else (4, 2)
+    assert kind_of_both == ["torch.bfloat16", "cuda:0"]
+    assert query[0] <= key[0] and (query[1:], key[1:]) == ([num_heads, query[2]], [num_kv_heads, query[2]])
+
+
+def test_keys_of_a_prompt_are_gathered_where_it_is_shared(results: dict[str, Any]) -> None:
+    query, key, *_ = results["dpo"]["attention"]
+    assert query[0] < key[0]
+    query, key, *_ = results["dpo_unshared"]["attention"]
+    assert query[0] == key[0]
