@@ -25,6 +25,7 @@ from open_instruct.checkpoints.resume import (
 from open_instruct.learner.backend import Learner
 from open_instruct.learner.olmo_core.inner import pass_on_metrics
 from open_instruct.learner.olmo_core.trainer import Place, trainer_of
+from open_instruct.learner.speed import flops_of_step, peak_flops_per_second
 from open_instruct.parallel.peers import doing
 from open_instruct.records import StepBatch
 from open_instruct.run.signals import noting_signals
@@ -97,6 +98,7 @@ class Loop:
         self._has_begun = False
         self._checkpoint_s = 0.0
         self._removal = at_once(lambda: None)
+        self._peak_flops = peak_flops_per_second(learner.device)
 
     @property
     def step(self) -> int:
@@ -107,7 +109,7 @@ class Loop:
         """One optimizer update for each of `updates`, and at last the learner's `end_step`.
 
         Returns the metrics of the step, the same on every rank: means over the updates, maxima of what is called
-        `…/max`. `num_tokens` is what the whole step counts, on all ranks.
+        `…/max`; and `time/…`, sums of this rank's seconds. `num_tokens` is what the whole step counts, on all ranks.
         """
         self._begin()
         self.trainer.global_step += 1
@@ -148,10 +150,10 @@ class Loop:
             updates = self._updates(loader)
             while self.step < self.num_steps:
                 update = next(updates)
-                num_tokens = update.counts["tokens"]
-                row = self.take_step([update], num_tokens=num_tokens)
-                now_s = time.perf_counter()
-                on_step(self.step, row | {"tokens_per_second": num_tokens / (now_s - began_s)})
+                waited_s = time.perf_counter() - began_s
+                row = self.take_step([update], num_tokens=update.counts["tokens"])
+                speeds = self._speeds(update, time.perf_counter() - began_s)
+                on_step(self.step, row | {"time/data": waited_s} | speeds)
                 signal = self._first_signal(noted.number)
                 is_last = bool(signal) or self.step == self.num_steps
                 if is_last or self.step % save_interval == 0:
@@ -212,6 +214,17 @@ class Loop:
             self._call("post_train")
         self._call("close")
 
+    def _speeds(self, update: StepBatch, duration_s: float) -> dict[str, float]:
+        """Real tokens a second, and of a GPU that is known the share of its peak FLOP/s."""
+        speeds = {"tokens_per_second": update.counts["tokens"] / duration_s}
+        if self._peak_flops is not None:
+            packed = [microbatch.packed for microbatch in update.microbatches]
+            num_documents = max(1, sum(each.num_sequences for each in packed))
+            mean_length = max(1, sum(each.num_tokens for each in packed) // num_documents)
+            num_flops = flops_of_step(self.learner.model, update.counts, mean_length=mean_length)
+            speeds["mfu"] = num_flops / (duration_s * dist.get_world_size() * self._peak_flops)
+        return speeds
+
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
@@ -239,11 +252,11 @@ class Loop:
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several updates as those of one: means, but the maximum of what is called `…/max` or peak."""
+    """Metrics of several updates as those of one: means, but maxima of `…/max` and of a peak, and sums of times."""
     assert rows, "a step has at least one update"
     return {
         name: max(row[name] for row in rows)
         if name.endswith("/max") or name.startswith("peak_")
-        else sum(row[name] for row in rows) / len(rows)
+        else sum(row.get(name, 0.0) for row in rows) / (1 if name.startswith("time/") else len(rows))
         for name in rows[0]
     }

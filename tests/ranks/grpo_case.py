@@ -55,4 +55,9 @@ class GRPOCase:
 
 
 def _told(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name not in ("peak_memory_gib", "has_moved")}
+    return {name: value for name, value in row.items() if is_computed(name)}
+
+
+def is_computed(name: str) -> bool:
+    """Whether a metric is the same on every rank, and in every run."""
+    return not name.startswith(("peak_memory_gib", "has_moved", "time/"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from open_instruct.toys.tiny import SIZES, write_tiny_model
-from tests.ranks.train_case import TrainCase, free_ports
+from tests.ranks.train_case import OF_EVERY_RUN, TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 
@@ -110,9 +110,7 @@ def test_every_optimizer_learns(one_process: TrainCase) -> None:
 
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
-    names = {
-        *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
-        "shared_fraction",
+    names = OF_EVERY_RUN | {
         *(f"rewards/{name}" for name in ("chosen", "rejected", "margin", "accuracy")),
         *(f"logps/{name}" for name in ("chosen", "rejected")),
     }

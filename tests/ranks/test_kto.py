@@ -18,7 +18,7 @@ from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import REPOSITORY
 from tests.ranks.launch import run_ranks as start
-from tests.ranks.train_case import TrainCase, free_ports
+from tests.ranks.train_case import OF_EVERY_RUN, TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 JOB = "tests.ranks.jobs.train_runs:run_each"
@@ -133,9 +133,8 @@ def test_it_learns_from_both_classes(one_process: TrainCase) -> None:
 
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
-    names = {
-        *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
-        *("shared_fraction", "kl", "rewards/accuracy", "rewards/chosen", "rewards/rejected", "rewards/margin"),
+    names = OF_EVERY_RUN | {
+        *("kl", "rewards/accuracy", "rewards/chosen", "rewards/rejected", "rewards/margin"),
         *("logps/chosen", "logps/rejected"),
     }
     of_one_class = {name for name in names if not name.endswith(("/rejected", "/chosen", "/margin"))}

@@ -17,7 +17,7 @@ from open_instruct.cli import main
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks as start
-from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
+from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 JOB = "tests.ranks.jobs.train_runs:run_each"
@@ -120,9 +120,8 @@ def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
 
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
-    every_run = {"step", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"}
     own = {f"rewards/{name}" for name in ("accuracy", "margin", "chosen", "rejected", "mean", "std")}
-    assert all(set(row) == every_run | own | {"loss", "shared_fraction"} for row in one_process.metrics("base"))
+    assert all(set(row) == OF_EVERY_RUN | own for row in one_process.metrics("base"))
     for row in read(one_process.folder / "base" / "eval.jsonl"):
         assert sum(row["eval/rewards/histogram"]) == 2 * row["eval/num_pairs"]
         assert len(row["eval/rewards/histogram"]) == 10 == len(row["eval/rewards/histogram_edges"]) - 1

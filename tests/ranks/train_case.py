@@ -17,6 +17,12 @@ NUM_ROWS = 22
 ROWS_PER_STEP = 8
 OUTSIDE_THE_EPHEMERAL = range(15_000, 32_000)
 
+OF_EVERY_RUN = {
+    *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
+    *("shared_fraction", *(f"time/{part}" for part in ("data", "forward", "backward", "optimizer", "checkpoint"))),
+}
+"""Metrics that a row of every objective has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCase:

@@ -25,6 +25,7 @@ from open_instruct.learner.backend import Metrics
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.reference_policy import Reference
+from open_instruct.learner.speed import StepClock
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.heads.logprob_head import Measure
@@ -93,6 +94,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self._grad_norm = 0.0
         self._num_left_out = 0
         self._copy: CastCopy | None = None
+        self._clock = StepClock(self.device)
 
     @property
     def train_module(self) -> ObjectiveTrainModule:
@@ -264,8 +266,10 @@ class ObjectiveTrainModule(TransformerTrainModule):
         sums = WeightedSums()
         for index, microbatch in enumerate(step.microbatches):
             with self._train_microbatch_context(index, len(step.microbatches)):
-                outputs = self.microbatch_loss(microbatch, step.counts)
-                (outputs.loss * gradient_scale).backward()
+                with self._clock.timing("forward"):
+                    outputs = self.microbatch_loss(microbatch, step.counts)
+                with self._clock.timing("backward"):
+                    (outputs.loss * gradient_scale).backward()
             sums.add(outputs.metrics)
             packed = microbatch.packed
             sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
@@ -308,12 +312,13 @@ class ObjectiveTrainModule(TransformerTrainModule):
             return metrics | {"step_skipped": 1.0}
         if isinstance(self.optim, SkipStepOptimizer):
             self.optim.latest_grad_norm = torch.tensor(self._grad_norm)
-        self.optim.step()
+        with self._clock.timing("optimizer"):
+            self.optim.step()
+            self.model.post_optim_step()
+            self.refresh_copy()
         if isinstance(self.optim, SkipStepOptimizer):
             metrics["step_skipped"] = self.optim.step_skipped
-        self.model.post_optim_step()
-        self.refresh_copy()
-        return metrics
+        return metrics | self._clock.read()
 
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
