@@ -138,5 +138,5 @@ def take_again(
     # Model and trainer hold each other: their memory is wanted before the next ones are built.
     del learner
     gc.collect()
-    row = {name: value for name, value in row.items() if name not in OF_THE_RUN}
+    row = {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
     return {"num_trained_completions": float(num_completions)} | row
