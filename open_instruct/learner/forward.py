@@ -105,17 +105,14 @@ def _run(
     """The forward pass of this rank's part: what its head puts out, that part, and where in it the head runs."""
     context, kwargs = context_of(model), dict[str, object]()
     own, kept = _own(model, batch)
-    if batch.prefix_lengths is not None or context is not None:
-        lengths = batch.document_lengths
-        assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
+    if (lengths := batch.document_lengths) is not None:
+        assert sum(lengths) == batch.input_ids_BT.numel(), "a token of no document would be computed from nothing"
         segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=device)
         if context is not None:
             part = context.part_of(batch.input_ids_BT.shape[1])
             segments = segments._replace(positions_T=segments.positions_T[part])
         kwargs["segments"] = segments
-    elif batch.document_lengths is not None:
-        kwargs["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32, device=device)
-        kwargs["max_doc_lens"] = [max(batch.document_lengths)]
+    assert lengths is not None or context is None, "padded rows are not split over ranks"
     if kept is not None:
         kwargs["logits_to_keep"] = kept.positions_BK.to(device)
     with head_settings(model, settings):
