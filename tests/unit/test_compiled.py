@@ -14,15 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.models import compiled
+from open_instruct.models.build import build_model, local_part
 from open_instruct.models.heads.logprob_head import losses_of_logits
 from open_instruct.packing.documents import empty_batch, pack_documents
+from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 from open_instruct.records import PackedBatch
-from tests.unit.small_models import CPU, new_model
+from tests.unit.small_models import CPU, hf_config, new_model
 from tests.unit.test_prefix_sharing import DOCUMENTS, GROUPS, assert_same, group, results
 from tests.unit.varlen_on_cpu import as_on_cuda, varlen_kernels
 
@@ -109,6 +113,38 @@ def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     for shares in (True, False):
         outcome(model, row(random.Random(1), shares=shares), learned=True)
     assert (versions_of_blocks(model), versions_of(losses_of_logits)) == before
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
+    """A world of one rank, over gloo."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_blocks_are_compiled_too(alone: DeviceMesh) -> None:
+    """In bfloat16 over float32 shards, as a run has them: FSDP's hooks stay outside."""
+    models = [build_model(hf_config("llama")) for _ in "12"]
+    models[1].apply_compile()
+    for model in models:
+        model.apply_fsdp(dp_mesh=alone, param_dtype=torch.bfloat16)
+        model.init_weights(device=CPU, max_seq_len=64)
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), new_model("llama").parameters(), strict=True):
+                local_part(ours).copy_(theirs)
+    rng = random.Random(0)
+    for shares in (True, False, True):
+        batch, found = row(rng, shares=shares), []
+        for model in models:
+            scores = token_logprobs(model, batch, device=CPU)
+            scores.logprobs_N.mean().backward()
+            found.append([scores.logprobs_N, *(local_part(each.grad).clone() for each in model.parameters())])
+            model.zero_grad()
+        assert_same(*found)
+    assert versions_of_blocks(models[1]) == 2
+    assert compiled.FALLBACKS.count == 0
 
 
 def test_the_end_of_compiling_is_said_and_counted(
