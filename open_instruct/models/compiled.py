@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 # Of a function, for all models and layers of the process together; beyond them it runs uncompiled. PyTorch's own is 8.
 MAX_VERSIONS = 64
-# What blocks are given, as PyTorch's compiler calls it: numbers, and the stream's axis of tokens. Sizes of other tensors
-# are marked on them; a mark on the stream is lost where FSDP takes hold of it.
+# What blocks are given, as PyTorch's compiler calls it: numbers, and the stream's axis of tokens. Sizes of other
+# tensors are marked on them; a mark on the stream is lost where FSDP takes hold of it.
 DYNAMIC_SOURCES = r"L\['kwargs'\]\['cu_doc_lens'\]\.max_(queries|keys),L\['x'\]:1,"
 
 

@@ -89,7 +89,7 @@ def takes_fa3(*, capability: tuple[int, int], has_package: bool, known: list[str
 
 def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
     """Take FlashAttention 3 where it is there and right; what to say of it, if anything."""
-    has_door = hasattr(torch_attention, "list_flash_attention_impls")
+    has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
     is_there = takes_fa3(
