@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,15 @@ import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
 
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.parser import parse
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
-from open_instruct.learner.olmo_core import kernels
+from open_instruct.learner.olmo_core import kernels, replica
 from open_instruct.learner.olmo_core.kernels import FA3, compiler_problem, compiles, kernel_warnings, takes_fa3, try_fa3
+from open_instruct.models.build import build_model
 from open_instruct.parallel.layout import resolve_layout
+from tests.unit.small_models import hf_config
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -79,6 +85,25 @@ class TestCompiling:
             torch.compiler.set_default_backend(None)
             torch.compiler.reset()
             compiler_problem.cache_clear()
+
+
+@pytest.mark.parametrize(("words", "is_compiled"), [([], True), (["--no_compile_model"], False)])
+def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
+    words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(replica, "get_world_mesh", lambda: None)
+    monkeypatch.setattr(
+        replica, "parallelize_model", lambda model, **options: asked.append({"model": model, **options})
+    )
+    monkeypatch.setattr(replica, "compiles", partial(compiles, problem=works))
+    required = ["--model_name_or_path", "none", "--mixer_list", "none", "1.0", "--output_dir", "none"]
+    config = parse(DPOConfig, [*required, "--single_gpu_mode", *words])
+    run: Any = SimpleNamespace(layout=resolve_layout([1], single_device=True), process=SimpleNamespace(device=CUDA))
+    start: Any = SimpleNamespace(build=lambda init_device: build_model(hf_config("llama"), init_device=init_device))
+    replica.build_replica(start, run=run, config=config)
+    assert [(each["compile_model"], each["device"]) for each in asked] == [(is_compiled, CUDA)]
+    assert {parameter.dtype for parameter in asked[0]["model"].parameters()} == {torch.bfloat16}
 
 
 class TestWarnings:
