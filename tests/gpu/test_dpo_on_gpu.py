@@ -37,10 +37,10 @@ def test_gpu_follows_cpu(tmp_path: Path) -> None:
     write_synthetic_preferences(tmp_path / "rows.jsonl", num_rows=32, seed=0)
     expected = trajectory(tmp_path, "cpu", "--param_dtype", "float32", on_cpu=True)
     ways = {
-        "float32": (("--param_dtype", "float32", "--no_compile_model"), 1e-4),
-        "bfloat16": (("--param_dtype", "bfloat16", "--no_compile_model"), 5e-2),
-        "compiled": (("--param_dtype", "bfloat16"), 5e-2),
-        "budget": (("--param_dtype", "bfloat16", "--activation_memory_budget", "0.5"), 5e-2),
+        "float32": (("--param_dtype", "float32"), 1e-4),
+        "bfloat16": (("--param_dtype", "bfloat16"), 5e-2),
+        "compiled": (("--param_dtype", "bfloat16", "--compile_model"), 5e-2),
+        "budget": (("--param_dtype", "bfloat16", "--compile_model", "--activation_memory_budget", "0.5"), 5e-2),
         "single_gpu_mode": (("--param_dtype", "bfloat16", "--single_gpu_mode"), 5e-2),
     }
     for name, (flags, rel) in ways.items():
