@@ -147,6 +147,16 @@ def test_sharded_blocks_are_compiled_too(alone: DeviceMesh) -> None:
     assert compiled.FALLBACKS.count == 0
 
 
+def test_blocks_are_compiled_around_what_ranks_exchange_of_a_row(alone: DeviceMesh) -> None:
+    """PyTorch's compiler would leave out the whole block, and say nothing."""
+    plain, model = new_model("llama"), new_model("llama")
+    model.apply_cp(alone)
+    model.apply_compile()
+    batch = pack_documents(DOCUMENTS, groups=GROUPS)
+    assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
+    assert versions_of_blocks(model) == 1
+
+
 def test_the_end_of_compiling_is_said_and_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
