@@ -42,12 +42,15 @@ class ContextGroup:
         """
         return cast(torch.Tensor, _WholeRow.apply(values, self))
 
+    # PyTorch's compiler gives up a whole block in which it meets an all-to-all; so it compiles what is around.
+    @torch.compiler.disable
     def heads_of_whole_row(self, qkv: QKV) -> QKV:
         """Queries (T / C, H, D), keys and values (T / C, G, D) into (T, H / C, D) and (T, G / C, D)."""
         per_rank = qkv.each(lambda tensor: tensor.unflatten(1, (self.degree, -1)).transpose(0, 1))
         received = all_to_all_single(self.group, torch.cat(per_rank, dim=2))
         return QKV(*received.flatten(0, 1).split([tensor.shape[2] for tensor in per_rank], dim=1))
 
+    @torch.compiler.disable
     def tokens_of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:
         """(T, H / C, D) into (T / C, H, D)."""
         received = all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1)))
