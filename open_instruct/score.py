@@ -56,7 +56,7 @@ class ScoreSection:
     )
     batch_tokens: int = flag("tokens that are computed at once", 16384, minimum=1)
     chat_template_name: str | None = flag("a built-in template; default: the model's own", None)
-    param_dtype: Literal["bfloat16", "float32"] = flag("dtype that is computed with; scores are float32", "float32")
+    param_dtype: Literal["bfloat16", "float32"] | None = flag("default: bfloat16 on CUDA, float32 on a CPU", None)
 
 
 @dataclass(kw_only=True)

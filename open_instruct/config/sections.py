@@ -220,20 +220,19 @@ class MemorySection:
         ],
     )
     activation_memory_budget: float = free_flag(
-        "below 1.0: the share of activations to keep, chosen by the compiler (turns --compile_model on)",
+        "below 1.0: the share of activations to keep, chosen by the compiler",
         1.0,
         above=0,
         maximum=1,
     )
-    compile_model: bool = free_flag("torch.compile each block (CUDA only)", False)
+    compile_model: bool | None = free_flag(
+        "torch.compile each block (CUDA only); default: where a compiler works, and --tensor_parallel_degree and "
+        "--context_parallel_degree are 1",
+        None,
+    )
     plan_check: bool = free_flag(
         "refuse to start where weights, gradients and optimizer states alone are more than a device's memory", True
     )
-
-    @property
-    def compiles(self) -> bool:
-        """Whether blocks are compiled: the compiler spends a memory budget."""
-        return self.compile_model or self.activation_memory_budget < 1
 
 
 @dataclass(kw_only=True)

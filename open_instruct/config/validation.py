@@ -103,6 +103,8 @@ def memory_problems(memory: MemorySection) -> Iterator[str]:
             f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
             "recomputed: keep one of them"
         )
+    if memory.activation_memory_budget < 1 and memory.compile_model is False:
+        yield f"{budget} is carried out by the compiler, which --no_compile_model leaves out: keep one of them"
     if memory.activation_checkpointing == "selected_modules" and not memory.activation_checkpointing_modules:
         yield (
             "--activation_checkpointing_modules is empty: name at least one pattern, such as 'blocks.*.feed_forward', "
@@ -142,9 +144,6 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
-    if config.memory.compiles and not config.memory.compile_model:
-        budget = spelled(config.memory.activation_memory_budget)
-        yield f"--activation_memory_budget {budget} is carried out by the compiler, so it turns --compile_model on"
     if "wandb" not in config.logging.report_to:
         for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
             yield f"{given} is read only with --report_to wandb"

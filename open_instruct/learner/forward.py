@@ -127,17 +127,14 @@ def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
     """On the CPU, where all of it is found without a wait for the device."""
     context, (own, kept) = context_of(model), _own(model, batch)
     told: dict[str, Any] = {"labels": own.labels_BT}
-    if batch.prefix_lengths is not None or context is not None:
-        lengths = batch.document_lengths
-        assert lengths is not None, "padded rows neither share prompts nor are split over ranks"
+    if (lengths := batch.document_lengths) is not None:
+        assert sum(lengths) == batch.input_ids_BT.numel(), "a token of no document would be computed from nothing"
         segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=torch.device("cpu"))
         if context is not None:
             part = context.part_of(batch.input_ids_BT.shape[1])
             segments = segments._replace(positions_T=segments.positions_T[part])
         told["segments"] = segments
-    elif batch.document_lengths is not None:
-        told["doc_lens"] = torch.tensor([batch.document_lengths], dtype=torch.int32)
-        told["max_doc_lens"] = [max(batch.document_lengths)]
+    assert lengths is not None or context is None, "padded rows are not split over ranks"
     if kept is not None:
         told["logits_to_keep"] = kept.positions_BK
     sequence_ids = (batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK).flatten()

@@ -24,6 +24,8 @@ from open_instruct.packing.balance import first_fit
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document
 
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringModel:
@@ -37,8 +39,10 @@ class ScoringModel:
     std: float = 1.0
 
     @classmethod
-    def open(cls, folder: Path, tokenizer: PreTrainedTokenizerFast, *, dtype: str, normalize: bool) -> ScoringModel:
-        """Load it onto the GPU, or the CPU where there is none.
+    def open(
+        cls, folder: Path, tokenizer: PreTrainedTokenizerFast, *, dtype: str | None, normalize: bool
+    ) -> ScoringModel:
+        """Load it onto the GPU, or the CPU where there is none; without a `dtype`, in that device's.
 
         Raises:
             InputError: it is damaged, no model that scores, or has no numbers to normalise with.
@@ -57,7 +61,7 @@ class ScoringModel:
             )
         head: Head = "vocabulary" if words else "score"
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = build_model(hf_config, head=head).to(getattr(torch, dtype))
+        model = build_model(hf_config, head=head).to(getattr(torch, dtype or DTYPES[device.type]))
         names = TensorNames(hf_config, head=head)
         with CheckpointFiles.open(folder) as files:
             check_cover(names, files, parameter_shapes(model))

@@ -7,7 +7,7 @@ three tensors begin with.
 On a CPU documents of one length are one call of PyTorch's scaled dot product attention, for which causality
 needs no mask at all; on a GPU in 16 bits all documents are one call of PyTorch's variable-length attention.
 Where documents share a prompt they are *segments* (segments.py): on a CPU shared_attention.py computes them; on a
-GPU the same one call does, with the prompt's keys gathered once for every response.
+GPU the same one call does, with the prompt's keys gathered for every response but the first.
 """
 
 from __future__ import annotations
@@ -233,17 +233,44 @@ def attend_varlen(
 
 def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
     """Every token attends to the tokens before it in its own segment and in the prefix of that; shape (T, H, D)."""
-    if qkv_T.query.device.type == "cpu":
-        return attend_in_tiles(qkv_T, segments, left=left, scale=scale)
     if not _varlen_can_run(qkv_T.query):
-        return attend_plainly(qkv_T, segments, left=left, scale=scale)
-    # The kernel lays the causal diagonal through the last query and the last key of a segment, and counts
-    # windows from there: with the prefix's keys before the segment's own, distances are logical ones.
+        return _attend_piece_by_piece(qkv_T, segments, left=left, scale=scale)
+    # The kernel lays the causal diagonal through the last query and the last key of a document, and counts
+    # windows from there: with the prefix's keys before a branch's own, distances are logical ones.
     query, keys, values = qkv_T
-    if segments.key_index_K.numel() > keys.shape[0]:
-        keys, values = (t.index_select(0, segments.key_index_K) for t in (keys, values))
+    if segments.key_index_K is not None:
+        keys, values = (_Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
     lengths = (segments.cu_queries, segments.cu_keys, segments.max_queries, segments.max_keys)
     return _varlen(QKV(query, keys, values), lengths, left=left, scale=scale)
+
+
+@torch.compiler.disable
+def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: float | None) -> torch.Tensor:
+    """What is computed differs with every row's lengths, so it is left out of compiled blocks."""
+    if not any(segments.prefix_lengths):
+        return attend_by_document(qkv_T, list(segments.lengths), left=left, scale=scale)
+    attend_shared = attend_in_tiles if qkv_T.query.device.type == "cpu" else attend_plainly
+    return attend_shared(qkv_T, segments, left=left, scale=scale)
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a tensor, some of them several times: their gradients are added up in float32.
+
+    A prompt has that of each of its responses, and in 16 bits the sum of many would lose the small ones.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor_TGD: torch.Tensor, index_K: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_K)
+        ctx.num_tokens = tensor_TGD.shape[0]
+        return tensor_TGD.index_select(0, index_K)
+
+    @staticmethod
+    def backward(ctx: Any, grad_KGD: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index_K,) = ctx.saved_tensors
+        exact_KGD = grad_KGD.to(torch.promote_types(grad_KGD.dtype, torch.float32))
+        sums_TGD = exact_KGD.new_zeros(ctx.num_tokens, *exact_KGD.shape[1:]).index_add_(0, index_K, exact_KGD)
+        return sums_TGD.to(grad_KGD.dtype), None
 
 
 def _varlen(

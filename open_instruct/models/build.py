@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from open_instruct.models.attention import install_segment_attention
+from open_instruct.models.compiled import apply_compile
 from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import install_logprob_head
@@ -46,6 +47,7 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head:
     install_head(model, config, init_device=init_device)
     # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
+    model.apply_compile = types.MethodType(apply_compile, model)  # type: ignore[method-assign]
     model.apply_cp = types.MethodType(apply_context_parallel, model)  # type: ignore[method-assign]
     return model
 

@@ -1,8 +1,8 @@
 """What each token of a packed row may attend to, where several responses share one copy of their prompt, and how a
 model is told.
 
-Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, K keys once the shared
-ones are repeated for every segment that sees them.
+Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, N documents, K keys
+once the shared ones are repeated for every document that sees them.
 
 A row is a list of segments, end to end. A segment attends causally to itself. One with a *prefix length* p > 0 attends
 besides to all p tokens of its root, the last segment before it that has none, and its own first token stands at
@@ -12,7 +12,9 @@ position p, right after them::
     tokens     0 1 2 3     4 5    4 5 6    0 1 2
     prefix     0           4      4        0
 
-An ordinary document is a root of which nobody is a branch.
+An ordinary document is a root of which nobody is a branch. And a root and its first branch, which follows it at once,
+are together what an ordinary document is: attention takes them as one, so that of b branches only b - 1 see keys that
+lie elsewhere.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from olmo_core.nn.attention import Attention
 from olmo_core.nn.buffer_cache import BufferCache
 from olmo_core.nn.rope import RotaryEmbedding
 from olmo_core.nn.transformer import Transformer
+from olmo_core.utils import mark_dynamic
 
 
 class QKV(NamedTuple):
@@ -65,9 +68,10 @@ class Segments(NamedTuple):
         lengths, prefix_lengths: of each segment, S numbers; for attention that is computed segment by segment.
         positions_T: int64, the logical position of every token, for RoPE; where the row is split over ranks, of this
             rank's tokens alone.
-        cu_queries, cu_keys: int32 (S + 1,), where each segment's queries and gathered keys start, then their number.
-        key_index_K: int64, the row's token that each gathered key is.
-        max_queries, max_keys: of any segment.
+        cu_queries, cu_keys: int32 (N + 1,), where each document's queries and gathered keys start, then their number.
+            A branch has its root's keys before its own.
+        key_index_K: int64, the row's token that each gathered key is; None where that is the row, as nobody shares.
+        max_queries, max_keys: of any document.
     """
 
     lengths: tuple[int, ...]
@@ -75,7 +79,7 @@ class Segments(NamedTuple):
     positions_T: torch.Tensor
     cu_queries: torch.Tensor
     cu_keys: torch.Tensor
-    key_index_K: torch.Tensor
+    key_index_K: torch.Tensor | None
     max_queries: int
     max_keys: int
 
@@ -85,24 +89,25 @@ class Segments(NamedTuple):
 
         Example: lengths (4, 2, 3, 3) and prefix lengths (0, 4, 4, 0), the row above::
 
-            positions_T  0 1 2 3  4 5  4 5 6  0 1 2
-            cu_keys      0 4 10 17 20
+            positions_T  0 1 2 3 4 5   4 5 6           0 1 2
+            key_index_K  0 1 2 3 4 5   0 1 2 3 6 7 8   9 10 11
+            cu_queries   0             6               9         12
+            cu_keys      0             6               13        16
         """
-        segments = tuple(segments_of(lengths, prefix_lengths))
-        positions, key_index = [], []
-        for start, length, prefix_start, prefix_length in segments:
-            positions.append(torch.arange(prefix_length, prefix_length + length))
-            key_index.append(torch.arange(prefix_start, prefix_start + prefix_length))
-            key_index.append(torch.arange(start, start + length))
-        num_keys = [segment.prefix_length + segment.length for segment in segments]
+        documents = documents_of(lengths, prefix_lengths)
+        positions = [torch.arange(each.prefix_length, each.prefix_length + each.length) for each in documents]
+        of_keys = [span for each in documents for span in ((each.prefix_start, each.prefix_length), each[:2])]
+        key_index = [torch.arange(start, start + length) for start, length in of_keys]
+        num_queries = [each.length for each in documents]
+        num_keys = [each.prefix_length + each.length for each in documents]
         return cls(
             lengths=lengths,
             prefix_lengths=prefix_lengths,
             positions_T=torch.cat(positions).to(device),
-            cu_queries=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+            cu_queries=torch.tensor([0, *accumulate(num_queries)], dtype=torch.int32, device=device),
             cu_keys=torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32, device=device),
-            key_index_K=torch.cat(key_index).to(device),
-            max_queries=max(lengths),
+            key_index_K=torch.cat(key_index).to(device) if num_keys != num_queries else None,
+            max_queries=max(num_queries),
             max_keys=max(num_keys),
         )
 
@@ -118,6 +123,20 @@ def segments_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> It
             root = Segment(start, length, start, 0)
             yield root
         start += length
+
+
+def documents_of(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[Segment, ...]:
+    """The segments, each root and its first branch as one.
+
+    Example: lengths (4, 2, 3, 3) and prefix lengths (0, 4, 4, 0) give lengths 6, 3, 3 and prefix lengths 0, 4, 0.
+    """
+    documents: list[Segment] = []
+    for segment in segments_of(lengths, prefix_lengths):
+        if segment.is_first_branch:
+            documents[-1] = documents[-1]._replace(length=documents[-1].length + segment.length)
+        else:
+            documents.append(segment)
+    return tuple(documents)
 
 
 class SegmentRotaryEmbedding(RotaryEmbedding):
@@ -143,10 +162,14 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
             return super().forward(q, k, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             dtype = torch.float32 if self.full_precision else q.dtype
-            tables = self._get_rotary_embedding(segments.max_keys, q.device)
-            sin, cos = (table.to(dtype).index_select(0, segments.positions_T)[None, :, None] for table in tables)
+            rows = (table.index_select(0, segments.positions_T) for table in self.tables)
+            sin, cos = (row.to(dtype)[None, :, None] for row in rows)
             turned_q, turned_k = (self._apply_rotary_pos_emb(sin, cos, x.to(dtype)) for x in (q, k))
         return turned_q.type_as(q), turned_k.type_as(k)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache["rope_pos_sin"], self._cache["rope_pos_cos"]
 
 
 def install_segments(model: Transformer) -> None:
@@ -163,6 +186,21 @@ def install_segments(model: Transformer) -> None:
 def _prepare_inputs(model: Transformer, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
     prepared = type(model)._prepare_inputs(model, *args, **kwargs)
     if segments is not None:
+        for block in model.blocks.values():
+            rope = cast(Attention, block.attention).rope
+            if isinstance(rope, SegmentRotaryEmbedding):
+                # Here and not in the block, which is compiled without the making of longer tables.
+                rope.warmup_cache(segments.max_keys, segments.positions_T.device)
+                _mark_lengths(rope.tables, model)
+        _mark_lengths(segments, model)
         block_kwargs = prepared[2]
         block_kwargs["cu_doc_lens"] = segments
     return prepared
+
+
+def _mark_lengths(values: tuple[Any, ...], model: Transformer) -> None:
+    """Tell the compiler, where `model` is compiled, that rows differ in the lengths of these tensors."""
+    if model.compile_enabled:
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor):
+                mark_dynamic(tensor, 0, strict=False)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from open_instruct.models.segments import QKV, Segments, segments_of
+from open_instruct.models.segments import QKV, Segment, Segments, documents_of, segments_of
 
 MAX_CACHED_TILINGS = 4
 
@@ -159,8 +159,9 @@ def tile_batches(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left
     The same for all layers with one window, and for the backward pass.
     """
     shapes: dict[tuple[bool, int, int, int | None], list[Tile]] = {}
-    documents = joined(lengths, prefix_lengths)
-    for is_first, tiles in ((True, own_tiles(documents, left)), (False, prefix_tiles(lengths, prefix_lengths, left))):
+    documents = documents_of(lengths, prefix_lengths)
+    own_lengths = tuple(document.length for document in documents)
+    for is_first, tiles in ((True, own_tiles(own_lengths, left)), (False, prefix_tiles(documents, left))):
         for tile in tiles:
             shapes.setdefault((is_first, tile.num_queries, tile.num_keys, tile.distance), []).append(tile)
     batches = []
@@ -182,20 +183,6 @@ def tile_batches(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left
     return tuple(batches)
 
 
-def joined(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Lengths where each root and its first branch are one document.
-
-    Example: lengths (4, 2, 3, 3) and prefix lengths (0, 4, 4, 0) give (6, 3, 3).
-    """
-    documents: list[int] = []
-    for segment in segments_of(lengths, prefix_lengths):
-        if segment.is_first_branch:
-            documents[-1] += segment.length
-        else:
-            documents.append(segment.length)
-    return tuple(documents)
-
-
 def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
     """Each document (or branch) against itself.
 
@@ -212,9 +199,8 @@ def own_tiles(lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
         start += length
 
 
-def prefix_tiles(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], left: int) -> Iterator[Tile]:
+def prefix_tiles(segments: tuple[Segment, ...], left: int) -> Iterator[Tile]:
     """Branches but the first against their roots: all of a root in one tile, unless a window hides some of it."""
-    segments = tuple(segment for segment in segments_of(lengths, prefix_lengths) if not segment.is_first_branch)
     index = 0
     while index < len(segments):
         start, length, prefix_start, prefix_length = segments[index]

@@ -21,19 +21,8 @@ from tests.fake_cuda.cases import CASES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-HOST_WAITS = {
-    "dpo_unshared": 5,
-    "sft": 5,
-    "kto": 9,
-    "kto_apo": 5,
-    "prm": 5,
-    "distill": 9,
-    "distill_kept": 5,
-    "grpo_idle_rank": 3,
-    "grpo_mini_batches": 2,
-}
-"""One for every update, where loss and gradient are read, is what is not listed; documents that share no prompt have
-two more a pass over a microbatch."""
+HOST_WAITS = {"grpo_mini_batches": 2}
+"""One for every update, where loss and gradient are read, is what is not listed."""
 WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}
 """Padded rows are plain causal attention; in float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}

@@ -18,6 +18,7 @@ from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
 from open_instruct.models.load import CHUNK_BYTES
+from open_instruct.models.segments import Segments
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, block_profile
@@ -203,6 +204,20 @@ def test_a_step_is_what_pytorch_tracks(case: Case) -> None:
 
 def test_constants_are_those_of_the_code_that_runs() -> None:
     assert (MAX_LOGITS_BYTES, READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (REAL_MAX_LOGITS_BYTES, CHUNK_BYTES, NUM_SLOTS)
+
+
+def test_keys_are_gathered_as_the_row_has_them() -> None:
+    """Two groups of four replies of 20 tokens to prompts of 30."""
+    workload = replace(
+        WORKLOAD,
+        shared_prefix_tokens=30,
+        documents_per_group=4,
+        longest_sequence=50,
+        tokens_per_microbatch=2 * (30 + 4 * 20),
+    )
+    row = Segments.of((30, 20, 20, 20, 20) * 2, (0, 30, 30, 30, 30) * 2, device=torch.device("cpu"))
+    assert row.key_index_K is not None
+    assert activations.pass_of(LAYOUT, workload).num_gathered_keys == len(row.key_index_K) == 400
 
 
 def test_a_tape_frees_what_nobody_needs() -> None:

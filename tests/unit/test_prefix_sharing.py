@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -273,19 +272,6 @@ def test_computed_again_in_the_backward_pass(mode: str) -> None:
     sums_S, gradients = results(model, shared)
     assert torch.equal(sums_S, expected[0])
     assert_same(list(gradients.values()), list(expected[1].values()))
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize(("backend", "num_blocks"), [("eager", 4), pytest.param("inductor", 1, marks=pytest.mark.slow)])
-def test_compiled_blocks_take_segments(backend: str, num_blocks: int) -> None:
-    """All of them traced, and one compiled where there is a C++ compiler; it takes its time."""
-    if backend == "inductor" and shutil.which("g++") is None:
-        pytest.skip("no C++ compiler here")
-    model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
-    expected = results(model, shared)
-    for block in list(model.blocks.values())[:num_blocks]:
-        block.compile(backend=backend)
-    assert_same(results(model, shared), expected)
 
 
 def test_documents_of_a_group_do_not_see_each_other() -> None:

@@ -108,10 +108,16 @@ def test_no_key_beyond_the_window_is_computed() -> None:
 def test_positions_and_keys_of_the_example() -> None:
     of = Segments.of((4, 2, 3, 3), (0, 4, 4, 0), device=CPU)
     assert of.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2]
-    assert of.cu_queries.tolist() == [0, 4, 6, 9, 12]
-    assert of.cu_keys.tolist() == [0, 4, 10, 17, 20]
-    assert of.key_index_K.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
-    assert (of.max_queries, of.max_keys) == (4, 7)
+    # The root and its first branch are one document.
+    assert of.cu_queries.tolist() == [0, 6, 9, 12]
+    assert of.cu_keys.tolist() == [0, 6, 13, 16]
+    assert of.key_index_K is not None
+    assert of.key_index_K.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+    assert (of.max_queries, of.max_keys) == (6, 7)
+
+
+def test_a_row_of_one_branch_a_root_gathers_no_key() -> None:
+    assert Segments.of((4, 2, 3), (0, 4, 0), device=CPU).key_index_K is None
 
 
 def test_a_prefix_is_the_whole_root() -> None:

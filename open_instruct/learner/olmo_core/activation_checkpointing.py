@@ -19,17 +19,17 @@ def build_activation_checkpointing(
 ) -> tuple[TransformerActivationCheckpointingConfig | None, list[str]]:
     """The config (None: keep every activation) and warnings about what was replaced.
 
-    A memory budget is spent by the compiler. Where compilation is skipped (no CUDA) OLMo-core would
-    keep everything and say nothing, so whole blocks are recomputed instead.
+    A memory budget is spent by the compiler, which kernels.py sees to. Where compilation is skipped (no CUDA) OLMo-core
+    would keep everything and say nothing, so whole blocks are recomputed instead.
 
     :raises InputError: a pattern of modules matches nothing in `model`.
     """
     warnings: list[str] = []
-    compiles = memory.compiles and device.type == "cuda"
-    if memory.compile_model and not compiles:
+    on_cuda = device.type == "cuda"
+    if memory.compile_model and not on_cuda:
         warnings.append("--compile_model does nothing without CUDA: the model runs uncompiled")
     if memory.activation_memory_budget < 1.0:
-        if compiles:
+        if on_cuda:
             return (
                 TransformerActivationCheckpointingConfig(
                     mode=Mode.budget, activation_memory_budget=memory.activation_memory_budget

@@ -6,6 +6,7 @@ import math
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.olmo_core.kernels import choose_attention, compiles, kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.olmo_core.replica import build_replica
 from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
@@ -31,8 +32,12 @@ def build_policy(
     max_seq_length = config.data.max_seq_length
     transformer = pretrained.build(init_device=model.init_device)
     checkpointing, warnings = build_activation_checkpointing(memory, model=transformer, device=run.process.device)
+    device = run.process.device
+    warnings += kernel_warnings(memory, param_dtype=model.param_dtype, device=device)
     for warning in warnings:
         run.console.warn(warning)
+    if said := choose_attention(device, param_dtype=model.param_dtype):
+        run.console.say(said)
     # FSDP gathers in the dtype that is computed in; on a single device a copy computes.
     has_copy = run.layout.single_device and model.param_dtype != "float32"
     module = ObjectiveTrainModule(
@@ -42,7 +47,7 @@ def build_policy(
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
-        compile_model=memory.compiles and not has_copy,
+        compile_model=not has_copy and compiles(memory, layout=run.layout, device=device),
         dp_config=build_data_parallel_config(run.layout, param_dtype=model.param_dtype),
         tp_config=build_tensor_parallel_config(run.layout),
         cp_config=build_context_parallel_config(run.layout),

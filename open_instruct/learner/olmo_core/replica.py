@@ -9,6 +9,7 @@ from olmo_core.train.train_module import TransformerActivationCheckpointingConfi
 from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.config.training import LearnerConfig
+from open_instruct.learner.olmo_core.kernels import compiles
 from open_instruct.parallel.data_parallel import (
     build_context_parallel_config,
     build_data_parallel_config,
@@ -35,7 +36,7 @@ def build_replica(
         device=run.process.device,
         max_sequence_length=config.data.max_seq_length,
         rank_microbatch_size=config.data.max_seq_length,
-        compile_model=config.memory.compiles,
+        compile_model=compiles(config.memory, layout=run.layout, device=run.process.device),
         dp_config=build_data_parallel_config(run.layout, param_dtype=config.model.param_dtype),
         tp_config=build_tensor_parallel_config(run.layout),
         cp_config=build_context_parallel_config(run.layout),

@@ -26,6 +26,7 @@ from open_instruct.learner.forward import token_logprobs
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.reference_policy import Reference
 from open_instruct.learner.teacher import Comparison
+from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.segments import segments_of
@@ -302,6 +303,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if self._has_nothing_to_learn:
             return {GRAD_NORM: 0.0}
         metrics: dict[str, float | torch.Tensor] = {GRAD_NORM: self._grad_norm}
+        if self.computing_model.compile_enabled:
+            metrics["uncompiled_functions"] = float(FALLBACKS.count)
         for group in reversed(self.optim.param_groups):
             metrics["lr"] = group["lr"] if self.scheduler is None else self.scheduler.set_lr(group, self.trainer)
         if self._num_left_out:

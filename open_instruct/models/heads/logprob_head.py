@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.lm_head import LMHead
 from olmo_core.nn.transformer import Transformer, TransformerConfig
+from olmo_core.utils import mark_dynamic
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -74,6 +75,7 @@ class LogprobHead(LMHead):
 
     max_logits_bytes = MAX_LOGITS_BYTES
     settings = HeadSettings()
+    compiled_losses: Callable[..., Any] | None = None
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
@@ -127,24 +129,20 @@ class LogprobHead(LMHead):
         if self.tp_enabled:
             assert self._tp_mesh is not None
             h_1ND = DTensor.from_local(h_ND.unsqueeze(0), self._tp_mesh, (Shard(1),), run_check=False)
-            logits_NV = get_local_tensor(self.w_out(h_1ND)).squeeze(0).float()
+            logits_NV = get_local_tensor(self.w_out(h_1ND)).squeeze(0)
         else:
-            logits_NV = self.w_out(h_ND).float()
-        if settings.temperature != 1.0:
-            logits_NV = logits_NV / settings.temperature
-        entropy_N = collisions_N = None
-        with torch.no_grad():
-            if settings.with_entropy:
-                logprobs_NV = logits_NV.log_softmax(dim=-1)
-                entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
-            if settings.with_collisions:
-                collisions_N = logits_NV.log_softmax(dim=-1).mul_(2.0).logsumexp(dim=-1)
-        return LabelLosses(
-            loss=F.cross_entropy(logits_NV, labels_N, ignore_index=ignored, reduction="none"),
-            entropy=entropy_N,
-            collision_logprobs=collisions_N,
-            measured=None if settings.measure is None else settings.measure.function(logits_NV, *beside_N),
-        )
+            logits_NV = self.w_out(h_ND)
+        temperature, measured = settings.temperature, None
+        if settings.measure is not None:
+            logits_NV, temperature = _scaled(logits_NV, temperature), 1.0
+            measured = settings.measure.function(logits_NV, *beside_N)
+        of_logits = losses_of_logits
+        if self.compiled_losses is not None:
+            of_logits = self.compiled_losses
+            for tensor in (logits_NV, labels_N):
+                mark_dynamic(tensor, 0, strict=False)
+        both = settings.with_entropy, settings.with_collisions
+        return LabelLosses(*of_logits(logits_NV, labels_N, ignored, temperature, *both), measured=measured)
 
     def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)
@@ -159,6 +157,29 @@ class LogprobHead(LMHead):
             return values_BT
         assert self._tp_mesh is not None
         return values_BT.chunk(self._tp_mesh.size(), dim=1)[self._tp_mesh.get_local_rank()]
+
+
+def losses_of_logits(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    ignored: int,
+    temperature: float,
+    with_entropy: bool,
+    with_collisions: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """-log p of the labels, with gradient, and without one the two others of `LabelLosses`; of one log-softmax."""
+    logprobs_NV = _scaled(logits_NV, temperature).log_softmax(dim=-1)
+    # First: where a chunk is computed again for its backward pass, that ends with the last tensor that is needed.
+    loss_N = F.nll_loss(logprobs_NV, labels_N, ignore_index=ignored, reduction="none")
+    logprobs_NV = logprobs_NV.detach()
+    entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1) if with_entropy else None
+    collisions_N = (2.0 * logprobs_NV).logsumexp(dim=-1) if with_collisions else None
+    return loss_N, entropy_N, collisions_N
+
+
+def _scaled(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_NV = logits_NV.float()
+    return logits_NV if temperature == 1.0 else logits_NV / temperature
 
 
 @contextmanager

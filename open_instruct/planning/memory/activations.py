@@ -86,10 +86,13 @@ def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
 
 
 def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
-    """Keys of a row with those of a shared prefix once for each document that sees them; None where none is shared."""
+    """Keys of a row with those of a shared prefix before each of its documents but the first, which follows it.
+
+    None where none is shared.
+    """
     if not workload.shared_prefix_tokens:
         return None
-    per_group = workload.tokens_per_group + workload.documents_per_group * workload.shared_prefix_tokens
+    per_group = workload.tokens_per_group + (workload.documents_per_group - 1) * workload.shared_prefix_tokens
     num_keys = workload.tokens_per_microbatch * per_group // workload.tokens_per_group
     return -(-num_keys // layout.context_parallel_degree)
 
@@ -304,11 +307,11 @@ class _Head(_Piece):
         logits = self.cast(product, num_logits, FLOAT32)
         if sizes.temperature != 1.0:
             logits = run(logits.num_bytes, logits)
-        if sizes.records_entropy:
-            # Log-probs, probabilities, and their product, gone again before the loss is computed.
-            run(num_labels * FLOAT32, logits, scratch_bytes=3 * logits.num_bytes, gradients=())
         logprobs = run(logits.num_bytes, logits, saves_output=True)
         losses = run(num_labels * FLOAT32, logprobs, saved=[logprobs])
+        if sizes.records_entropy:
+            # Of probabilities, which are gone again after it.
+            run(num_labels * FLOAT32, logprobs, scratch_bytes=logits.num_bytes, gradients=())
         self.tape.hold(logits)
         return losses
 

@@ -1,0 +1,129 @@
+"""Which kernels a device computes with: whether blocks are compiled, whose attention, and what float32 costs.
+
+Decisions are functions of what is there, so that they can be tried on devices that are not. FlashAttention 3 has not
+been run: it is taken where PyTorch has a door to it, and where it then says what PyTorch's own says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import cast
+
+import torch
+from torch.nn import attention as torch_attention
+
+from open_instruct.config.sections import MemorySection
+from open_instruct.errors import InputError
+from open_instruct.models.attention import attend_varlen
+from open_instruct.models.segments import QKV
+from open_instruct.records import ShardLayout
+
+FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"
+HOPPER = 9
+PROBED_LENGTHS = (200, 56)
+# Of bfloat16, whose steps are 2^-8 of a number.
+PROBED_TOLERANCE = 2e-2
+
+Problem = Callable[[torch.device], str | None]
+
+
+@lru_cache
+def compiler_problem(device: torch.device) -> str | None:
+    """Why PyTorch's compiler cannot compile a sum on `device`; on CUDA it wants Triton and a C compiler."""
+    try:
+        torch.compile(_plus_one)(torch.zeros(8, device=device))
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1.0
+
+
+def compiles(
+    memory: MemorySection, *, layout: ShardLayout, device: torch.device, problem: Problem = compiler_problem
+) -> bool:
+    """Whether blocks are compiled: on CUDA if they are asked to be, or nothing is said and it was shown to be right.
+
+    That is without tensor and context parallelism. A memory budget, which the compiler spends, asks.
+
+    :raises InputError: asked for, and the compiler does not work.
+    """
+    is_asked = memory.compile_model or memory.activation_memory_budget < 1
+    is_split = layout.tensor_parallel_degree * layout.context_parallel_degree > 1
+    if device.type != "cuda" or memory.compile_model is False or (is_split and not is_asked):
+        return False
+    what = problem(device)
+    if what is not None and is_asked:
+        flag = "--compile_model" if memory.compile_model else "--activation_memory_budget"
+        raise InputError(
+            f"{flag}: PyTorch's compiler does not work here ({what}). Install Triton and a C compiler, or leave the "
+            "flag out and use --activation_checkpointing full where memory is short"
+        )
+    return what is None
+
+
+def kernel_warnings(
+    memory: MemorySection, *, param_dtype: str, device: torch.device, problem: Problem = compiler_problem
+) -> Iterator[str]:
+    """What makes a run slower than its device is."""
+    if device.type != "cuda":
+        return
+    if param_dtype == "float32":
+        yield (
+            "--param_dtype float32 on CUDA has no variable-length attention (each document is a call of its own) and "
+            "no tensor cores, not even in TF32: 8 to 10 times slower than --param_dtype bfloat16 by estimate, which "
+            "keeps what is trained in float32 all the same"
+        )
+    if memory.compile_model is None and (what := problem(device)) is not None:
+        yield f"PyTorch's compiler does not work here ({what}); blocks run uncompiled: install Triton and a C compiler"
+
+
+def takes_fa3(*, capability: tuple[int, int], has_package: bool, known: list[str]) -> bool:
+    """Whether PyTorch can hand its attention to FlashAttention 3, which is for compute capability 9 alone."""
+    return capability[0] == HOPPER and has_package and FA3 in known
+
+
+def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
+    """Take FlashAttention 3 where it is there and right; what to say of it, if anything."""
+    has_door = hasattr(torch_attention, "restore_flash_attention_impl")
+    if device.type != "cuda" or param_dtype == "float32" or not has_door:
+        return None
+    is_there = takes_fa3(
+        capability=torch.cuda.get_device_capability(device),
+        has_package=find_spec(FA3_PACKAGE) is not None,
+        known=torch_attention.list_flash_attention_impls(),
+    )
+    return try_fa3(lambda: _probe(device)) if is_there else None
+
+
+def try_fa3(probe: Callable[[], list[torch.Tensor]]) -> str:
+    """Activate it if `probe` then gives what it gives without; leave PyTorch's own where it fails or differs."""
+    expected = probe()
+    try:
+        torch_attention.activate_flash_attention_impl(FA3)
+        # Not Python's own maximum, which may pass over what is no number.
+        off = float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(probe(), expected, strict=True)]).max())
+    except Exception as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    else:
+        if off <= PROBED_TOLERANCE:
+            return f"attention by FlashAttention 3 ({FA3_PACKAGE}), as close as {off:.0e} to PyTorch's own in a trial"
+        what = f"in a trial it is {off:.0e} from PyTorch's own"
+    if torch_attention.current_flash_attention_impl() is not None:
+        torch_attention.restore_flash_attention_impl()
+    return f"FlashAttention 3 is installed ({FA3_PACKAGE}) but left out: {what}"
+
+
+def _probe(device: torch.device) -> list[torch.Tensor]:
+    """Output and gradients of a small causal row with shared heads; float32 of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([0, PROBED_LENGTHS[0], sum(PROBED_LENGTHS)], dtype=torch.int32, device=device)
+    qkv = QKV(*(torch.randn(sum(PROBED_LENGTHS), heads, 64, generator=generator) for heads in (4, 2, 2)))
+    qkv = qkv.each(lambda tensor: tensor.to(device, torch.bfloat16).requires_grad_())
+    output = attend_varlen(qkv, lengths, max(PROBED_LENGTHS))
+    gradients = torch.autograd.grad(output.float().square().sum(), cast(tuple[torch.Tensor, ...], qkv))
+    return [tensor.detach().float() for tensor in (output, *gradients)]

@@ -1,0 +1,63 @@
+"""Compiled blocks and a compiled loss, in few versions, and what is said where there are too many.
+
+What a block is given differs from row to row: its tokens, its documents, the longest of them. A version made for one
+row serves no other, so all of these are symbols from the start. A version each remains for what is another computation:
+with or without gradient, with or without keys that are shared, another window, a row of a single token.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+import torch
+import torch._dynamo
+from olmo_core.nn.transformer import Transformer, TransformerBlockBase
+
+from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
+
+log = logging.getLogger(__name__)
+
+# Of a function, for all models and layers of the process together; beyond them it runs uncompiled. PyTorch's own is 8.
+MAX_VERSIONS = 64
+# What blocks are given, as PyTorch's compiler calls it: numbers, and the stream's axis of tokens. Sizes of other
+# tensors are marked on them; a mark on the stream is lost where FSDP takes hold of it.
+DYNAMIC_SOURCES = r"L\['kwargs'\]\['cu_doc_lens'\]\.max_(queries|keys),L\['x'\]:1,"
+
+
+def apply_compile(model: Transformer) -> None:
+    """Stands in for `Transformer.apply_compile`, which would compile the head's Python, too."""
+    torch._dynamo.config.recompile_limit = MAX_VERSIONS
+    if DYNAMIC_SOURCES not in torch.compiler.config.dynamic_sources:
+        torch.compiler.config.dynamic_sources += DYNAMIC_SOURCES
+    FALLBACKS.listen()
+    for block in model.blocks.values():
+        cast(TransformerBlockBase, block).apply_compile()
+    if isinstance(model.lm_head, LogprobHead):
+        model.lm_head.compiled_losses = torch.compile(losses_of_logits)
+    model._compile_enabled = True
+
+
+class Fallbacks(logging.Handler):
+    """Counts the functions that PyTorch has given up compiling, of which it tells its own log alone, and warns."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.count = 0
+
+    def listen(self) -> None:
+        logging.getLogger("torch._dynamo.convert_frame").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.msg.startswith("torch._dynamo hit config."):
+            return
+        self.count += 1
+        log.warning(
+            "the compiler has made %s versions of %s, its limit: for rows that fit none of them it runs uncompiled "
+            "from now on, slower, and without --activation_memory_budget. Use --no_compile_model, with "
+            "--activation_checkpointing full where memory is short; the last version was made because: %s",
+            *(record.args[index] for index in (1, 2, 3)),  # type: ignore[index]
+        )
+
+
+FALLBACKS = Fallbacks()

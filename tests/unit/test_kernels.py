@@ -1,0 +1,182 @@
+"""What is decided of kernels on devices that are only pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import attention as torch_attention
+from torch.nn.attention import _registry
+
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import MemorySection
+from open_instruct.errors import InputError
+from open_instruct.learner.olmo_core import kernels, replica
+from open_instruct.learner.olmo_core.kernels import FA3, compiler_problem, compiles, kernel_warnings, takes_fa3, try_fa3
+from open_instruct.models.build import build_model
+from open_instruct.parallel.layout import resolve_layout
+from tests.unit.small_models import hf_config
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def works(device: torch.device) -> None:
+    assert device == CUDA, "a CPU is not asked"
+
+
+def is_broken(device: torch.device) -> str:
+    return "RuntimeError: no Triton"
+
+
+class TestCompiling:
+    @pytest.mark.parametrize(
+        ("memory", "degrees", "device", "problem", "expected"),
+        [
+            ({}, {}, CUDA, works, True),
+            ({}, {}, CPU, works, False),
+            ({"compile_model": True}, {}, CPU, works, False),
+            ({"compile_model": False}, {}, CUDA, works, False),
+            ({}, {}, CUDA, is_broken, False),
+            ({}, {"tensor_parallel_degree": 2}, CUDA, works, False),
+            ({}, {"context_parallel_degree": 2}, CUDA, works, False),
+            ({"compile_model": True}, {"tensor_parallel_degree": 2}, CUDA, works, True),
+            ({"activation_memory_budget": 0.5}, {"context_parallel_degree": 2}, CUDA, works, True),
+            ({}, {"fsdp_num_replicas": 2}, CUDA, works, True),
+        ],
+    )
+    def test_it_is_the_default_where_it_was_shown_to_be_right(
+        self, memory: dict[str, Any], degrees: dict[str, int], device: torch.device, problem: Any, expected: bool
+    ) -> None:
+        layout = resolve_layout([4], **degrees)
+        assert compiles(MemorySection(**memory), layout=layout, device=device, problem=problem) is expected
+
+    def test_one_device_compiles_too(self) -> None:
+        layout = resolve_layout([1], single_device=True)
+        assert compiles(MemorySection(), layout=layout, device=CUDA, problem=works)
+
+    @pytest.mark.parametrize(
+        ("memory", "flag"),
+        [
+            ({"compile_model": True}, "--compile_model"),
+            ({"activation_memory_budget": 0.5}, "--activation_memory_budget"),
+        ],
+    )
+    def test_asked_for_and_impossible_is_refused(self, memory: dict[str, Any], flag: str) -> None:
+        with pytest.raises(InputError, match=rf"^{flag}: PyTorch's compiler does not work here \(.*no Triton\)"):
+            compiles(MemorySection(**memory), layout=resolve_layout([2]), device=CUDA, problem=is_broken)
+
+    def test_a_sum_is_compiled_to_find_out(self) -> None:
+        def refuses(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            raise RuntimeError("no C compiler\nanywhere")
+
+        try:
+            for backend, expected in (("eager", None), (refuses, "no C compiler anywhere")):
+                torch.compiler.set_default_backend(backend)
+                torch.compiler.reset()
+                compiler_problem.cache_clear()
+                found = compiler_problem(CPU)
+                assert found == expected or (found is not None and expected is not None and expected in found)
+        finally:
+            torch.compiler.set_default_backend(None)
+            torch.compiler.reset()
+            compiler_problem.cache_clear()
+
+
+@pytest.mark.parametrize(("words", "is_compiled"), [([], True), (["--no_compile_model"], False)])
+def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
+    words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(replica, "get_world_mesh", lambda: None)
+    monkeypatch.setattr(
+        replica, "parallelize_model", lambda model, **options: asked.append({"model": model, **options})
+    )
+    monkeypatch.setattr(replica, "compiles", partial(compiles, problem=works))
+    required = ["--model_name_or_path", "none", "--mixer_list", "none", "1.0", "--output_dir", "none"]
+    config = parse(DPOConfig, [*required, "--single_gpu_mode", *words])
+    run: Any = SimpleNamespace(layout=resolve_layout([1], single_device=True), process=SimpleNamespace(device=CUDA))
+    start: Any = SimpleNamespace(build=lambda init_device: build_model(hf_config("llama"), init_device=init_device))
+    replica.build_replica(start, run=run, config=config)
+    assert [(each["compile_model"], each["device"]) for each in asked] == [(is_compiled, CUDA)]
+    assert {parameter.dtype for parameter in asked[0]["model"].parameters()} == {torch.bfloat16}
+
+
+class TestWarnings:
+    def test_float32_on_cuda_says_what_it_costs_once(self) -> None:
+        (warning,) = kernel_warnings(MemorySection(), param_dtype="float32", device=CUDA, problem=works)
+        assert "8 to 10 times slower than --param_dtype bfloat16" in warning
+
+    def test_defaults_and_cpus_are_silent(self) -> None:
+        assert not list(kernel_warnings(MemorySection(), param_dtype="bfloat16", device=CUDA, problem=works))
+        assert not list(kernel_warnings(MemorySection(), param_dtype="float32", device=CPU, problem=is_broken))
+
+    def test_a_compiler_that_is_missing_is_told_unless_it_is_not_wanted(self) -> None:
+        def told(compile_model: bool | None) -> list[str]:
+            memory = MemorySection(compile_model=compile_model)
+            return list(kernel_warnings(memory, param_dtype="bfloat16", device=CUDA, problem=is_broken))
+
+        assert [("no Triton" in warning) for warning in told(None)] == [True]
+        assert told(False) == []
+
+
+class TestFlashAttention3:
+    @pytest.mark.parametrize(
+        ("capability", "has_package", "known", "expected"),
+        [
+            ((9, 0), True, ["FA3", "FA4"], True),
+            ((9, 0), False, ["FA3", "FA4"], False),
+            ((8, 0), True, ["FA3"], False),
+            ((10, 0), True, ["FA3"], False),
+            ((9, 0), True, [], False),
+        ],
+    )
+    def test_where_it_is_taken(
+        self, capability: tuple[int, int], has_package: bool, known: list[str], expected: bool
+    ) -> None:
+        assert takes_fa3(capability=capability, has_package=has_package, known=known) is expected
+
+    def test_pytorch_has_the_door(self) -> None:
+        assert FA3 in torch_attention.list_flash_attention_impls()
+        assert kernels.choose_attention(CPU, param_dtype="bfloat16") is None
+
+    @pytest.fixture
+    def pretended(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+        """What happened to a pretended FlashAttention 3."""
+        happened: list[str] = []
+
+        class Handle:
+            def remove(self) -> None:
+                happened.append("removed")
+
+        def register() -> Handle:
+            happened.append("registered")
+            return Handle()
+
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, FA3, register)
+        yield happened
+        if torch_attention.current_flash_attention_impl() is not None:
+            torch_attention.restore_flash_attention_impl()
+
+    @pytest.mark.parametrize(("off", "is_kept"), [(0.0, True), (1e-3, True), (0.1, False), (float("nan"), False)])
+    def test_it_stays_if_a_trial_gives_the_same(self, off: float, is_kept: bool, pretended: list[str]) -> None:
+        def probe() -> list[torch.Tensor]:
+            is_active = torch_attention.current_flash_attention_impl() == FA3
+            return [torch.ones(4), torch.ones(4) * (1 + off * is_active)]
+
+        said = try_fa3(probe)
+        assert pretended == (["registered"] if is_kept else ["registered", "removed"])
+        assert ("left out" in said) is not is_kept
+
+    def test_it_is_left_out_if_the_trial_fails(self, pretended: list[str]) -> None:
+        def probe() -> list[torch.Tensor]:
+            if torch_attention.current_flash_attention_impl() == FA3:
+                raise RuntimeError("FA3 flash_attention forward unsupported")
+            return [torch.ones(4)]
+
+        assert try_fa3(probe).endswith("left out: RuntimeError: FA3 flash_attention forward unsupported")
+        assert torch_attention.current_flash_attention_impl() is None
