@@ -95,12 +95,12 @@ BUDGETS = {
     "objectives": 1390,
     "packing": 545,
     "parallel": 1110,
-    "planning": 2420,
+    "planning": 2435,
     "rollout": 1345,
     "run": 780,
     "toys": 400,
     "verifiers": 900,
-    "weights": 860,
+    "weights": 900,
 }
 MAX_FILES_OF_A_ROOM = 16
 NOT_CODE = {

@@ -262,9 +262,9 @@ def test_phases_are_those_of_the_run() -> None:
     grpo = replace(WORKLOAD, algorithm="grpo", num_engines=2, sync_bucket_bytes=256 << 20, sync_bytes_per_param=2)
     phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(shape, LAYOUT, grpo)}
     assert phases["backward"]["reference policy"] == phases["backward"]["parameters"]
-    # The largest bucket is the embeddings, of which a rank brings an eighth, twice.
-    largest = 2 * 2 * 151936 * 4096 // 8
-    assert phases["weight sync"]["buffers"] - phases["backward"]["buffers"] == largest
+    # Of two buckets a rank brings an eighth. The embeddings, of 1.2 GB, come in pieces.
+    in_buckets = phases["weight sync"]["buffers"] - phases["backward"]["buffers"]
+    assert 0.9 < in_buckets / (2 * (256 << 20) / 8) <= 1
 
 
 def test_an_engine_on_the_same_device_is_counted() -> None:
