@@ -254,6 +254,12 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
         ):
             if value != wanted:
                 yield f"--single_gpu_mode has one device for learner and engine, but --{name} is {spelled(value)}"
+    tokens, seqs = fleet.vllm_max_num_batched_tokens, fleet.vllm_max_num_seqs
+    if tokens is not None and seqs is not None and tokens < seqs:
+        yield (
+            f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, each of which needs a "
+            "token in a step; raise the one or lower the other"
+        )
     if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
         yield "--weight_sync_backend ipc hands over memory of one device: it needs --single_gpu_mode; use auto"
 
