@@ -33,9 +33,9 @@ class Workload:
     Tokens are those of a whole row; a context degree splits them further. `num_updates` is above 1 for GRPO alone:
     mini-batches times epochs, each of `num_microbatches`. `has_reference` means a pass over the start weights before
     training for DPO, a model that stays on the GPUs for GRPO. `looks_first` means a pass without gradients over other
-    documents, as many and as long, before those of a step are learned. `kv_cache_bytes`, and what its steps take, are an
-    engine's on the learner's own device: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on
-    its node.
+    documents, as many and as long, before those of a step are learned. `kv_cache_bytes` are an engine's on
+    the learner's own device, those of its steps too: 0 unless they share one. `sync_crosses_nodes` unless engines are
+    known to be on its node.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
     counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
