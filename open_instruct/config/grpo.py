@@ -110,11 +110,12 @@ def _data_problems(data: PromptDataSection) -> Iterator[str]:
 
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.inflight_updates and rollout.async_steps == 0:
-        yield (
-            "--inflight_updates: with --async_steps 0 nothing is being generated when weights change; leave it out, or "
-            "raise --async_steps"
-        )
+    if rollout.async_steps == 0:
+        for given in changed(config, "inflight_updates"):
+            yield (
+                f"{given}: with --async_steps 0 nothing is being generated when weights change; leave it out, or raise "
+                "--async_steps"
+            )
     if rollout.vllm_top_p != 1.0:
         yield (
             f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, and "

@@ -64,7 +64,7 @@ class RolloutSection:
     stop_strings: list[str] = flag("texts that end a completion, beside the end-of-turn token", [])
     async_steps: int = flag("steps that generation may run ahead of training; 0 is on-policy", 1, minimum=0)
     inflight_updates: bool = flag(
-        "new weights reach completions that are being generated; otherwise those are finished first", False
+        "new weights reach completions that are being generated; otherwise those are finished first", True
     )
     active_sampling: bool = flag("replace groups without a learning signal by further prompts", False)
     no_resampling_pass_rate: float | None = flag(

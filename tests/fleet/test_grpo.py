@@ -126,9 +126,7 @@ def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:
 
 def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> None:
     """Shard groups stay inside nodes, and new weights reach completions that are being generated."""
-    case = variant(
-        num_learners_per_node=[2, 4], async_steps=1, inflight_updates="true", num_mini_batches=2, vllm_num_engines=2
-    )
+    case = variant(num_learners_per_node=[2, 4], async_steps=1, num_mini_batches=2, vllm_num_engines=2)
     case.run()
     layout = json.loads((case.output_dir / "layout.json").read_text())
     assert layout["shard_groups"] == [[0, 1], [2, 3], [4, 5]]
@@ -164,11 +162,22 @@ def test_an_engine_of_two_devices(
 
 @pytest.mark.parametrize("backend", ["gloo"])
 def test_one_device_for_learner_and_engine(variant: Callable[..., GRPOCase], backend: str) -> None:
-    case = variant(single_gpu_mode="true", weight_sync_backend=backend, async_steps=1, beta=0.1)
+    """With completions that are finished before weights change, so that each is of one version."""
+    case = variant(
+        single_gpu_mode="true",
+        weight_sync_backend=backend,
+        async_steps=1,
+        inflight_updates="false",
+        beta=0.1,
+        save_traces="true",
+    )
     case.run()
     rows = case.rows()
     assert len(rows) == NUM_STEPS
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
+    for step in range(1, NUM_STEPS + 1):
+        for group in read_traces(case.output_dir, step):
+            assert all(len(set(completion.versions)) == 1 for completion in group.completions)
 
 
 def test_a_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:
