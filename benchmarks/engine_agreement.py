@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.engines.batching import Batching
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.families import FAMILIES
 from open_instruct.records import Completion, Document, Span
@@ -245,7 +246,7 @@ def measure(folder: Path, *, dtype: str, num_tokens: int, num_syncs: int) -> lis
             tokenizer_folder=str(folder),
             dtype=dtype,  # type: ignore[arg-type]
             max_model_len=LONGEST_PROMPT + LONGEST_COMPLETION,
-            max_num_seqs=NUM_AT_ONCE,
+            batching=Batching(max_num_seqs=NUM_AT_ONCE, max_num_batched_tokens=4096, schedules_ahead=False),
             tensor_parallel_size=1,
             gpu_memory_utilization=0.9,
             kv_cache_bytes=64 << 20,

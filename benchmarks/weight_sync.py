@@ -17,8 +17,8 @@ than two buckets on any process.
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -87,7 +87,7 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> N
     memory.start()
     info = sender.open(1)
     if rank == 0:
-        publish(folder / "info.json", info)
+        publish(folder / "info.pickle", info)
     sender.join()
     ours_s, bare_s = [], []
     bare = None
@@ -100,7 +100,7 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> N
             memory.stop()
         if rank == 0:
             if bare is None:
-                bare = Bare(info, rank=0, port_path=folder / "bare.json")
+                bare = Bare(info, rank=0, port_path=folder / "bare.pickle")
             bare_s.append(bare.send())
     if rank == 0:
         report = {
@@ -110,8 +110,8 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> N
             "bare_s": median(bare_s[1:]),
             "ratio": median(bare / ours for ours, bare in zip(ours_s[1:], bare_s[1:], strict=True)),
         }
-        publish(folder / "report.json", report)
-    publish(folder / f"memory_{rank}.json", {"anonymous": memory.anonymous_bytes})
+        publish(folder / "report.pickle", report)
+    publish(folder / f"memory_{rank}.pickle", {"anonymous": memory.anonymous_bytes})
     dist.barrier()
 
 
@@ -121,7 +121,7 @@ def receiver(repeat: int, folder: Path) -> None:
 
     from open_instruct.weights.receiver import IncomingWeights
 
-    info = awaited(folder / "info.json")
+    info = awaited(folder / "info.pickle")
     memory = PeakMemory()
     memory.start()
     incoming = IncomingWeights(info, index=0, device=torch.device("cpu"))
@@ -132,9 +132,9 @@ def receiver(repeat: int, folder: Path) -> None:
                 del name, tensor
         if repetition == 0:
             memory.stop()
-            bare = Bare(info, rank=1, port_path=folder / "bare.json")
+            bare = Bare(info, rank=1, port_path=folder / "bare.pickle")
         bare.receive()
-    publish(folder / "memory_receiver.json", {"anonymous": memory.anonymous_bytes})
+    publish(folder / "memory_receiver.pickle", {"anonymous": memory.anonymous_bytes})
 
 
 class Bare:
@@ -149,7 +149,7 @@ class Bare:
         from open_instruct.weights.progress import SyncProgress
 
         self.wire = weight_wire
-        self.manifest = WeightManifest.from_json(info)
+        self.manifest = WeightManifest(**info["manifest"])
         self.rank = rank
         self.is_shared = info["backend"] == "shm"
         slot_bytes = self.manifest.largest_bucket_bytes
@@ -162,20 +162,22 @@ class Bare:
             told = awaited(port_path)
             path = told["path"]
             self.roll = SyncProgress.join(
-                {"address": LOOPBACK, "port": told["port"], "timeout_s": TIMEOUT_S}, member="peer"
+                {"address": LOOPBACK, "port": told["port"], "timeout_s": TIMEOUT_S}, member="receiver 0"
             )
         # The sender's are as many as the weights: fewer would stay in the processor's cache.
         self.memory = torch.ones(slot_bytes if rank else self.manifest.num_bytes, dtype=torch.uint8)
         self.slots = weight_wire.map_shared_file(path, slot_bytes)
         self.roll.report("mapped")
-        self.roll.wait("mapped", ["learner 0", "peer"], to="map the file")
+        self.roll.wait("mapped", ["learner 0", "receiver 0"], to="map the file")
         weight_wire.remove_shared_file(path)
         meeting = {"backend": "gloo", "address": LOOPBACK, "port": 1, "num_receivers": 1, "timeout_s": TIMEOUT_S}
-        self.group = weight_wire.broadcast_group(meeting, self.roll.store, sender="learner 0", rank=rank)
+        self.group = weight_wire.broadcast_group(
+            meeting, self.roll, sender="learner 0", rank=rank, device=torch.device("cpu")
+        )
 
     def send(self) -> float:
         """Seconds until the peer has all of it."""
-        self.roll.wait(f"began/{self.position}", ["peer"], to="begin")
+        self.roll.wait(f"began/{self.position}", ["receiver 0"], to="begin")
         started_s = time.perf_counter()
         first_byte = 0
         for index, bucket in enumerate(self.manifest.buckets):
@@ -186,11 +188,11 @@ class Bare:
                 self.wire.broadcast(self.group, source).wait()
                 continue
             if index >= self.wire.NUM_SLOTS:
-                self.roll.wait(f"done/{position - self.wire.NUM_SLOTS}", ["peer"], to="copy")
+                self.roll.wait(f"done/{position - self.wire.NUM_SLOTS}", ["receiver 0"], to="copy")
             self.wire.slot_of(self.slots, position, bucket).copy_(source)
             self.roll.report(f"filled/{position}")
         self.position += len(self.manifest.buckets)
-        self.roll.wait(f"done/{self.position - 1}", ["peer"], to="copy")
+        self.roll.wait(f"done/{self.position - 1}", ["receiver 0"], to="copy")
         return time.perf_counter() - started_s
 
     def receive(self) -> None:
@@ -206,7 +208,7 @@ class Bare:
 
 
 def publish(path: Path, content: dict[str, Any]) -> None:
-    path.with_suffix(".partial").write_text(json.dumps(content))
+    path.with_suffix(".partial").write_bytes(pickle.dumps(content))
     path.with_suffix(".partial").rename(path)
 
 
@@ -215,7 +217,7 @@ def awaited(path: Path) -> dict[str, Any]:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.01)
-    content: dict[str, Any] = json.loads(path.read_text())
+    content: dict[str, Any] = pickle.loads(path.read_bytes())
     return content
 
 
@@ -245,9 +247,9 @@ def measure(backend: str, size: str, dtype: str, repeat: int) -> dict[str, Any]:
         if any(codes):
             rank = next(rank for rank, code in enumerate(codes) if code)
             sys.exit(f"{backend} failed on process {rank}\n{(folder / f'{rank}.log').read_text()[-4000:]}")
-        report = awaited(folder / "report.json")
-        learners = [awaited(folder / f"memory_{rank}.json")["anonymous"] for rank in range(NUM_LEARNERS)]
-        received = awaited(folder / "memory_receiver.json")["anonymous"]
+        report = awaited(folder / "report.pickle")
+        learners = [awaited(folder / f"memory_{rank}.pickle")["anonymous"] for rank in range(NUM_LEARNERS)]
+        received = awaited(folder / "memory_receiver.pickle")["anonymous"]
     bucket_bytes = BUCKET_MIB[size] * MIB
     return {**report, "learner_buckets": max(learners) / bucket_bytes, "receiver_buckets": received / bucket_bytes}
 

@@ -7,13 +7,18 @@
 #   OPEN_INSTRUCT_TORCH   cpu | cuda | auto (default: cuda where nvidia-smi sees a GPU, else cpu)
 #   OPEN_INSTRUCT_VLLM    1 | 0: with or without vLLM, which only GRPO needs (default: 1 where there is a wheel)
 #   VENV                  folder of the environment (default: .venv)
+#
+# A torch that is in the environment already, and will do, is kept. An NVIDIA driver that is too old for the torch is said
+# before anything is fetched.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_VERSION=2.13.0
+CUDA_VERSION=13.0  # of the plain torch of this version
 VLLM_VERSION=0.32.0  # the one that is built for this torch
 XGRAMMAR_VERSION=0.2.8
 CPU_WHEELS=https://download.pytorch.org/whl/cpu
+CUDA_12_WHEELS=https://download.pytorch.org/whl/cu126
 VENV=${VENV:-.venv}
 LOCKS=scripts/locks
 LOG=$VENV/install.log
@@ -72,20 +77,39 @@ wanted_torch() {
     esac
 }
 
-# Prints the version of a torch that is there already and will do. A CUDA build will do on a CPU, not the reverse.
+# Before gigabytes are fetched for a driver that cannot run them: CUDA 13 needs 580 or newer, CUDA 12 525.
+check_driver() {
+    local cuda=$1 least driver remedy="update it"
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || return 0
+    [[ ${driver%%.*} =~ ^[0-9]+$ ]] || return 0
+    if [[ ${cuda%%.*} -ge 13 ]]; then least=580; else least=525; fi
+    if ((${driver%%.*} >= least)); then return; fi
+    if ((${driver%%.*} >= 525)); then
+        remedy+=", or put a torch for CUDA 12 into the environment first ($VENV/bin/python -m pip install \
+torch==$TORCH_VERSION --index-url $CUDA_12_WHEELS; vLLM and so GRPO are left out then)"
+    fi
+    die "the NVIDIA driver here is $driver, and a torch for CUDA $cuda needs $least or newer: $remedy," \
+        "or do without the GPU (OPEN_INSTRUCT_TORCH=cpu)"
+}
+
+# Prints the version of a torch that is there already and will do, and its CUDA, if it has one. A CUDA build will do on a
+# CPU, not the reverse.
 torch_present() {
     "$VENV/bin/python" - "$1" <<'PYTHON'
+import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 
 try:
-    found = version("torch")
+    there = distribution("torch")
 except PackageNotFoundError:
     sys.exit(1)
+found = there.version
+told = re.search(r"^cuda\b.*= '([\d.]+)'", there.locate_file("torch/version.py").read_text(), re.MULTILINE)
 in_range = (2, 10) <= tuple(int(part) for part in found.split(".")[:2]) < (2, 14)
-if not in_range or (sys.argv[1] == "cuda" and found.endswith("+cpu")):
+if not in_range or (sys.argv[1] == "cuda" and not told):
     sys.exit(1)
-print(found)
+print(found, told[1] if told else "")
 PYTHON
 }
 
@@ -113,11 +137,14 @@ install_plain_torch() {
 install_torch() {
     local build=$1
     if torch=$(torch_present "$build"); then
+        read -r torch torch_cuda <<<"$torch"
         say "torch $torch is there"
+        if [[ $build == cuda ]]; then check_driver "$torch_cuda"; fi
         return
     fi
     torch=$TORCH_VERSION
     if [[ $build == cuda ]]; then
+        check_driver "$CUDA_VERSION"
         say "torch $TORCH_VERSION, CUDA build: some gigabytes"
         install_plain_torch
     elif [[ $(uname -s) != Linux ]]; then
@@ -163,6 +190,10 @@ install_vllm() {
     elif [[ ${torch%%+*} != "$TORCH_VERSION" ]]; then
         say "vLLM $VLLM_VERSION is built for torch $TORCH_VERSION and torch $torch is there, so it is left out; DPO and" \
             "SFT run, GRPO will not"
+    elif [[ $build == cuda && ${torch_cuda%%.*} != "${CUDA_VERSION%%.*}" ]]; then
+        say "vLLM $VLLM_VERSION is built for CUDA $CUDA_VERSION and the torch that is there for CUDA $torch_cuda, so it is" \
+            "left out; DPO and SFT run, GRPO will not. For GRPO remove that torch ($VENV/bin/python -m pip uninstall" \
+            "torch) and give the same command again"
     elif [[ $build == cuda ]]; then
         say "vLLM $VLLM_VERSION, CUDA build"
         if [[ $locked == 1 ]]; then install_lock vllm_cuda; else pip_install "vllm==$VLLM_VERSION"; fi
@@ -178,6 +209,7 @@ install_vllm() {
     fi
 }
 
+torch_cuda=$CUDA_VERSION
 python=$(find_python)
 build=$(wanted_torch)
 # What the environment was made from: the same again means there is nothing to do.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 from open_instruct.cluster.learner_call import LearnerCall
 from open_instruct.cluster.learner_host import HostFacts, LearnerHost
 from open_instruct.cluster.placement import Placement, Say
-from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
+from open_instruct.parallel.listening import listen_at
 from open_instruct.parallel.peers import STORE_OF_LAUNCHER, Signs
 
 if TYPE_CHECKING:
@@ -127,7 +127,6 @@ class LearnerGroup(Generic[L]):
     def _environment_of(self, rank: int) -> dict[str, str]:
         nodes = self._placement.shape.learners_per_node
         node, local_rank = self._placement.node_and_local_rank(rank)
-        facts = self._facts[rank]
         siblings = range(rank - local_rank, rank - local_rank + nodes[node])
         environment = {
             "RANK": str(rank),
@@ -139,13 +138,11 @@ class LearnerGroup(Generic[L]):
             "TOKENIZERS_PARALLELISM": "false",
             **self._meeting_point.environment,
         }
-        if facts.interface is not None:
-            # gloo would take the address of the host's name, which on many a machine is 127.0.1.1.
-            environment.setdefault("GLOO_SOCKET_IFNAME", facts.interface)
         if self._placement.on_gpus:
             gpu_ids = [gpu_id for sibling in siblings for gpu_id in self._facts[sibling].gpu_ids]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         elif "OMP_NUM_THREADS" not in os.environ:
+            facts = self._facts[rank]
             num_neighbours = sum(other.address == facts.address for other in self._facts)
             environment["OMP_NUM_THREADS"] = str(max(1, facts.num_cores // num_neighbours))
         return environment
@@ -165,6 +162,3 @@ class MeetingPoint:
             "MASTER_PORT": str(self.store.port),
             STORE_OF_LAUNCHER: "True",  # every rank is a client of the store
         }
-        if host == LOOPBACK:
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                self.environment[variable] = os.environ.get(variable, LOOPBACK_INTERFACE)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.cluster.addresses import interface_of
+from open_instruct.cluster.process_environment import take_environment
 from open_instruct.parallel.peers import doing
 
 
@@ -19,7 +19,6 @@ class HostFacts:
     pid: int
     node_id: str
     address: str
-    interface: str | None  # that has the address
     gpu_ids: tuple[str, ...]
     num_cores: int
 
@@ -34,19 +33,17 @@ class LearnerHost:
         import ray
 
         context = ray.get_runtime_context()
-        address = ray.util.get_node_ip_address()
         return HostFacts(
             pid=os.getpid(),
             node_id=context.get_node_id(),
-            address=address,
-            interface=os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address),
+            address=ray.util.get_node_ip_address(),
             gpu_ids=tuple(context.get_accelerator_ids()["GPU"]),
             num_cores=os.cpu_count() or 1,
         )
 
     def set_environment(self, environment: Mapping[str, str]) -> None:
         """A call of its own: Ray imports the learner's class, and so torch, before it enters `construct`."""
-        os.environ.update(environment)
+        take_environment(environment, meeting_address=environment["MASTER_ADDR"])
 
     def construct(self, learner_class: type, arguments: Mapping[str, Any]) -> None:
         self._learner = learner_class(**arguments)

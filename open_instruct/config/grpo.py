@@ -110,11 +110,12 @@ def _data_problems(data: PromptDataSection) -> Iterator[str]:
 
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.inflight_updates and rollout.async_steps == 0:
-        yield (
-            "--inflight_updates: with --async_steps 0 nothing is being generated when weights change; leave it out, or "
-            "raise --async_steps"
-        )
+    if rollout.async_steps == 0:
+        for given in changed(config, "inflight_updates"):
+            yield (
+                f"{given}: with --async_steps 0 nothing is being generated when weights change; leave it out, or raise "
+                "--async_steps"
+            )
     if rollout.vllm_top_p != 1.0:
         yield (
             f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, and "
@@ -254,6 +255,12 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
         ):
             if value != wanted:
                 yield f"--single_gpu_mode has one device for learner and engine, but --{name} is {spelled(value)}"
+    tokens, seqs = fleet.vllm_max_num_batched_tokens, fleet.vllm_max_num_seqs
+    if tokens is not None and seqs is not None and tokens < seqs:
+        yield (
+            f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, each of which needs a "
+            "token in a step; raise the one or lower the other"
+        )
     if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
         yield "--weight_sync_backend ipc hands over memory of one device: it needs --single_gpu_mode; use auto"
 

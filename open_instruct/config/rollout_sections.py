@@ -64,7 +64,7 @@ class RolloutSection:
     stop_strings: list[str] = flag("texts that end a completion, beside the end-of-turn token", [])
     async_steps: int = flag("steps that generation may run ahead of training; 0 is on-policy", 1, minimum=0)
     inflight_updates: bool = flag(
-        "new weights reach completions that are being generated; otherwise those are finished first", False
+        "new weights reach completions that are being generated; otherwise those are finished first", True
     )
     active_sampling: bool = flag("replace groups without a learning signal by further prompts", False)
     no_resampling_pass_rate: float | None = flag(
@@ -192,7 +192,19 @@ class FleetSection:
     vllm_kv_cache_mib: int | None = free_flag(
         "MiB of an engine's key-value cache; default: 256 on a CPU, the rest on CUDA", None, minimum=1
     )
-    vllm_max_num_seqs: int = free_flag("completions that one engine generates at once, at most", 64, minimum=1)
+    vllm_max_num_seqs: int | None = free_flag(
+        "completions that one engine generates at once, at most; default: 256 on CUDA, 64 on a CPU", None, minimum=1
+    )
+    vllm_max_num_batched_tokens: int | None = free_flag(
+        "tokens that an engine computes in one step, at most, those of prompts included; default: on CUDA what vLLM's "
+        "LLM class takes (16384, or 8192 on an A100 or less than 70 GiB), on a CPU 4096 or the longest prompt with its "
+        "response",
+        None,
+        minimum=1,
+    )
+    vllm_async_scheduling: Literal["auto", "on", "off"] = free_flag(
+        "schedule an engine's next step while this one is computed; 'auto': on CUDA", "auto"
+    )
     vllm_enable_prefix_caching: bool = free_flag("compute a prompt's keys and values once for its group", True)
     vllm_enforce_eager: bool = free_flag("run the engine without CUDA graphs", False)
     vllm_dtype: Literal["bfloat16", "float32", "policy"] = flag(

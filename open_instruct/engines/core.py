@@ -35,6 +35,9 @@ class Core(Protocol):
     def step(self) -> Mapping[int, Completion]:
         """Make one token for each request; returns those that are finished with it."""
 
+    def settle(self) -> Mapping[int, Completion]:
+        """Take in what is on its way, after which nothing is computed until the next step; returns as `step` does."""
+
     def call_workers(
         self, method: Callable[Concatenate[WeightWorker, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:

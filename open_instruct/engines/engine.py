@@ -111,7 +111,13 @@ class Engine:
         self._between_steps(stop)
         with self._changed:
             self._changed.wait_for(lambda: self._failure or not (drain and self._running))
-        self._between_steps(lambda core: core.call_workers(WeightWorker.start_update))
+
+        def prepare(core: Core) -> None:
+            # A step that is on its way while weights change would make tokens of neither version.
+            self._take(core.settle())
+            core.call_workers(WeightWorker.start_update)
+
+        self._between_steps(prepare)
 
     def receive_weights(self) -> None:
         """Take one set of weights from the channel; returns when it is complete."""
@@ -207,7 +213,7 @@ class Engine:
                 raise
 
     def _can_admit(self) -> bool:
-        return self._is_admitting and bool(self._waiting) and len(self._running) < self._settings.max_num_seqs
+        return self._is_admitting and bool(self._waiting) and len(self._running) < self._settings.batching.max_num_seqs
 
     def _admit(self, core: Core) -> None:
         while True:
@@ -231,6 +237,9 @@ class Engine:
         self._step_began = time.monotonic()
         finished = core.step()
         self._step_began = None
+        self._take(finished)
+
+    def _take(self, finished: Mapping[int, Completion]) -> None:
         if finished:
             self._num_generated_tokens += sum(len(completion.token_ids) for completion in finished.values())
             self._ended(finished, self._completions)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from open_instruct.engines.batching import Batching
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
@@ -38,7 +40,7 @@ class EngineSettings:
     tokenizer_folder: str
     dtype: Literal["bfloat16", "float32"]
     max_model_len: int  # tokens of the longest prompt with its completion
-    max_num_seqs: int
+    batching: Batching
     tensor_parallel_size: int
     gpu_memory_utilization: float
     kv_cache_bytes: int | None

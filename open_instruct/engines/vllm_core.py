@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, Literal
 
 from open_instruct.engines.core import P, WeightWorker
+from open_instruct.engines.probe import NUM_PROBED, PROBED_TEMPERATURES, check_temperature
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.errors import InputError
 from open_instruct.parallel.listening import LOOPBACK
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
 CPU_KV_CACHE_BYTES = 256 << 20
-CPU_TOKENS_OF_A_STEP = 4096
+# The most that vLLM has on their way, and one that says so.
+STEPS_TO_SETTLE = 3
 
 
 def engine_environment(on_cuda: bool) -> dict[str, str]:
@@ -52,6 +54,7 @@ class VLLMCore:
     def __init__(self, settings: EngineSettings, *, weight_receiver: str = WEIGHT_RECEIVER) -> None:
         import torch
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         on_cuda = torch.cuda.is_available()
@@ -67,7 +70,9 @@ class VLLMCore:
             dtype=settings.dtype,
             seed=settings.seed,
             max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=settings.batching.max_num_seqs,
+            max_num_batched_tokens=settings.batching.max_num_batched_tokens,
+            async_scheduling=settings.batching.schedules_ahead,
             tensor_parallel_size=settings.tensor_parallel_size,
             # Named, or vLLM would start actors of its own where it finds Ray.
             distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
@@ -77,17 +82,15 @@ class VLLMCore:
             # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
             # request's generator, which a CPU's cannot.
             enable_chunked_prefill=None if on_cuda else False,
-            max_num_batched_tokens=None if on_cuda else max(CPU_TOKENS_OF_A_STEP, settings.max_model_len),
             enforce_eager=settings.enforce_eager or not on_cuda,
-            # A step that is on its way while weights change would make tokens of neither version.
-            async_scheduling=False,
             # Of the distribution that was sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
             worker_extension_cls=weight_receiver,
             disable_log_stats=True,
         )
         try:
-            self._engine = LLMEngine.from_engine_args(arguments)
+            # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048 tokens on any device.
+            self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except ValueError as error:
             if "KV cache" not in str(error):
                 raise
@@ -98,6 +101,7 @@ class VLLMCore:
             ) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
+        self._check_logprobs()
         self._engine.set_weight_version("0")
 
     def add(self, key: int, request: GenerationRequest) -> None:
@@ -120,6 +124,14 @@ class VLLMCore:
         by_key = {int(output.request_id): output.outputs[0] for output in outputs}
         return {key: self._completion_of(output, seed=self._seeds.pop(key)) for key, output in by_key.items()}
 
+    def settle(self) -> Mapping[int, Completion]:
+        self._engine.sleep(level=0, mode="keep")  # schedules nothing any more
+        finished: dict[int, Completion] = {}
+        for _ in range(STEPS_TO_SETTLE):
+            finished |= self.step()
+        self._engine.wake_up(["scheduling"])
+        return finished
+
     def call_workers(
         self, method: Callable[Concatenate[WeightWorker, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
@@ -132,6 +144,25 @@ class VLLMCore:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+    def _check_logprobs(self) -> None:
+        """Whichever of vLLM's model runners it is, and whatever it was told, see that log-probs know the temperature.
+
+        Raises:
+            RunError: they do not.
+        """
+        from vllm import SamplingParams
+
+        logprobs: list[dict[int, float]] = []
+        for temperature in PROBED_TEMPERATURES:
+            params = SamplingParams(temperature=temperature, max_tokens=1, logprobs=NUM_PROBED, detokenize=False)
+            self._engine.add_request(f"probe at {temperature}", {"prompt_token_ids": [0]}, params)
+            while self._engine.has_unfinished_requests():
+                outputs: list[Any] = self._engine.step()
+                logprobs += [
+                    {token: it.logprob for token, it in output.outputs[0].logprobs[0].items()} for output in outputs
+                ]
+        check_temperature(*logprobs)
 
     def _params_of(self, request: GenerationRequest) -> SamplingParams:
         from vllm import SamplingParams

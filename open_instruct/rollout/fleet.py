@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,12 @@ from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.cluster.pids import remove_pids, write_pids
 from open_instruct.cluster.placement import FleetShape, Placement
+from open_instruct.cluster.process_environment import allocator_environment
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
 from open_instruct.data.turn_end import turn_end_token_ids
+from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import EngineSettings
@@ -100,24 +102,26 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         began_s = time.monotonic()
         doing("starting learners and engines")
         console.say(f"starting {counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}")
-        # They import and load side by side.
+        backend = choose_backend(
+            config.fleet.weight_sync_backend,
+            on_cuda=placement.on_gpus,
+            single_device=shape.shares_device,
+            same_host=placement.whereabouts().share_memory(),
+        )
+        allocator = allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=backend == "ipc")
         learners = LearnerGroup(
             learner_class,
             placement,
-            arguments={
-                "config": config,
-                "weight_sync_backend": choose_backend(
-                    config.fleet.weight_sync_backend,
-                    on_cuda=placement.on_gpus,
-                    single_device=shape.shares_device,
-                    same_host=placement.whereabouts().share_memory(),
-                ),
-                "engine_dtype": engine_dtype(config),
-            },
+            arguments={"config": config, "weight_sync_backend": backend, "engine_dtype": engine_dtype(config)},
+            environment=allocator,
             say=console.say,
         )
         stack.callback(learners.shutdown)
-        make_engine = partial(_start_engine, run=run, placement=placement)
+        make_engine = partial(_start_engine, run=run, placement=placement, environment=allocator)
+        if shape.shares_device:
+            # vLLM takes its share of what it finds free, and must not measure while another takes memory.
+            learners.wait_ready(config.fleet.step_timeout_s)
+        # Elsewhere they import and load side by side.
         handles = [make_engine(index) for index in range(shape.num_engines)]
         learners.wait_ready(config.fleet.step_timeout_s)
         console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
@@ -168,7 +172,7 @@ def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
 
 
-def _start_engine(index: int, *, run: RolloutRun, placement: Placement) -> RayEngine:
+def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environment: Mapping[str, str]) -> RayEngine:
     config = run.config
     fleet = config.fleet
     settings = EngineSettings(
@@ -176,7 +180,7 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement) -> RayEn
         tokenizer_folder=str(run.pretrained.tokenizer_folder.resolve()),
         dtype=engine_dtype(config),
         max_model_len=config.data.max_seq_length,
-        max_num_seqs=fleet.vllm_max_num_seqs,
+        batching=Batching.of(fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
         tensor_parallel_size=fleet.vllm_tensor_parallel_size,
         gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
         kv_cache_bytes=None if fleet.vllm_kv_cache_mib is None else fleet.vllm_kv_cache_mib << 20,
@@ -185,7 +189,7 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement) -> RayEn
         seed=config.optim.seed,
         stop_token_ids=turn_end_token_ids(run.chat),
     )
-    environment = engine_environment(on_cuda=placement.on_gpus)
+    environment = {**engine_environment(on_cuda=placement.on_gpus), **environment}
     if not placement.on_gpus:
         # Ray would leave it one thread; learners and engines seldom compute at the same time.
         num_threads = max(1, (os.cpu_count() or 1) // placement.shape.num_engines)

@@ -1,8 +1,9 @@
 """What travels, in which order and where in a bucket: the same on every side.
 
-A bucket is a run of whole tensors that together have at most `bucket_bytes`. A larger tensor is a bucket of
-its own. Within a bucket lie first all parts that rank 0 brings, then all that rank 1 brings, and so on: what a rank
-brings is one message, and receivers put the tensors together.
+A bucket is a run of whole tensors that together have at most `bucket_bytes`, or a piece of a larger one: as many of
+the rows of every rank, so that each brings its share of every piece. Within a bucket lie first all parts that rank 0
+brings, then all that rank 1 brings, and so on: what a rank brings is one message, and receivers put the tensors
+together.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from open_instruct.models.shards import Box, box_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank brings of a tensor: `num_bytes` from `start` of the bucket."""
+    """What one rank brings of a tensor: `num_bytes` from `start` of the bucket. `own` is its place in what it holds."""
 
     box: Box
+    own: Box
     start: int
     num_bytes: int
 
@@ -33,11 +35,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Tensors that travel together: by name their shapes, and by rank and name their parts."""
+    """Tensors that travel together: by name their shapes, and by rank and name their parts.
+
+    Example: the second of three pieces of an embedding is `Bucket(shapes={"wte": (9, 4)}, parts=…, num_bytes=24,
+    piece=1, num_pieces=3)`; what is whole has one piece.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     parts: Mapping[int, Mapping[str, Part]]
     num_bytes: int
+    piece: int = 0
+    num_pieces: int = 1
+
+    @property
+    def is_last_piece(self) -> bool:
+        return self.piece == self.num_pieces - 1
 
     def span(self, rank: int) -> tuple[int, int]:
         """First byte of what `rank` brings, and the one after the last."""
@@ -59,10 +71,14 @@ class Bucket:
             flat: bytes of the bucket, from `first_byte` on.
         """
         for name, part in self.parts.get(rank, {}).items():
-            part.view(flat, dtype, first_byte).copy_(tensors[name])
+            part.view(flat, dtype, first_byte).copy_(tensors[name][part.own])
+
+    def num_bytes_of_wholes(self, dtype: torch.dtype) -> int:
+        """More than the bucket has where it is a piece."""
+        return sum(map(math.prod, self.shapes.values())) * dtype.itemsize
 
     def wholes(self, into: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The tensors by name, one behind the other in `into`: as many bytes as the bucket."""
+        """The tensors by name, one behind the other in `into`."""
         wholes: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in self.shapes.items():
@@ -85,7 +101,7 @@ class Bucket:
 class WeightManifest:
     """Tensors by Hugging Face's names, the one dtype in which they travel, and their buckets.
 
-    Example: a model of 1.2 GB with the default of 256 MiB has five or six buckets of whole tensors.
+    Example: a model of 1.2 GB with the default of 256 MiB has five or six buckets.
     """
 
     def __init__(
@@ -105,12 +121,17 @@ class WeightManifest:
         self.boxes = boxes
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
-        self.buckets = tuple(self._lay_out(run) for run in self._runs())
+        self.buckets = tuple(self._lay_out(*run) for run in self._runs())
         self.ranks = sorted({rank for bucket in self.buckets for rank in bucket.parts})
 
     @property
     def largest_bucket_bytes(self) -> int:
         return max(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def most_bytes_of_wholes(self) -> int:
+        """The most that the tensors of one bucket have."""
+        return max(bucket.num_bytes_of_wholes(self.dtype) for bucket in self.buckets)
 
     @property
     def num_bytes(self) -> int:
@@ -121,51 +142,52 @@ class WeightManifest:
         spans = [bucket.span(rank) for bucket in self.buckets]
         return max(stop - start for start, stop in spans)
 
-    def as_json(self) -> dict[str, Any]:
-        """As strings and numbers, for a process that imports nothing of ours."""
-        return {
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "boxes": {
-                name: [[rank, [[cut.start, cut.stop] for cut in box]] for rank, box in boxes.items()]
-                for name, boxes in self.boxes.items()
-            },
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "bucket_bytes": self.bucket_bytes,
-        }
+    def described(self) -> dict[str, Any]:
+        """The arguments that make the same again: plain types, to be pickled."""
+        return {"shapes": self.shapes, "boxes": self.boxes, "dtype": self.dtype, "bucket_bytes": self.bucket_bytes}
 
-    @classmethod
-    def from_json(cls, info: Mapping[str, Any]) -> WeightManifest:
-        """What `as_json` was made from."""
-        return cls(
-            {name: tuple(shape) for name, shape in info["shapes"].items()},
-            {
-                name: {rank: tuple(slice(start, stop) for start, stop in box) for rank, box in boxes}
-                for name, boxes in info["boxes"].items()
-            },
-            dtype=getattr(torch, info["dtype"]),
-            bucket_bytes=info["bucket_bytes"],
-        )
-
-    def _runs(self) -> Iterator[list[str]]:
+    def _runs(self) -> Iterator[tuple[list[str], int, int]]:
+        """Names, and which piece of how many."""
         run: list[str] = []
         num_bytes = 0
         for name, shape in self.shapes.items():
             more = math.prod(shape) * self.dtype.itemsize
             if run and num_bytes + more > self.bucket_bytes:
-                yield run
+                yield run, 0, 1
                 run, num_bytes = [], 0
-            run.append(name)
-            num_bytes += more
-        yield run
+            num_pieces = min(-(-more // self.bucket_bytes), self._most_rows(name))
+            if num_pieces > 1:
+                yield from (([name], piece, num_pieces) for piece in range(num_pieces))
+            else:
+                run.append(name)
+                num_bytes += more
+        if run:
+            yield run, 0, 1
 
-    def _lay_out(self, names: list[str]) -> Bucket:
+    def _most_rows(self, name: str) -> int:
+        """The most rows that a rank brings of a tensor; of a number it is one."""
+        return max(box[0].stop - box[0].start if box else 1 for box in self.boxes[name].values())
+
+    def _lay_out(self, names: list[str], piece: int, num_pieces: int) -> Bucket:
         parts: dict[int, dict[str, Part]] = {}
         start = 0
         for rank in sorted({rank for name in names for rank in self.boxes[name]}):
             for name in names:
-                box = self.boxes[name].get(rank)
-                num_bytes = 0 if box is None else math.prod(box_shape(box)) * self.dtype.itemsize
-                if box is not None and num_bytes:
-                    parts.setdefault(rank, {})[name] = Part(box=box, start=start, num_bytes=num_bytes)
+                if rank not in self.boxes[name]:
+                    continue
+                box, own = _cut(self.boxes[name][rank], piece, num_pieces)
+                num_bytes = math.prod(box_shape(box)) * self.dtype.itemsize
+                if num_bytes:
+                    parts.setdefault(rank, {})[name] = Part(box=box, own=own, start=start, num_bytes=num_bytes)
                     start += num_bytes
-        return Bucket(shapes={name: self.shapes[name] for name in names}, parts=parts, num_bytes=start)
+        shapes = {name: self.shapes[name] for name in names}
+        return Bucket(shapes=shapes, parts=parts, num_bytes=start, piece=piece, num_pieces=num_pieces)
+
+
+def _cut(box: Box, piece: int, num_pieces: int) -> tuple[Box, Box]:
+    """The rows of a box that are in a piece: their place in the whole, and in the box."""
+    if not box:
+        return box, box
+    rows, *others = box
+    start, stop = ((rows.stop - rows.start) * end // num_pieces for end in (piece, piece + 1))
+    return (slice(rows.start + start, rows.start + stop), *others), (slice(start, stop),)

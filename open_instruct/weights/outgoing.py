@@ -91,6 +91,7 @@ class PartBroadcaster(Outgoing):
 
     def close(self) -> None:
         # A receiver waits for what it asked for until the group, and everything that was begun in it, is gone.
+        self._group.abort()
         self._under_way.clear()
         del self._group, self._slots_SN
 

@@ -71,15 +71,15 @@ class IncomingWeights:
             RunError: some did not come within the time-out; names them.
         """
         backend = info["backend"]
-        self._manifest = WeightManifest.from_json(info)
+        self._manifest = WeightManifest(**info["manifest"])
         self._writers = [learner_name(rank) for rank in self._manifest.ranks]
-        self._device = device
+        self._device = device if backend in ON_DEVICE else CPU
         self._position = 0
         self._slots_SN: torch.Tensor | None = None
         self._groups: dict[int, Any] = {}
         self._flats: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, dist.Work] = {}
-        self._memory = ReusedMemory(self._manifest.largest_bucket_bytes, device if backend in ON_DEVICE else CPU)
+        self._memory = ReusedMemory(self._manifest.most_bytes_of_wholes, self._device)
         self._progress = SyncProgress.join(info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S)
         slot_bytes = self._manifest.largest_bucket_bytes
         if backend == "shm":
@@ -92,12 +92,13 @@ class IncomingWeights:
         if backend not in SHARED:
             # In the same order on every receiver, each with a learner that waits for nobody else.
             self._groups = {
-                rank: broadcast_group(info, self._progress.store, sender=learner_name(rank), rank=index + 1)
+                rank: broadcast_group(
+                    info, self._progress, sender=learner_name(rank), rank=index + 1, device=self._device
+                )
                 for rank in self._manifest.ranks
             }
-            where = device if backend in ON_DEVICE else CPU
             self._flats = {
-                rank: torch.empty(self._manifest.most_bytes_of(rank), dtype=torch.uint8, device=where)
+                rank: torch.empty(self._manifest.most_bytes_of(rank), dtype=torch.uint8, device=self._device)
                 for rank in self._manifest.ranks
             }
 
@@ -107,11 +108,20 @@ class IncomingWeights:
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody failed.
         """
-        first = self._position
+        dtype, buckets = self._manifest.dtype, self._manifest.buckets
         self._progress.new_round()
-        self._progress.report(f"began/{first}")
-        yield from self._from_slots() if self._slots_SN is not None else self._from_broadcasts()
-        self._position += len(self._manifest.buckets)
+        self._progress.report(f"began/{self._position}")
+        wholes: dict[str, torch.Tensor] = {}
+        for index, bucket in enumerate(buckets):
+            if bucket.piece == 0:
+                wholes = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes(dtype)), dtype)
+            take = self._take_slot if self._slots_SN is not None else self._take_broadcasts
+            take(index, wholes)
+            wait_for_device(self._device)
+            self._progress.report(f"done/{self._position + index}")
+            if bucket.is_last_piece:
+                yield _handed_over(wholes)
+        self._position += len(buckets)
 
     def fail(self, error: BaseException) -> None:
         """Tell everybody that this receiver has failed, and leave the channel."""
@@ -122,38 +132,31 @@ class IncomingWeights:
     def close(self) -> None:
         """Let go of memory and connections, whoever still knows this object."""
         # What was begun in a group is waited for, until its peers are gone too, when the group goes.
+        for group in self._groups.values():
+            group.abort()
         self._slots_SN = None
         self._arriving.clear()
         self._groups.clear()
 
-    def _from_slots(self) -> Iterator[Weights]:
+    def _take_slot(self, index: int, wholes: Mapping[str, torch.Tensor]) -> None:
         assert self._slots_SN is not None
-        for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            self._progress.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(position)}")
-            flat = slot_of(self._slots_SN, position, bucket)
-            wholes = self._wholes(bucket)
-            for rank in bucket.parts:
-                bucket.unpack(flat, wholes, rank=rank)
-            wait_for_device(flat.device)
-            self._progress.report(f"done/{position}")
-            yield _handed_over(wholes)
+        position, bucket = self._position + index, self._manifest.buckets[index]
+        self._progress.wait(f"filled/{position}", self._writers, to=f"write bucket {self._number(index)}")
+        for rank in bucket.parts:
+            bucket.unpack(slot_of(self._slots_SN, position, bucket), wholes, rank=rank)
 
-    def _from_broadcasts(self) -> Iterator[Weights]:
-        self._progress.wait(f"go/{self._position}", [HOST], to="begin to send")
-        buckets = self._manifest.buckets
-        self._begin(buckets[0], self._manifest.ranks)
-        for position, bucket in enumerate(buckets, start=self._position):
-            following = buckets[position + 1 - self._position] if bucket is not buckets[-1] else NOTHING
-            self._begin(following, set(self._manifest.ranks) - bucket.parts.keys())
-            wholes = self._wholes(bucket)
-            for number, rank in enumerate(bucket.parts):
-                self._finish(list(bucket.parts)[number:], to=f"send bucket {self._number(position)}")
-                bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
-                # On its way while the other parts are unpacked, and the whole is loaded.
-                self._begin(following, [rank])
-            wait_for_device(self._device)
-            self._progress.report(f"done/{position}")
-            yield _handed_over(wholes)
+    def _take_broadcasts(self, index: int, wholes: Mapping[str, torch.Tensor]) -> None:
+        bucket, *further = self._manifest.buckets[index:]
+        following = further[0] if further else NOTHING
+        if index == 0:
+            self._progress.wait(f"go/{self._position}", [HOST], to="begin to send")
+            self._begin(bucket, self._manifest.ranks)
+        self._begin(following, set(self._manifest.ranks) - bucket.parts.keys())
+        for number, rank in enumerate(bucket.parts):
+            self._finish(list(bucket.parts)[number:], to=f"send bucket {self._number(index)}")
+            bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
+            # On its way while the other parts are unpacked, and the whole is loaded.
+            self._begin(following, [rank])
 
     def _begin(self, bucket: Bucket, ranks: Iterable[int]) -> None:
         """Begin to receive what these ranks bring of a bucket, those that bring something."""
@@ -176,11 +179,8 @@ class IncomingWeights:
             lost = f"{self._progress.member} waited for {learner_name(ranks[0])} to {to}, and lost it: {error}"
             raise self._progress.lost(lost) from error
 
-    def _wholes(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        return bucket.wholes(self._memory.take(bucket.num_bytes), self._manifest.dtype)
-
-    def _number(self, position: int) -> str:
-        return f"{position - self._position + 1} of {len(self._manifest.buckets)}"
+    def _number(self, index: int) -> str:
+        return f"{index + 1} of {len(self._manifest.buckets)}"
 
 
 def _handed_over(wholes: dict[str, torch.Tensor]) -> Weights:

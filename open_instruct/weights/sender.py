@@ -84,7 +84,7 @@ class WeightSender:
             names: the model's names.
             backend: as `choose_backend` gives it.
             dtype: that travels: the engines'.
-            bucket_bytes: of tensors that travel at once; a larger tensor travels alone.
+            bucket_bytes: of tensors that travel at once; a larger tensor travels in pieces.
             timeout_s: how long a receiver may take to join, and to take one bucket.
 
         Raises:
@@ -208,7 +208,7 @@ class WeightSender:
             "port": self._progress.store.port,
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
-            **self.manifest.as_json(),
+            "manifest": self.manifest.described(),
         }
         slot_bytes = self.manifest.largest_bucket_bytes
         if self._backend == "shm":
@@ -224,7 +224,7 @@ class WeightSender:
         if self._backend in SHARED:
             assert self._slots_SN is not None
             return SharedMemoryWriter(self._slots_SN, progress, dtype=self.manifest.dtype, rank=self._rank)
-        group = broadcast_group(self._info, progress.store, sender=learner_name(self._rank), rank=0)
+        group = broadcast_group(self._info, progress, sender=learner_name(self._rank), rank=0, device=self._device)
         return PartBroadcaster(
             group, progress, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank
         )

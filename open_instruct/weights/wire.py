@@ -17,10 +17,16 @@ from open_instruct.cluster.addresses import address_towards
 from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.errors import RunError
 from open_instruct.weights.manifest import Bucket
+from open_instruct.weights.progress import SyncProgress, receiver_name
 
 NUM_SLOTS = 2
 MIB = 2**20
 INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
+# How much longer a process group waits than any of its members waits for another, who then can say for whom.
+GROUP_PATIENCE_S = 10.0
+# Read by a process group of NCCL as it is made: a peer that is gone, or late, ends the communicator, not this process.
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+GIVE_UP_COMMUNICATOR = "2"
 
 
 def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tensor:
@@ -84,22 +90,52 @@ def import_device_slots(arguments: tuple[Any, ...], device: torch.device) -> tor
     return rebuild(*arguments[:INDEX_OF_DEVICE], device.index, *arguments[INDEX_OF_DEVICE + 1 :])
 
 
-def broadcast_group(info: Mapping[str, Any], store: TCPStore, *, sender: str, rank: int) -> Any:
+def broadcast_group(
+    info: Mapping[str, Any], progress: SyncProgress, *, sender: str, rank: int, device: torch.device
+) -> Any:
     """A process group of `sender`, its rank 0, and a channel's receivers, beside any that these processes are in.
 
-    Returns when all have come. gloo listens only at the address that reaches the store, so that on one host all
-    stays on loopback.
+    Returns when all are connected. Members wait for each other here, and not in the group, which could not say who is
+    missing; NCCL connects them when the first byte is sent, which therefore is sent now.
+
+    Raises:
+        RunError: some did not come within the time-out (they are named), or could not be connected.
     """
-    prefixed, timeout = PrefixStore(f"{info['backend']}/{sender}/", store), timedelta(seconds=info["timeout_s"])
-    size = info["num_receivers"] + 1
+    members = [sender, *map(receiver_name, range(info["num_receivers"]))]
+    progress.report(f"connecting/{sender}")
+    progress.wait(f"connecting/{sender}", members, to=f"connect with {sender}")
+    try:
+        group = _group(info, progress.store, sender=sender, rank=rank)
+        first = broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
+        others = [member for member in members if member != progress.member]
+        progress.wait_until(first.is_completed, who=lambda: others, to=f"be connected with {sender}")
+        first.wait()
+    except RuntimeError as error:
+        raise progress.lost(
+            f"{progress.member} could not be connected with {' and '.join(members)}: {error}"
+        ) from error
+    return group
+
+
+def _group(info: Mapping[str, Any], store: TCPStore, *, sender: str, rank: int) -> Any:
+    prefixed, size = PrefixStore(f"{info['backend']}/{sender}/", store), info["num_receivers"] + 1
     if info["backend"] == "gloo":
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # At the address that reaches the store, and no other: on one host all stays on loopback.
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(info["address"], info["port"]))]
-        gloo._timeout = timeout
+        gloo._timeout = timedelta(seconds=info["timeout_s"] + GROUP_PATIENCE_S)
         return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
     nccl = dist.ProcessGroupNCCL.Options()
-    nccl._timeout = timeout
-    return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
+    # Its clock starts when a bucket is asked for, while the one before is still being loaded.
+    nccl._timeout = timedelta(seconds=2 * info["timeout_s"] + GROUP_PATIENCE_S)
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = GIVE_UP_COMMUNICATOR
+    try:
+        return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
+    finally:
+        os.environ.pop(ERROR_HANDLING)
+        if before is not None:
+            os.environ[ERROR_HANDLING] = before
 
 
 def broadcast(group: Any, flat: torch.Tensor) -> dist.Work:
@@ -112,6 +148,9 @@ def broadcast(group: Any, flat: torch.Tensor) -> dist.Work:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Return when the device has done what it was told, so that another process may be told so."""
+    """Return when the device has done what it was told on this stream, so that another process may be told so.
+
+    Not on others: there the next bucket is on its way.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

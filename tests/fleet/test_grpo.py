@@ -129,9 +129,7 @@ def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:
 
 def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> None:
     """Shard groups stay inside nodes, and new weights reach completions that are being generated."""
-    case = variant(
-        num_learners_per_node=[2, 4], async_steps=1, inflight_updates="true", num_mini_batches=2, vllm_num_engines=2
-    )
+    case = variant(num_learners_per_node=[2, 4], async_steps=1, num_mini_batches=2, vllm_num_engines=2)
     case.run()
     layout = json.loads((case.output_dir / "layout.json").read_text())
     assert layout["shard_groups"] == [[0, 1], [2, 3], [4, 5]]
@@ -187,7 +185,10 @@ def reward_model(base: GRPOCase) -> Path:
 def test_one_device_for_learner_and_engine(
     variant: Callable[..., GRPOCase], reward_model: Path, backend: str, tmp_path: Path
 ) -> None:
-    """A reward model judges too, a reference policy stands beside, and every step learns from conversations as well."""
+    """A reward model judges too, a reference policy stands beside, and every step learns from conversations as well.
+
+    Completions are finished before weights change, so that each is of one version.
+    """
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "Number?"}, {"role": "assistant", "content": "4 5 6"}]
     chats.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
@@ -195,6 +196,7 @@ def test_one_device_for_learner_and_engine(
         single_gpu_mode="true",
         weight_sync_backend=backend,
         async_steps=1,
+        inflight_updates="false",
         beta=0.1,
         verifier=["tests.fleet.grpo_case:ShareOfDigits", f"reward_model:{reward_model}"],
         num_verifier_processes=1,
@@ -212,6 +214,9 @@ def test_one_device_for_learner_and_engine(
     assert all(row["num_verifier_problems"] == 0 for row in rows)
     judge = RewardModelVerifier(str(reward_model))
     judge.load()
+    for step in range(1, NUM_STEPS + 1):
+        for group in read_traces(case.output_dir, step):
+            assert all(len(set(completion.versions)) == 1 for completion in group.completions)
     for group in read_traces(case.output_dir, NUM_STEPS):
         for completion, verdict in zip(group.completions, group.verdicts, strict=True):
             said = judge.judge(group.prompt.text, completion.text, None, is_truncated=completion.is_truncated)

@@ -104,8 +104,8 @@ def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("learners_per_node", "interfaces"),
-    [(["2"], [INTERFACES[0]] * 2), (["1", "1"], list(INTERFACES))],
+    ("learners_per_node", "interfaces", "of_engine"),
+    [(["2"], [INTERFACES[0]] * 2, INTERFACES[1]), (["1", "1"], list(INTERFACES), INTERFACES[0])],
     ids=["learners beside the driver, the engine elsewhere", "learners on both"],
 )
 def test_weights_reach_engines_wherever_they_are(
@@ -114,6 +114,7 @@ def test_weights_reach_engines_wherever_they_are(
     environment: dict[str, str],
     learners_per_node: list[str],
     interfaces: list[str],
+    of_engine: str,
 ) -> None:
     done = subprocess.run(
         [*hosts[0], sys.executable, "-m", "tests.fleet.two_hosts", cluster, *learners_per_node],
@@ -128,5 +129,8 @@ def test_weights_reach_engines_wherever_they_are(
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert report["arrived"] == [7.0, 7.0, 7.0]
     assert report["channel"] in ADDRESSES
-    assert [address for address, _ in report["met"]] == [ADDRESSES[0]] * 2
-    assert sorted(interface for _, interface in report["met"]) == sorted(interfaces)
+    assert [address for address, *_ in report["met"]] == [ADDRESSES[0]] * 2
+    assert sorted(gloo for _, gloo, _ in report["met"]) == sorted(interfaces)
+    for gloo, nccl in (report["of_engine"], *(both for _, *both in report["met"])):
+        assert nccl == f"={gloo}"
+    assert report["of_engine"][0] == of_engine

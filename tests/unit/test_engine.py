@@ -206,6 +206,21 @@ class TestUpdate:
             "step",
         ]
 
+    def test_what_is_on_its_way_is_taken_in_before_the_weights_change(self, engine: Engine, core: FakeCore) -> None:
+        """A step that vLLM has scheduled ahead is of the old weights, and is told as such."""
+        core.is_ahead = True
+        core.hold()
+        engine.begin({1: request(1, num_tokens=2), 2: request(2, num_tokens=9)})
+        with held_after(engine, core, 1):
+            beginning = meanwhile(engine.begin_update, False)
+        beginning.result(TIMEOUT_S)
+        assert poll_all(engine, 1)[1].versions == (0, 0)
+        names = [call[0] for call in core.calls]
+        assert names.index("start_update") == names.index("settle") + 1
+        engine.receive_weights()
+        engine.finish_update(1)
+        assert poll_all(engine, 1)[2].versions == (0,) * 2 + (1,) * 7
+
     def test_with_drain_no_completion_is_of_two_versions(self, engine: Engine, core: FakeCore) -> None:
         for version in range(1, 6):
             engine.begin({number: request(number, num_tokens=7) for number in range(40 * version - 40, 40 * version)})

@@ -56,7 +56,14 @@ def test_learners_are_a_list_of_numbers() -> None:
             "--dataset_mixer_eval_list a.jsonl 1.0 --eval_temperature 0.005",
             "--eval_temperature 0.005: must be at least 0.01, or 0",
         ),
-        ("--async_steps 0 --inflight_updates", "--inflight_updates: with --async_steps 0 nothing is being generated"),
+        (
+            "--async_steps 0 --no_inflight_updates",
+            "--no_inflight_updates: with --async_steps 0 nothing is being generated",
+        ),
+        (
+            "--vllm_max_num_batched_tokens 128 --vllm_max_num_seqs 256",
+            "--vllm_max_num_batched_tokens 128 is less than --vllm_max_num_seqs 256, each of which needs a token",
+        ),
         ("--ray_address auto --ray_dashboard_host 0.0.0.0", "--ray_dashboard_host 0.0.0.0: the cluster at"),
         (
             "--activation_checkpointing_modules blocks.*",

@@ -278,9 +278,9 @@ def test_phases_are_those_of_the_run() -> None:
     phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(shape, LAYOUT, grpo)}
     assert [*phases][1:3] == ["scoring pass", "forward"] and "reference policy" not in phases["load"]
     assert phases["backward"]["reference policy"] == phases["backward"]["parameters"]
-    # The largest bucket is the embeddings, of which a rank brings an eighth, twice.
-    largest = 2 * 2 * 151936 * 4096 // 8
-    assert phases["weight sync"]["buffers"] - phases["backward"]["buffers"] == largest
+    # Of two buckets a rank brings an eighth. The embeddings, of 1.2 GB, come in pieces.
+    in_buckets = phases["weight sync"]["buffers"] - phases["backward"]["buffers"]
+    assert 0.9 < in_buckets / (2 * (256 << 20) / 8) <= 1
 
 
 def test_an_engine_on_the_same_device_is_counted() -> None:

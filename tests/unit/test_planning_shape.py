@@ -182,3 +182,16 @@ def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     workload = workload_of(config, SHAPE, layout, device_memory_bytes=80 * 2**30)
     assert workload.sync_backend == "ipc"
     assert workload.kv_cache_bytes == 40 * 2**30 - 2 * SHAPE.num_params
+
+
+def test_a_cache_of_a_given_size_has_an_engines_steps_on_top() -> None:
+    layout = resolve_layout([1], single_device=True)
+
+    def beside_weights(*flags: str) -> int:
+        config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", "--vllm_kv_cache_mib", "1024", *flags])
+        return workload_of(config, SHAPE, layout, device_memory_bytes=80 * 2**30).kv_cache_bytes
+
+    a_token, a_sequence = 2 * (3 * SHAPE.d_ff + 4 * SHAPE.d_model), 8 * SHAPE.vocab_size
+    assert beside_weights() == 2**30 + 16384 * a_token + 256 * a_sequence
+    given = beside_weights("--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
+    assert given == 2**30 + 4096 * a_token + 64 * a_sequence

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from open_instruct.models.shards import own_box
+
+MOMENTUM = "momentum_buffer"  # torch's name
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -45,4 +52,36 @@ class MuonWithAdamW(torch.optim.Optimizer):
             # Loading a checkpoint replaces our groups and state, so both are shared anew.
             part.param_groups = self._groups(use_muon)
             part.state = self.state
+            if use_muon:
+                part.param_groups = [self._without_few_rows(group) for group in part.param_groups]
             part.step()
+
+    def _without_few_rows(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group without the matrices that have fewer rows than shards, whose step is taken here.
+
+        Where ranks hold nothing of a matrix, DTensor cannot put torch's whole update back into shards. These are small:
+        every rank takes the step of the whole, and keeps its rows.
+        """
+        by_kind: dict[bool, list[Any]] = {True: [], False: []}
+        for matrix in group["params"]:
+            by_kind[matrix.grad is not None and _has_few_rows(matrix)].append(matrix)
+        if few := by_kind[True]:
+            wholes = [nn.Parameter(matrix.full_tensor()) for matrix in few]
+            muon = torch.optim.Muon([{**group, "params": wholes}])
+            for matrix, whole in zip(few, wholes, strict=True):
+                whole.grad = matrix.grad.full_tensor()
+                momentum = self.state[matrix].setdefault(MOMENTUM, torch.zeros_like(matrix.grad))
+                muon.state[whole][MOMENTUM] = momentum.full_tensor()
+            muon.step()
+            for matrix, whole in zip(few, wholes, strict=True):
+                own = own_box(matrix)
+                matrix.to_local().copy_(whole[own])
+                self.state[matrix][MOMENTUM].to_local().copy_(muon.state[whole][MOMENTUM][own])
+        return {**group, "params": by_kind[False]}
+
+
+def _has_few_rows(matrix: torch.Tensor) -> bool:
+    if not isinstance(matrix, DTensor):
+        return False
+    cuts = zip(matrix.placements, matrix.device_mesh.shape, strict=True)
+    return matrix.shape[0] < prod(size for placement, size in cuts if placement.is_shard(0))

@@ -149,7 +149,7 @@ class _Moments:
         return 0 if self.workload.on_cuda else 2 * max(own) * MASTER_BYTES
 
     def weight_sync(self) -> Moment:
-        """Buckets of whole tensors, twice: one is filled while another travels; of each a rank has its own part.
+        """Two buckets: one is filled while another travels; of each a rank has its own part.
 
         Source: `WeightManifest` and `PartBroadcaster`. Over shared memory of the host nothing more is on a GPU; where
         learner and engine share one (ipc), the slots hold whole buckets.

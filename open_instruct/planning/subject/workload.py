@@ -25,6 +25,8 @@ GRPO = "grpo"
 REFERENCE, TEACHER = "reference policy", "teacher"
 Checkpointing = Literal["none", "full", "selected_modules"]
 MIB = 2**20
+# Of an engine on CUDA where the flags say nothing; source: `engines/batching.py`, and vLLM's `get_batch_defaults`.
+ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,9 @@ class Workload:
     Tokens are those of a whole row; a context degree splits them further. `num_values` are computed of each label that
     is learned: its log-prob, and what the loss reads beside. `num_updates` is above 1 for GRPO alone:
     mini-batches times epochs, each of `num_microbatches`. `reference_pass_tokens` are those of a microbatch of the pass
-    over the start weights before training, 0 where there is none. Of the engines, `kv_cache_bytes` is what lies on the
-    learner's own device: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node.
+    over the start weights before training, 0 where there is none. `kv_cache_bytes` are an engine's on the
+    learner's own device, those of its steps too: 0 unless they share one. `sync_crosses_nodes` unless engines are
+    known to be on its node.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
     counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
@@ -252,7 +255,6 @@ def _of_rollouts(
     on_auto = "ipc" if layout.single_device else "nccl"
     sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
     sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
-    engine_bytes = shape.num_params * sync_bytes_per_param
     return Workload(
         num_metrics=(num_means, 2 + (num_given > 0), 2),
         algorithm=GRPO,
@@ -273,7 +275,9 @@ def _of_rollouts(
         sync_backend=on_auto if fleet.weight_sync_backend == "auto" else fleet.weight_sync_backend,
         sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
         sync_bytes_per_param=sync_bytes_per_param,
-        kv_cache_bytes=_kv_cache_bytes(fleet, engine_bytes, device_memory_bytes) if layout.single_device else 0,
+        kv_cache_bytes=_cache_bytes(fleet, shape, sync_bytes_per_param, device_memory_bytes)
+        if layout.single_device
+        else 0,
     )
 
 
@@ -290,8 +294,15 @@ def _checkpointing(memory: MemorySection) -> dict[str, Any]:
     return {"checkpointing": memory.activation_checkpointing, "checkpointing_modules": tuple(modules)}
 
 
-def _kv_cache_bytes(fleet: FleetSection, weight_bytes: int, device_memory_bytes: int | None) -> int:
-    """vLLM takes its share of the whole GPU; the cache is what the engine's weights leave of that."""
-    if fleet.vllm_kv_cache_mib is not None:
-        return fleet.vllm_kv_cache_mib * MIB
-    return max(0, int(fleet.vllm_gpu_memory_utilization * (device_memory_bytes or 0)) - weight_bytes)
+def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, device_memory_bytes: int | None) -> int:
+    """vLLM takes its share of the whole GPU, and the cache is what the engine's weights, and its steps, leave of that.
+
+    Beside a cache of a given size they come on top: what a block holds of all tokens, and all sequences' logits twice.
+    """
+    if fleet.vllm_kv_cache_mib is None:
+        share = int(fleet.vllm_gpu_memory_utilization * (device_memory_bytes or 0))
+        return max(0, share - shape.num_params * bytes_per_param)
+    tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
+    of_blocks = tokens * (3 * shape.d_ff + 4 * shape.d_model) * bytes_per_param
+    of_logits = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
+    return fleet.vllm_kv_cache_mib * MIB + of_blocks + of_logits

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from types import SimpleNamespace
 
 from open_instruct.models.names import TensorNames
-from open_instruct.planning.memory.state import gathered_params, local_size
-from open_instruct.planning.subject.model import ModelShape, Unit
+from open_instruct.planning.memory.state import gathered_params, local_size, tensor_local_shape
+from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import activation_exchanges
@@ -108,7 +109,7 @@ def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
 def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
     """What one rank exchanges to bring its weights to the engines once.
 
-    Every rank of one copy of the model broadcasts its parts of each bucket, a run of whole tensors
+    Every rank of one copy of the model broadcasts its parts of each bucket, a run of whole tensors or a piece of one
     (weights/manifest.py), in one message to all processes of the engines. A receiver takes the whole bucket.
     Through memory that they share nothing is sent.
     """
@@ -140,6 +141,23 @@ def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> 
         if whole and whole + more > workload.sync_bucket_bytes:
             yield own, whole
             own, whole = 0, 0
+        if more > workload.sync_bucket_bytes:
+            yield from _pieces(parameter, layout, workload)
+            continue
         own += local_size(parameter, layout).own * workload.sync_bytes_per_param
         whole += more
-    yield own, whole
+    if whole:
+        yield own, whole
+
+
+def _pieces(parameter: ParameterShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
+    """Those of a tensor that is larger than a bucket: the rows of every rank, the first of which has most, are cut."""
+    degree = layout.tensor_parallel_degree
+    ranks = range(0, layout.shard_group_size * degree, degree if parameter.tensor_axis is None else 1)
+    widths = [prod(tensor_local_shape(parameter, degree, rank % degree)[1:]) for rank in ranks]
+    rows = [local_size(parameter, layout, rank=rank).own // width for rank, width in zip(ranks, widths, strict=True)]
+    num_pieces = min(-(-parameter.num_params * workload.sync_bytes_per_param // workload.sync_bucket_bytes), rows[0])
+    for piece in range(num_pieces):
+        cut = [size * (piece + 1) // num_pieces - size * piece // num_pieces for size in rows]
+        sizes = [of_rank * width * workload.sync_bytes_per_param for of_rank, width in zip(cut, widths, strict=True)]
+        yield sizes[0], sum(sizes)

@@ -22,6 +22,7 @@ from open_instruct.models.load import stream_load
 from open_instruct.models.names import TensorNames
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document, Span
+from open_instruct.weights import receiver
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender, abandon
 from tests.ranks.files import tell, told
@@ -69,9 +70,9 @@ def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, fol
     differing = []
     for number, case in enumerate(cases):
         if is_learner:
-            _send_twice(case, num_receivers, Path(folder, f"{number}.json"), out=Path(folder, str(number)))
+            _send_twice(case, num_receivers, Path(folder, f"{number}.told"), out=Path(folder, str(number)))
             continue
-        incoming = IncomingWeights(told(Path(folder, f"{number}.json")), index=own_rank() - num_learners, device=CPU)
+        incoming = IncomingWeights(told(Path(folder, f"{number}.told")), index=own_rank() - num_learners, device=CPU)
         first, second = received(incoming), received(incoming)
         with CheckpointFiles.open(Path(folder, str(number))) as files:
             assert set(first) == set(files)
@@ -94,6 +95,8 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         model, names, backend=case["backend"], dtype=dtype, bucket_bytes=case["bucket_bytes"], timeout_s=30
     )
     assert len(sender.manifest.buckets) >= case["min_buckets"]
+    assert any(bucket.num_pieces > 1 for bucket in sender.manifest.buckets)
+    assert sender.manifest.largest_bucket_bytes < 1.1 * case["bucket_bytes"]
     offer(sender, num_receivers, info_path)
     sender.join()
     sender.send(1)
@@ -113,7 +116,7 @@ def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, 
     start_learner(int(os.environ["WORLD_SIZE"]))
     model, names = load(source, layout)
     sender = WeightSender(model, names, backend=backend, dtype=torch.float32, bucket_bytes=100_000, timeout_s=90)
-    offer(sender, 1, Path(folder, "0.json"))
+    offer(sender, 1, Path(folder, "0.told"))
     sender.join()
     whole_put = sender._outgoing.put
 
@@ -125,7 +128,7 @@ def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, 
     sender._outgoing.put = put
     with contextlib.suppress(OutOfOrder):
         sender.send(1)
-    offer(sender, 1, Path(folder, "1.json"))
+    offer(sender, 1, Path(folder, "1.told"))
     sender.join()
     sender.send(1)
     logits = model(torch.tensor([prompt]))
@@ -138,7 +141,7 @@ def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, 
 
 def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, missing_at: str) -> str:
     """Ranks 0 and 1 are learners, 2 and 3 receivers; receiver 1 stops at `missing_at`. Each rank's complaint."""
-    rank, path = own_rank(), Path(folder, f"{backend}-{missing_at}.json")
+    rank, path = own_rank(), Path(folder, f"{backend}-{missing_at}.told")
     try:
         if rank < 2:
             start_learner(2)
@@ -159,6 +162,8 @@ def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, m
         info = told(path)
         if rank == 3 and missing_at == "join":
             return "missing"
+        if rank == 3 and missing_at == "connect":
+            receiver.broadcast_group = frozen  # type: ignore[assignment]
         incoming = IncomingWeights(info, index=rank - 2, device=CPU)
         if rank == 3 and missing_at == "begin":
             time.sleep(4)
@@ -173,6 +178,12 @@ def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, m
     except RunError as error:
         time.sleep(1)  # the others ask learner 0 why
         return str(error)
+
+
+def frozen(*args: Any, **kwargs: Any) -> None:
+    """In the place of what a receiver does next."""
+    time.sleep(4)
+    raise RunError("missing")
 
 
 def own_files() -> list[str]:

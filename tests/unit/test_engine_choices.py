@@ -1,0 +1,60 @@
+"""How an engine is set up by its device and the flags, and what is asked of it before a run relies on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.engines.batching import Batching
+from open_instruct.engines.probe import check_temperature
+from open_instruct.errors import InputError, RunError
+
+WARM = {5: -0.2, 7: -2.4, 1: -5.0}  # log-probs after a prompt, by token
+
+
+class TestBatching:
+    @pytest.mark.parametrize(
+        ("flags", "on_cuda", "max_model_len", "expected"),
+        [
+            ({}, True, 8192, (256, None, True)),
+            ({}, False, 512, (64, 4096, False)),
+            ({}, False, 8192, (64, 8192, False)),
+            ({"vllm_max_num_seqs": 1024, "vllm_max_num_batched_tokens": 32768}, True, 512, (1024, 32768, True)),
+            ({"vllm_max_num_seqs": 8, "vllm_max_num_batched_tokens": 512}, False, 512, (8, 512, False)),
+            ({"vllm_max_num_batched_tokens": 100}, True, 512, (100, 100, True)),
+            ({"vllm_async_scheduling": "off"}, True, 512, (256, None, False)),
+            ({"vllm_async_scheduling": "on"}, True, 512, (256, None, True)),
+            ({"vllm_async_scheduling": "off"}, False, 512, (64, 4096, False)),
+        ],
+    )
+    def test_flags_and_else_what_is_good_on_the_device(
+        self, flags: dict[str, object], on_cuda: bool, max_model_len: int, expected: tuple[object, ...]
+    ) -> None:
+        batching = Batching.of(FleetSection(**flags), on_cuda=on_cuda, max_model_len=max_model_len)  # type: ignore[arg-type]
+        assert (batching.max_num_seqs, batching.max_num_batched_tokens, batching.schedules_ahead) == expected
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ({"vllm_async_scheduling": "on"}, "--vllm_async_scheduling on: vLLM never does on a CPU; use auto, or off"),
+            (
+                {"vllm_max_num_batched_tokens": 511},
+                "--vllm_max_num_batched_tokens 511: on a CPU a prompt is not cut in two.*512 tokens.*at least so many",
+            ),
+        ],
+    )
+    def test_what_cannot_be_on_a_cpu_is_refused(self, flags: dict[str, object], message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            Batching.of(FleetSection(**flags), on_cuda=False, max_model_len=512)  # type: ignore[arg-type]
+
+
+class TestProbe:
+    def test_twice_the_temperature_halves_differences(self) -> None:
+        check_temperature(WARM, {5: -1.3, 7: -2.4, 1: -3.72, 9: -4.0})
+
+    def test_log_probs_that_do_not_know_the_temperature_are_refused(self) -> None:
+        with pytest.raises(RunError, match=r"not those that it samples from.*3 tokens.*VLLM_USE_V2_MODEL_RUNNER=0"):
+            check_temperature(WARM, dict(WARM))
+
+    def test_where_all_tokens_are_as_likely_there_is_nothing_to_tell_by(self) -> None:
+        check_temperature({1: -6.20, 2: -6.25}, {1: -6.20, 2: -6.25})

@@ -1,0 +1,100 @@
+"""How a fleet is started on GPUs, which are pretended: in which order, with which memory and which batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from open_instruct.cluster.addresses import Host, Whereabouts
+from open_instruct.cluster.placement import FleetShape
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.rollout import fleet
+
+HERE = Host("10.0.0.1", "a")
+GROWS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+FLAGS = ("--model_name_or_path", "M", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "OUT")
+
+
+class Started:
+    """Notes what is started, and waited for, in the place of learners and engines."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.learners: dict[str, Any] = {}
+        self.engines: list[tuple[Any, dict[str, str]]] = []
+
+    def learner_group(self, learner_class: type, placement: Any, **options: Any) -> Any:
+        self.events.append("learners begin")
+        self.learners = options
+        return SimpleNamespace(
+            wait_ready=lambda timeout_s: self.events.append("learners are ready"), shutdown=lambda: None, pids=list
+        )
+
+    def engine(self, index: int, settings: Any, placement: Any, *, environment: dict[str, str]) -> Any:
+        self.events.append("engine begins")
+        self.engines.append((settings, environment))
+        return SimpleNamespace(wait_ready=lambda timeout_s: self.events.append("engine is ready"))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    def start(*flags: str, on_gpus: bool = True) -> Started:
+        config = parse(GRPOConfig, [*FLAGS, *flags])
+        it = Started()
+        where = Whereabouts(driver=HERE, learners=frozenset({HERE}), engines=frozenset({HERE}))
+        placement = SimpleNamespace(
+            on_gpus=on_gpus, whereabouts=lambda: where, shape=FleetShape.of(config.fleet, config.parallel)
+        )
+        cluster = SimpleNamespace(placing=lambda shape: nullcontext(placement))
+        monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(cluster))
+        monkeypatch.setattr(fleet, "LearnerGroup", it.learner_group)
+        monkeypatch.setattr(fleet, "RayEngine", it.engine)
+        monkeypatch.setattr(fleet, "turn_end_token_ids", lambda chat: ())
+        pool = SimpleNamespace(close=lambda: None, pids=list)
+        monkeypatch.setattr(fleet, "EnginePool", lambda *args, **kwargs: pool)
+        run = SimpleNamespace(
+            config=config,
+            console=SimpleNamespace(say=lambda text: None, warn=lambda text: None),
+            directory=SimpleNamespace(path=tmp_path, pids=tmp_path / "pids.json"),
+            pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
+            chat=None,
+        )
+        with fleet.start_fleet(object, run):  # type: ignore[arg-type, type-var]
+            pass
+        return it
+
+    return start
+
+
+def test_an_engine_waits_for_the_learner_whose_device_it_shares(started: Any) -> None:
+    """vLLM takes its share of what it finds free."""
+    it = started("--single_gpu_mode")
+    assert it.events[:3] == ["learners begin", "learners are ready", "engine begins"]
+    assert it.learners["arguments"]["weight_sync_backend"] == "ipc"
+    # Memory that is handed over does not lie in segments that grow.
+    assert it.learners["environment"] == {}
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in it.engines[0][1]
+
+
+def test_elsewhere_they_start_side_by_side_with_memory_that_grows(started: Any) -> None:
+    it = started("--num_learners_per_node", "2", "--vllm_num_engines", "2")
+    assert it.events[:4] == ["learners begin", "engine begins", "engine begins", "learners are ready"]
+    assert it.learners["environment"] == GROWS
+    for settings, environment in it.engines:
+        assert GROWS.items() <= environment.items()
+        assert settings.batching.schedules_ahead
+        assert settings.batching.max_num_seqs == 256
+
+
+def test_on_a_cpu_nothing_of_this(started: Any) -> None:
+    it = started(on_gpus=False)
+    assert it.learners["environment"] == {}
+    ((settings, environment),) = it.engines
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
+    assert not settings.batching.schedules_ahead
+    assert (settings.batching.max_num_seqs, settings.batching.max_num_batched_tokens) == (64, 4096)
