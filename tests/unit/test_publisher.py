@@ -161,7 +161,7 @@ class TestPublish:
         with stage(1) as it:
             it.publish(1)
             assert it.names() == [
-                *("start_update", "open_weight_channel", "join_weight_channel", "open_channel"),
+                *("settle", "start_update", "open_weight_channel", "join_weight_channel", "open_channel"),
                 *(SEND, "receive_weights", "finish_update", "weights_changed"),
             ]
             assert it.publisher.version == 1
