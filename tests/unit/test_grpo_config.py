@@ -58,7 +58,7 @@ def test_learners_are_a_list_of_numbers() -> None:
         ),
         (
             "--async_steps 0 --no_inflight_updates",
-            "--no_inflight_updates: with --async_steps 0 nothing is being generated",
+            "--inflight_updates false: with --async_steps 0 nothing is being generated",
         ),
         (
             "--vllm_max_num_batched_tokens 128 --vllm_max_num_seqs 256",
