@@ -152,9 +152,10 @@ class Loop:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
+                # Which waits for the device, and so for the optimizer: its time is this step's.
+                signal = self._first_signal(noted.number)
                 speeds = self._speeds(update, time.perf_counter() - began_s)
                 on_step(self.step, row | {"time/data": waited_s} | speeds)
-                signal = self._first_signal(noted.number)
                 is_last = bool(signal) or self.step == self.num_steps
                 if is_last or self.step % save_interval == 0:
                     self.save(waits=is_last)

@@ -1,0 +1,62 @@
+"""A step's time has all of its work in it, though a device does some of that when nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from open_instruct.learner import loop as loop_module
+from open_instruct.learner.loop import Loop
+
+NUM_TOKENS = 1000
+HOST_S, OPTIMIZER_S, SAVE_S = 2.0, 3.0, 100.0
+
+
+class Device:
+    """A clock, and what the device has still to do: that passes when it is waited for."""
+
+    now_s = 0.0
+    to_do_s = 0.0
+
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        self.now_s += self.to_do_s
+        self.to_do_s = 0.0
+
+
+def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's kernels run on when the step returns."""
+    device = Device()
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
+    monkeypatch.setattr(loop_module.dist, "all_reduce", device.wait)  # of the signals, which are read
+
+    class FakeLoop(Loop):
+        step = 0
+
+        def __init__(self) -> None:
+            self.learner = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+            self.num_steps = 3
+            self._peak_flops = None
+
+        def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
+            self.step += 1
+            device.now_s += HOST_S
+            device.to_do_s += OPTIMIZER_S
+            return {}
+
+        def save(self, *, waits: bool = True) -> None:
+            device.now_s += SAVE_S
+
+        def close(self) -> None:
+            pass
+
+        def _updates(self, loader: Any) -> Iterator[Any]:
+            while True:
+                yield SimpleNamespace(counts={"tokens": NUM_TOKENS}, microbatches=())
+
+    speeds: list[float] = []
+    FakeLoop().fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]), save_interval=1)  # type: ignore[arg-type]
+    assert speeds == [NUM_TOKENS / (HOST_S + OPTIMIZER_S)] * 3
