@@ -152,12 +152,15 @@ class Loop:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
-                # Which waits for the device, and so for the optimizer: its time is this step's.
                 signal = self._first_signal(noted.number)
+                is_last = bool(signal) or self.step == self.num_steps
+                is_saved = is_last or self.step % save_interval == 0
+                if is_saved:
+                    # The optimizer's time is a step's: this one's, where no other will wait for it.
+                    self._wait_for_device()
                 speeds = self._speeds(update, time.perf_counter() - began_s)
                 on_step(self.step, row | {"time/data": waited_s} | speeds)
-                is_last = bool(signal) or self.step == self.num_steps
-                if is_last or self.step % save_interval == 0:
+                if is_saved:
                     self.save(waits=is_last)
                 if signal:
                     break
@@ -214,6 +217,10 @@ class Loop:
         if self._has_begun:
             self._call("post_train")
         self._call("close")
+
+    def _wait_for_device(self) -> None:
+        if self.learner.device.type == "cuda":
+            torch.cuda.current_stream(self.learner.device).synchronize()
 
     def _speeds(self, update: StepBatch, duration_s: float) -> dict[str, float]:
         """Real tokens a second, and of a GPU that is known the share of its peak FLOP/s."""

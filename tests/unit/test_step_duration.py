@@ -12,7 +12,7 @@ import torch
 from open_instruct.learner import loop as loop_module
 from open_instruct.learner.loop import Loop
 
-NUM_TOKENS = 1000
+NUM_TOKENS, NUM_STEPS = 1000, 4
 HOST_S, OPTIMIZER_S, SAVE_S = 2.0, 3.0, 100.0
 
 
@@ -27,27 +27,33 @@ class Device:
         self.to_do_s = 0.0
 
 
-def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer's kernels run on when the step returns."""
+@pytest.mark.parametrize("save_interval", [1, 2, 4])
+def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.MonkeyPatch, save_interval: int) -> None:
+    """The optimizer's kernels run on when the step returns; the next one waits for them, or a checkpoint does."""
     device = Device()
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
-    monkeypatch.setattr(loop_module.dist, "all_reduce", device.wait)  # of the signals, which are read
+    monkeypatch.setattr(loop_module.dist, "all_reduce", lambda *_, **__: None)  # of the signals, over gloo
 
     class FakeLoop(Loop):
         step = 0
 
         def __init__(self) -> None:
             self.learner = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
-            self.num_steps = 3
+            self.num_steps = NUM_STEPS
             self._peak_flops = None
 
         def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
             self.step += 1
+            device.wait()
             device.now_s += HOST_S
             device.to_do_s += OPTIMIZER_S
             return {}
 
+        def _wait_for_device(self) -> None:
+            device.wait()
+
         def save(self, *, waits: bool = True) -> None:
+            device.wait()
             device.now_s += SAVE_S
 
         def close(self) -> None:
@@ -59,4 +65,5 @@ def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.Monk
 
     speeds: list[float] = []
     FakeLoop().fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]), save_interval=1)  # type: ignore[arg-type]
-    assert speeds == [NUM_TOKENS / (HOST_S + OPTIMIZER_S)] * 3
+    assert len(speeds) == NUM_STEPS
+    assert sum(NUM_TOKENS / speed for speed in speeds) == pytest.approx(NUM_STEPS * (HOST_S + OPTIMIZER_S))
