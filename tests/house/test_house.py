@@ -88,7 +88,7 @@ BUDGETS = {
     "engines": 750,
     "entries": 930,
     "ground": 305,
-    "learner": 1050,
+    "learner": 1055,
     "learner/olmo_core": 785,
     "losses": 635,
     "models": 2075,
