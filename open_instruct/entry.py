@@ -136,39 +136,49 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
     logging.getLogger().addHandler(logging.NullHandler())
     teller = _Teller(program, log_file)
     peers.on_loss = teller.end_for_loss
-    with _sigterm_raises():
+    with _signals_raise():
         try:
             return run()
         except BaseException as error:
             with _last_words:
                 # The launcher ends the other ranks of one that failed: not before the reason is told.
-                _on_sigterm(signal.SIG_IGN)
+                _on_signal(signal.SIG_IGN)
                 return teller.tell(error)
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises in the main thread while the block runs, but where a trainer takes it over for a time."""
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and Ctrl-C raise in the main thread while the block runs, but where a loop takes them over for a time."""
     if signal.getsignal(signal.SIGTERM) is _raise_terminated:
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
-    _on_sigterm(_raise_terminated)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    _on_signal(_raise_terminated)
+    _on_signal(_raise_interrupt, signal.SIGINT)
     try:
         yield
     finally:
-        _on_sigterm(before)
+        _on_signal(before[0])
+        _on_signal(before[1], signal.SIGINT)
+        peers.stop = None
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
     del number, frame
-    _on_sigterm(lambda number, frame: os._exit(EXIT_PREEMPTED))  # a second one waits for nothing
-    raise Terminated
+    _on_signal(lambda number, frame: os._exit(EXIT_PREEMPTED))  # a second one waits for nothing
+    peers.stop = Terminated()
+    raise peers.stop
 
 
-def _on_sigterm(handler: Any) -> None:
+def _raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    del number, frame
+    peers.stop = KeyboardInterrupt()
+    raise peers.stop
+
+
+def _on_signal(handler: Any, number: int = signal.SIGTERM) -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal(number, handler)
 
 
 class _Teller:
@@ -266,7 +276,7 @@ def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
     peers.leave(" ".join(lines))
     if rank > 0:
         # Where rank 0 has told of it, the launcher ends this rank here.
-        _on_sigterm(signal.SIG_DFL)
+        _on_signal(signal.SIG_DFL)
         time.sleep(OTHER_RANKS_WAIT_S)
         if known_to_all:
             return

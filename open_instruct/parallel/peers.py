@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -215,9 +216,18 @@ on_loss: Callable[[str], Any] = _nobody_cares
 """Called from the thread that watches, with words on who was lost."""
 
 
+stop: BaseException | None = None
+"""What a signal has raised. A library that was being imported may have caught it: PyTorch's C++ does."""
+
+
 def doing(what: str) -> None:
-    """Note what this process does from now on, in words that follow "while": "training step 5"."""
+    """Note what this process does from now on, in words that follow "while": "training step 5".
+
+    Where the process was to stop before, and is not about to, it stops now.
+    """
     global _doing
+    if stop is not None and sys.exception() is None:
+        raise stop
     _doing = what
 
 

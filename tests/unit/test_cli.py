@@ -354,3 +354,21 @@ class TestLayoutCheck:
     def test_unequal_nodes_wait_for_the_ranks_to_meet(self) -> None:
         unequal = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
         check_layout(ParallelSection(fsdp_shard_degree=4), unequal)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, EXIT_PREEMPTED), (signal.SIGINT, EXIT_FAILURE)])
+def test_a_stop_that_a_library_catches_is_none_the_less_one(
+    number: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As PyTorch's C++ does, which takes whatever is raised while it imports numpy for numpy's being absent."""
+
+    def main() -> int:
+        peers.doing("starting")
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), number)
+        peers.doing("reading the rows")
+        return 0
+
+    assert run_to_exit_code(main, program="dpo.py") == code
+    assert " while starting. " in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
