@@ -102,8 +102,10 @@ def broadcast_group(
         RunError: some did not come within the time-out (they are named), or could not be connected.
     """
     members = [sender, *map(receiver_name, range(info["num_receivers"]))]
-    progress.report(f"connecting/{sender}")
-    progress.wait(f"connecting/{sender}", members, to=f"connect with {sender}")
+    # First whether they are there at all: who waits with another sender is not the one that is missing.
+    for stage in ("connecting", f"connecting/{sender}"):
+        progress.report(stage)
+        progress.wait(stage, members, to=f"connect with {sender}")
     try:
         group = _group(info, progress.store, sender=sender, rank=rank)
         first = broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
