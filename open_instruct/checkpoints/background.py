@@ -44,14 +44,21 @@ class HostCopies:
 
     @torch.no_grad()
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of all of `tensors`, in their order. Those of the last call change: nobody may read them still."""
-        for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                on_device = tensor.device.type != "cpu"
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_device)
-                self._copies[name] = copy
-            copy.copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        """Copies of all of `tensors`, in their order. Those of the last call change: nobody may read them still.
+
+        From a GPU they come beside what it computes, on a stream of their own.
+        """
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        stream = None if device is None else torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.default_stream(device))
+            for name, tensor in tensors.items():
+                copy = self._copies.get(name)
+                if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None)
+                    self._copies[name] = copy
+                copy.copy_(tensor, non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
         return {name: self._copies[name] for name in tensors}

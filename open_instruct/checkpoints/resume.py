@@ -67,6 +67,12 @@ def save_checkpoint(trainer: Trainer, *, in_background: bool = False) -> None:
             trainer.save_checkpoint()
 
 
+def wait_for_copy(trainer: Trainer) -> None:
+    """Return when the weights may change: a checkpoint that is being written does not need them any more."""
+    assert isinstance(trainer.checkpointer, SafeCheckpointer)
+    trainer.checkpointer.wait_for_copy()
+
+
 def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
     """End the writing that is under way if all ranks are done, or as soon as they are; whether one ended. Collective.
 

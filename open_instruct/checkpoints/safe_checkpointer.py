@@ -2,13 +2,15 @@
 
 A save is a plan that all ranks make (who writes which box), files that each rank writes by itself, and a name that
 rank 0 gives when all are there. Only the plan and the name are collective, and those are for the main thread: the
-files may be written by another, from a copy, while the training goes on.
+files may be written by another, from a copy, while the training goes on. That one copies, too, while the gradients of
+the next step are computed: until its update nothing changes of what is copied.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -70,10 +72,15 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderWay:
-    """A save whose files are being written. `saved` has its result once it has its name."""
+    """A save whose files are being written. `saved` has its result once it has its name.
+
+    Attributes:
+        copied: is set once nothing of the run is read any more.
+    """
 
     part: Path
     final: Path
+    copied: threading.Event
     written: Future[Files]
     saved: Future[None] = field(default_factory=Future)
 
@@ -101,10 +108,11 @@ class SafeCheckpointer(Checkpointer):
     def save_async(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> Future[None]:
-        """As `save`, of a copy that is made now and written in a thread, which meets no other rank.
+        """As `save`, by a thread that meets no other rank: it copies, and then writes the copy.
 
-        The future has its result, and OLMo-core's callbacks are called, within the `finish` that finds it written:
-        on the main thread, after the same step on every rank.
+        Call `wait_for_copy` before the weights or the optimizer change. The future has its result, and OLMo-core's
+        callbacks are called, within the `finish` that finds it written: on the main thread, after the same step on
+        every rank.
         """
         assert not ephemeral, "all checkpoints are alike"
         return self._begin(Path(dir), train_module, train_state, run=in_background, copied=self._copies.of)
@@ -124,21 +132,33 @@ class SafeCheckpointer(Checkpointer):
         parts = {name: part_of(tensor) for name, tensor in tensors.items()}
         plan = self._planned(parts)
 
-        def prepare() -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
-            """All as it is now: later the run has gone on."""
-            own = copied({name: parts[name].local for name in plan.own})
+        own = {name: parts[name].local for name in plan.own}
+
+        def documents_of_now() -> dict[str, Any]:
             documents = {f"rank{rank}.json": to_json(train_state)}
             if rank == 0:
                 begin(final)
                 values_of_json = {name: to_json(value) for name, value in values.items()}
                 documents[INDEX] = {"tensors": plan.index, "values": values_of_json}
-            return own, documents
+            return documents
 
-        own, documents = _together(prepare, kind=OSError)
-        part = beside(final)
-        written = run(lambda: write_own_files(part, rank, own, documents))
-        self._under_way = UnderWay(part=part, final=final, written=written)
+        documents = _together(documents_of_now, kind=OSError)
+        part, is_copied = beside(final), threading.Event()
+
+        def write() -> Files:
+            try:
+                tensors = copied(own)
+            finally:
+                is_copied.set()
+            return write_own_files(part, rank, tensors, documents)
+
+        self._under_way = UnderWay(part=part, final=final, copied=is_copied, written=run(write))
         return self._under_way.saved
+
+    def wait_for_copy(self) -> None:
+        """Return when the weights and the optimizer may change: the save under way, if any, has its copy of them."""
+        if self._under_way is not None:
+            self._under_way.copied.wait()
 
     @property
     def step_under_way(self) -> int | None:
@@ -192,6 +212,7 @@ class SafeCheckpointer(Checkpointer):
         :raises RunError: on every rank, if any cannot read its part, or another model is in the checkpoint.
         """
         assert not reset_optimizer_states_on_load, "a checkpoint is gone on from whole"
+        self.wait_for_copy()
         folder = Path(dir)
         manifest = _together(lambda: read_manifest(folder), kind=RunError)
         refuse_another_start_model(folder, manifest.start_model, self.start_model)

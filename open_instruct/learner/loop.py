@@ -21,6 +21,7 @@ from open_instruct.checkpoints.resume import (
     remove_old_checkpoints,
     resume,
     save_checkpoint,
+    wait_for_copy,
 )
 from open_instruct.learner.backend import Learner
 from open_instruct.learner.olmo_core.inner import pass_on_metrics
@@ -121,6 +122,7 @@ class Loop:
             self.learner.zero_grads()
             metrics = dict(self.learner.forward_backward(update))
             self._call("pre_optim_step")
+            self._wait_for_copy()
             metrics |= self.learner.update()
             of_updates.append({name: float(value) for name, value in metrics.items()})
         self.learner.zero_grads()
@@ -190,6 +192,11 @@ class Loop:
         if finish_checkpoint(self.trainer, waits=waits):
             self._remove_old(run=at_once if waits else in_background)
             self._checkpoint_s += time.perf_counter() - began_s
+
+    def _wait_for_copy(self) -> None:
+        began_s = time.perf_counter()
+        wait_for_copy(self.trainer)
+        self._checkpoint_s += time.perf_counter() - began_s
 
     def _remove_old(self, *, run: Run[None]) -> None:
         self._removal.result()

@@ -200,7 +200,7 @@ def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase, in_background:
 def test_those_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) -> None:
     modes = ("off", "on")
     flags = [flags_of(grpo_case, f"async_{mode}", async_checkpoints=mode, **MOVING) for mode in modes]
-    call("save_each", 2, [with_layout(each, FSDP_2) for each in flags], num_saved=3)
+    call("save_each", 2, [with_layout(each, FSDP_2) for each in flags], num_saved=3, copies_after_s=1.0)
     waited, written = (dict(files_of(Path(output_of(each)))) for each in flags)
     assert {name.split("/")[0] for name in waited} == {"step1", "step2", "step3"}
     assert written == waited

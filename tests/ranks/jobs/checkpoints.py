@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from open_instruct.checkpoints import safe_checkpointer
+from open_instruct.checkpoints.background import HostCopies
 from open_instruct.checkpoints.exact_json import to_json
 from open_instruct.checkpoints.safe_checkpointer import split
 from open_instruct.errors import InputError, RunError
@@ -24,8 +26,17 @@ from tests.ranks.jobs.grpo_steps import Learner
 NUM_STEPS = 4
 
 
-def save_each(cases: list[list[str]], ports: list[int], num_saved: int) -> list[dict[str, Any]]:
-    """Take and save so many steps; what was in the last of them."""
+def save_each(
+    cases: list[list[str]], ports: list[int], num_saved: int, copies_after_s: float = 0.0
+) -> list[dict[str, Any]]:
+    """Take and save so many steps, where a thread copies with that delay; what was in the last of them."""
+    copies_of = HostCopies.of
+
+    def late_copies_of(*arguments: Any) -> dict[str, torch.Tensor]:
+        time.sleep(copies_after_s)
+        return copies_of(*arguments)
+
+    HostCopies.of = late_copies_of  # type: ignore[method-assign]
     results = []
     for flags, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -36,6 +47,7 @@ def save_each(cases: list[list[str]], ports: list[int], num_saved: int) -> list[
         learner.loop.close()
         results.append(state_of(learner))
         stop_process()
+    HostCopies.of = copies_of  # type: ignore[method-assign]
     return results
 
 
