@@ -110,7 +110,8 @@ def serve(connection: Connection, settings: EngineSettings) -> None:
     from open_instruct.engines.vllm_core import engine_environment
 
     host = EngineHost()
-    host.construct({"VLLM_LOGGING_LEVEL": "ERROR", **engine_environment(on_cuda=False)}, settings)
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", **engine_environment(on_cuda=False)}
+    host.construct(environment, settings, meeting_address="127.0.0.1")
     connection.send((None, None))
     while True:
         try:
