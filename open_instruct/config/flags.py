@@ -21,6 +21,8 @@ NONE_WORDS = ("none", "null", "~")
 # Seeds and time-outs fit, no flag counts further, and what is computed from a few such numbers is still a float.
 LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
+# Sections, in the order of every config that has them.
+LAST_SECTIONS = ("optim", "parallel", "fleet", "memory", "evaluation", "run", "logging")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +181,13 @@ def _finite_number(kind: type, word: str) -> Any:
 
 
 def sections_of(config_class: type) -> dict[str, type]:
-    """The section classes of a config class, by the field that holds them, in order."""
+    """The section classes of a config class, by the field that holds them, its own before those of every run."""
     hints = get_type_hints(config_class)
-    return {field.name: hints[field.name] for field in fields(config_class)}
+    names = [field.name for field in fields(config_class)]
+    own_first = [name for name in names if name not in LAST_SECTIONS] + [
+        name for name in LAST_SECTIONS if name in names
+    ]
+    return {name: hints[name] for name in own_first}
 
 
 def flags_of(config_class: type) -> dict[str, Flag]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection, PrefixSharing
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
@@ -131,7 +131,7 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
 
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Those of any config that trains, GRPO's too."""
-    yield from limit_problems(*vars(config).values())
+    yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
     yield from parallel_problems(config.parallel)
     yield from memory_problems(config.memory)
     mode = config.memory.activation_checkpointing

@@ -83,7 +83,7 @@ MAX_LINES_OF_A_FILE = 500
 BUDGETS = {
     "checkpoints": 580,
     "cluster": 825,
-    "config": 1795,
+    "config": 1760,
     "data": 1430,
     "engines": 750,
     "entries": 940,
@@ -92,7 +92,7 @@ BUDGETS = {
     "learner/olmo_core": 785,
     "losses": 635,
     "models": 2075,
-    "objectives": 1390,
+    "objectives": 1330,
     "packing": 560,
     "parallel": 1120,
     "planning": 2420,
