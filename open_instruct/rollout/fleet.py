@@ -174,18 +174,13 @@ def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
 
 def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environment: Mapping[str, str]) -> RayEngine:
     config = run.config
-    fleet = config.fleet
     settings = EngineSettings(
         model_folder=str(run.pretrained.folder.resolve()),
         tokenizer_folder=str(run.pretrained.tokenizer_folder.resolve()),
         dtype=engine_dtype(config),
         max_model_len=config.data.max_seq_length,
-        batching=Batching.of(fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
-        tensor_parallel_size=fleet.vllm_tensor_parallel_size,
-        gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
-        kv_cache_bytes=None if fleet.vllm_kv_cache_mib is None else fleet.vllm_kv_cache_mib << 20,
-        enable_prefix_caching=fleet.vllm_enable_prefix_caching,
-        enforce_eager=fleet.vllm_enforce_eager,
+        batching=Batching.of(config.fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
+        fleet=config.fleet,
         seed=config.optim.seed,
         stop_token_ids=turn_end_token_ids(run.chat),
     )
