@@ -21,6 +21,16 @@ NONE_WORDS = ("none", "null", "~")
 # Seeds and time-outs fit, no flag counts further, and what is computed from a few such numbers is still a float.
 LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
+# By the kind of a flag and of a list's items: the value in usage lines, and in error messages.
+KINDS: dict[tuple[type, type], tuple[str, str]] = {
+    (bool, str): ("true|false", "true or false"),
+    (int, str): ("INT", "a whole number"),
+    (float, str): ("FLOAT", "a number"),
+    (str, str): ("STR", "a word"),
+    (list, int): ("INT ...", "a list of whole numbers"),
+    (list, float): ("FLOAT ...", "a list of numbers"),
+    (list, str): ("WORD ...", "a list of words"),
+}
 # Sections, in the order of every config that has them.
 LAST_SECTIONS = ("optim", "parallel", "fleet", "memory", "evaluation", "run", "logging")
 
@@ -80,11 +90,9 @@ class Flag:
     def metavar(self) -> str:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
-            return (
-                "|".join((*self.choices, "FILE.py:FUNCTION") if self.takes_own else self.choices) + " ..." * self.or_one
-            )
-        of_list = {int: "INT ...", float: "FLOAT ...", str: "WORD ..."}[self.item_kind]
-        return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: of_list}[self.kind]
+            choices = (*self.choices, "FILE.py:FUNCTION") if self.takes_own else self.choices
+            return "|".join(choices) + " ..." * self.or_one
+        return KINDS[self.kind, self.item_kind][0]
 
     @property
     def accepted(self) -> str:
@@ -93,15 +101,7 @@ class Flag:
             what = f"one of {', '.join(self.choices)}"
             what += ", or a function of your own as FILE.py:function or module:function" if self.takes_own else ""
         else:
-            what = {
-                bool: "true or false",
-                int: "a whole number",
-                float: "a number",
-                str: "a word",
-                list: {int: "a list of whole numbers", float: "a list of numbers"}.get(
-                    self.item_kind, "a list of words"
-                ),
-            }[self.kind]
+            what = KINDS[self.kind, self.item_kind][1]
         return f"{what}, or none" if self.optional else what
 
     def value_of(self, words: Sequence[str]) -> Any:

@@ -85,14 +85,8 @@ def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterat
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
     if parallel.single_gpu_mode:
-        degrees = {
-            "fsdp_shard_degree": parallel.fsdp_shard_degree,
-            "fsdp_num_replicas": parallel.fsdp_num_replicas,
-            "tensor_parallel_degree": parallel.tensor_parallel_degree,
-            "context_parallel_degree": parallel.context_parallel_degree,
-        }
-        for name, degree in degrees.items():
-            if degree not in (None, 1):
+        for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
+            if (degree := getattr(parallel, name)) not in (None, 1):
                 yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
 
 
