@@ -11,11 +11,13 @@ from itertools import product
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conductor import Generates, Judges, sampling_seed
+from open_instruct.rollout.conductor import sampling_seed
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
+from open_instruct.verifiers.reward import RewardModel
 
 NUM_JUDGING_THREADS = 16
 NUM_SHOWN = 3
@@ -29,7 +31,7 @@ class HeldOutAnswers:
     samples: list[dict[str, Any]]
 
 
-def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> HeldOutAnswers:
+def evaluate(prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig) -> HeldOutAnswers:
     """Ask every prompt `eval_num_samples` times and judge the answers.
 
     The seed of a request depends on the run's seed, the prompt and the sample alone, so what changes from one
@@ -65,7 +67,9 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def _answered(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> list[RolloutGroup]:
+def _answered(
+    prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
+) -> list[RolloutGroup]:
     num_samples = config.evaluation.eval_num_samples
     sampling = SamplingSettings(
         temperature=config.evaluation.eval_temperature,
