@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from open_instruct.cluster.placement import learner_layout
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
@@ -17,6 +16,7 @@ from open_instruct.data.chat import ChatFormat, choose_chat_template, load_token
 from open_instruct.data.prompts import Prompts, load_prompt_dataset
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.conversations import load_conversations
@@ -55,7 +55,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     Raises:
         InputError: naming the flag, row, file or tensor that will not do.
     """
-    layout = learner_layout(config.parallel)
+    layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
     verifiers = known_verifiers(config.reward.verifier)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)

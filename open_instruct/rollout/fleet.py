@@ -12,7 +12,6 @@ from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.learner_process import LearnerProcess
-from open_instruct.cluster.pids import remove_pids, write_pids
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.process_environment import allocator_environment
 from open_instruct.cluster.ray_cluster import start_cluster
@@ -72,9 +71,7 @@ class Fleet:
         self.write_pids()
 
     def write_pids(self) -> None:
-        write_pids(
-            self.run.directory.pids, driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids()
-        )
+        self.run.directory.write_pids(driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids())
 
 
 @contextmanager
@@ -162,7 +159,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             rewards=RewardModel(verifiers, config.reward),
             publisher=publisher,
         )
-        stack.callback(remove_pids, run.directory.pids)
+        stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet
 

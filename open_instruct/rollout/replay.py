@@ -14,7 +14,7 @@ from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.conversations import conversations_of
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.run.metrics_log import MetricsFile
+from open_instruct.run.metrics_log import MetricsLog
 
 # What belongs to the layout and the length of the run rather than to the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib", "shared_fraction", "time/")
@@ -94,7 +94,7 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
         InputError: the file cannot be read.
     """
     try:
-        rows = MetricsFile(metrics).rows()
+        rows = MetricsLog(metrics).rows()
     except OSError as error:
         raise InputError(f"{metrics} cannot be read: {error}") from error
     return next((row for row in reversed(rows) if row.get("step") == step), None)

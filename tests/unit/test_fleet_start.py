@@ -14,6 +14,7 @@ from open_instruct.cluster.placement import FleetShape
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.rollout import fleet
+from open_instruct.run.run_directory import RunDirectory
 
 HERE = Host("10.0.0.1", "a")
 GROWS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -60,7 +61,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         run = SimpleNamespace(
             config=config,
             console=SimpleNamespace(say=lambda text: None, warn=lambda text: None),
-            directory=SimpleNamespace(path=tmp_path, pids=tmp_path / "pids.json"),
+            directory=RunDirectory(path=tmp_path),
             pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
             chat=None,
         )
