@@ -285,6 +285,17 @@ class ChatFormat:
         """Whether a rendered reply ends in a token that the tokenizer was given for such ends."""
         return reply_text.endswith(self._end_tokens) if self._end_tokens else False
 
+    def turn_end_token_ids(self) -> tuple[int, ...]:
+        """Where a generated reply is over, ascending: the end of text, and what the template ends a turn with.
+
+        Example: ChatML ends a turn with `<|im_end|>`; the tokenizer's own end may be `<|endoftext|>`: both are in.
+        """
+        ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
+        _, (reply_text,) = self.render([{"role": "user", "content": "?"}], ["!"])
+        if self.ends_turn(reply_text):
+            ends.add(self.tokenize([reply_text])[0][-1])
+        return tuple(sorted(ends))
+
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with nothing added: templates write their own special tokens."""
         return self.tokenizer(

@@ -17,7 +17,6 @@ from open_instruct.cluster.process_environment import allocator_environment
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
-from open_instruct.data.turn_end import turn_end_token_ids
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
@@ -179,7 +178,7 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environm
         batching=Batching.of(config.fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
         fleet=config.fleet,
         seed=config.optim.seed,
-        stop_token_ids=turn_end_token_ids(run.chat),
+        stop_token_ids=run.chat.turn_end_token_ids(),
     )
     environment = {**engine_environment(on_cuda=placement.on_gpus), **environment}
     if not placement.on_gpus:

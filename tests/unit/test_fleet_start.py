@@ -55,7 +55,6 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(cluster))
         monkeypatch.setattr(fleet, "LearnerGroup", it.learner_group)
         monkeypatch.setattr(fleet, "RayEngine", it.engine)
-        monkeypatch.setattr(fleet, "turn_end_token_ids", lambda chat: ())
         pool = SimpleNamespace(close=lambda: None, pids=list)
         monkeypatch.setattr(fleet, "EnginePool", lambda *args, **kwargs: pool)
         run = SimpleNamespace(
@@ -63,7 +62,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             console=SimpleNamespace(say=lambda text: None, warn=lambda text: None),
             directory=RunDirectory(path=tmp_path),
             pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
-            chat=None,
+            chat=SimpleNamespace(turn_end_token_ids=tuple),
         )
         with fleet.start_fleet(object, run):  # type: ignore[arg-type, type-var]
             pass
