@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from open_instruct.cluster.learner_host import HostFacts, on_their_nodes
 from open_instruct.errors import InputError, RunError
@@ -43,9 +43,6 @@ class LearnerLost(RunError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.ranks)
 
 
 class LearnerCall(Generic[Result]):
@@ -94,7 +91,7 @@ class LearnerCall(Generic[Result]):
 
         failures = [(ref, error)]
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
-        while pending and not _explains(failures[-1][1]) and time.monotonic() < deadline:
+        while pending and _distance_from_cause(failures[-1][1]) and time.monotonic() < deadline:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             for other in done:
                 try:
@@ -146,12 +143,8 @@ class LearnerCall(Generic[Result]):
         return f"learner rank {rank} (node {self._facts[rank].address}, pid {self._facts[rank].pid})"
 
 
-def _explains(error: Exception) -> bool:
-    """Whether no other failure can be the cause of this one."""
-    return _distance_from_cause(error) == 0
-
-
 def _distance_from_cause(error: Exception) -> int:
+    """0 where no other failure can be the cause of this one."""
     cause = getattr(error, "cause", None)
     if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
         return 0
