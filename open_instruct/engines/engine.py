@@ -44,8 +44,6 @@ class Engine:
         self._completions: dict[int, Completion] = {}
         self._refused: dict[int, str] = {}
         self._cancelled: set[int] = set()  # of those that run
-        self._num_generated_tokens = 0
-        self._version = 0
         self._is_admitting = True
         self._is_stepping = True
         self._is_closed = False
@@ -127,7 +125,6 @@ class Engine:
         def go_on(core: VLLMCore) -> None:
             core.call_workers(WeightWorker.finish_update)
             core.weights_changed(version)
-            self._version = version
             self._is_admitting = self._is_stepping = True
 
         self._between_steps(go_on)
@@ -142,15 +139,7 @@ class Engine:
         """
         self._check()
         began = self._step_began
-        return EngineHealth(
-            pid=os.getpid(),
-            version=self._version,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_generated_tokens=self._num_generated_tokens,
-            seconds_in_step=0.0 if began is None else time.monotonic() - began,
-            is_updating=not self._is_admitting,
-        )
+        return EngineHealth(pid=os.getpid(), seconds_in_step=0.0 if began is None else time.monotonic() - began)
 
     def shutdown(self) -> None:
         """End the loop; whoever waits gets a RunError."""
@@ -239,7 +228,6 @@ class Engine:
 
     def _take(self, finished: Mapping[int, Completion]) -> None:
         if finished:
-            self._num_generated_tokens += sum(len(completion.token_ids) for completion in finished.values())
             self._ended(finished, self._completions)
 
     def _ended(self, answers: Mapping[int, Answer], told: dict[int, Answer]) -> None:

@@ -102,10 +102,6 @@ class EnginePool:
         asked.future.add_done_callback(partial(self._forget_cancelled, key))
         return asked.future
 
-    def num_in_flight(self) -> int:
-        with self._lock:
-            return len(self._homeless) + sum(len(member.asked) for member in self._members)
-
     # All engines at once
 
     def call_all(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:

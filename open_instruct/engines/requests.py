@@ -37,19 +37,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """How an engine is at one moment.
-
-    `num_running` requests are being generated, `num_waiting` have not been begun. `num_generated_tokens` counts those
-    of finished completions. `seconds_in_step` is how long the present step has taken so far, 0 between two steps.
-    """
+    """How an engine is at one moment: `seconds_in_step` the present step has taken so far, 0 between two steps."""
 
     pid: int
-    version: int
-    num_running: int
-    num_waiting: int
-    num_generated_tokens: int
     seconds_in_step: float
-    is_updating: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
