@@ -204,7 +204,6 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
             assert field.name not in flags, f"flag {field.name} is in two sections"
             kind, item_kind, choices, optional, or_one = _read_type(hints[field.name])
             default = field.default_factory() if field.default_factory is not MISSING else field.default
-            required = default is MISSING
             flags[field.name] = Flag(
                 name=field.name,
                 section=section,
@@ -212,8 +211,8 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 choices=choices or field.metadata["choices"],
                 # A section that is made without a value may put one there itself.
                 optional=optional or default is None,
-                required=required,
-                default=None if required else default,
+                required=default is MISSING,
+                default=None if default is MISSING else default,
                 help=field.metadata["help"],
                 item_kind=item_kind,
                 or_one=or_one,

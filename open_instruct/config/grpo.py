@@ -14,7 +14,6 @@ from open_instruct.config.rollout_sections import (
     FleetSection,
     LearnerParallelSection,
     PolicyLossSection,
-    PolicyOptimSection,
     PromptDataSection,
     RewardSection,
     RolloutRunSection,
@@ -49,7 +48,6 @@ class GRPOConfig(LearnerConfig):
     rollout: RolloutSection
     reward: RewardSection
     loss: PolicyLossSection
-    optim: PolicyOptimSection
     parallel: LearnerParallelSection
     fleet: FleetSection
     evaluation: EvaluationSection

@@ -132,19 +132,16 @@ def _is_overruled(name: str, *runs: Mapping[str, Any]) -> bool:
 
 
 def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:
-    def rows(values: Mapping[str, Any], world: int) -> int:
-        return values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * world
-
-    def product(values: Mapping[str, Any], world: int) -> str:
+    def product(values: Mapping[str, Any], world: int) -> tuple[int, str]:
         per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-        return f"{rows(values, world)} ({per_device} x {accumulation} x {world} data-parallel ranks)"
+        rows = per_device * accumulation * world
+        return rows, f"{rows} ({per_device} x {accumulation} x {world} data-parallel ranks)"
 
-    before = rows(saved, saved_world)
-    if before == rows(now, world):
-        return
-    accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
-    way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
-    yield f"the global batch was {product(saved, saved_world)} rows, is {product(now, world)}{way_out}"
+    (before, was), (after, becomes) = product(saved, saved_world), product(now, world)
+    if before != after:
+        accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
+        way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
+        yield f"the global batch was {was} rows, is {becomes}{way_out}"
 
 
 def _comparable(value: Any) -> Any:
