@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -173,23 +174,6 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _rows_of_batches(batches: Iterable[Any], indices: Sequence[int], file: str) -> Iterator[RawRow | BadRow]:
-    """Rows `indices` of a stream of pyarrow record batches."""
-    first = 0
-    cursor = 0
-    for batch in _readable(batches, file):
-        stop = first + batch.num_rows
-        wanted = []
-        while cursor < len(indices) and indices[cursor] < stop:
-            wanted.append(int(indices[cursor]))
-            cursor += 1
-        if wanted:
-            yield from _parsed(batch, wanted, first, file)
-        if cursor == len(indices):
-            return
-        first = stop
-
-
 def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
     try:
         values = batch.take([index - first for index in wanted]).to_pylist()
@@ -227,7 +211,14 @@ class _ColumnFile:
         return self._num_rows
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        return _rows_of_batches(self._batches(), indices, self.name)
+        first = begin = 0
+        for batch in _readable(self._batches(), self.name):
+            end = bisect_left(indices, first + batch.num_rows)
+            if begin < end:
+                yield from _parsed(batch, indices[begin:end], first, self.name)
+            if end == len(indices):
+                return
+            first, begin = first + batch.num_rows, end
 
 
 Batches = Callable[[], Iterable[Any]]
@@ -267,7 +258,11 @@ class _NamedRows:
             if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
                 found = datasets.load_from_disk(str(path))
                 if isinstance(found, datasets.DatasetDict):
-                    found = _one_split(found, name, split, flag)
+                    if split not in found:
+                        raise InputError(
+                            f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(found))}."
+                        )
+                    found = found[split]
             else:
                 found = datasets.load_dataset(str(path) if path.is_dir() else name, split=split)
         except InputError:
@@ -289,9 +284,3 @@ class _NamedRows:
             wanted = [int(index) for index in indices[first : first + _ROWS_AT_ONCE]]
             for index, value in zip(wanted, self._dataset.select(wanted), strict=True):
                 yield RawRow(file=self.name, line=index + 1, value=value)
-
-
-def _one_split(splits: Any, name: str, split: str, flag: str) -> Any:
-    if split not in splits:
-        raise InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(splits))}.")
-    return splits[split]
