@@ -12,15 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 from open_instruct.engines.requests import EngineAnswers, EngineHealth, EngineSettings, GenerationRequest
-from open_instruct.engines.vllm_core import VLLMCore, WeightWorker
+from open_instruct.engines.vllm_core import P, VLLMCore, WeightWorker
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
 Answer = TypeVar("Answer")
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -177,7 +176,10 @@ class Engine:
                 self._abort_cancelled(core)
                 self._admit(core)
                 if self._running and self._is_stepping:
-                    self._step(core)
+                    self._step_began = time.monotonic()
+                    finished = core.step()
+                    self._step_began = None
+                    self._take(finished)
                 else:
                     with self._changed:
                         self._changed.wait_for(lambda: self._calls or self._can_admit() or self._is_closed)
@@ -219,12 +221,6 @@ class Engine:
         for key in [*self._cancelled]:
             core.abort(key)
             self._ended({key: None}, {})
-
-    def _step(self, core: VLLMCore) -> None:
-        self._step_began = time.monotonic()
-        finished = core.step()
-        self._step_began = None
-        self._take(finished)
 
     def _take(self, finished: Mapping[int, Completion]) -> None:
         if finished:

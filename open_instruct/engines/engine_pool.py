@@ -142,8 +142,7 @@ class EnginePool:
 
     def silent(self) -> set[int]:
         """Which engines do not answer, because they died or failed."""
-        calls = self.start_all(self._timeout_s, Engine.health)
-        return {index for index, call in enumerate(calls) if call.exception() is not None}
+        return {index for index, call in enumerate(self.start_all(self._timeout_s, Engine.health)) if call.exception()}
 
     def fail_waiting(self, failure: RunError) -> None:
         """Fail all completions that are waited for now; those asked for later come as ever."""
