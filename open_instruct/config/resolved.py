@@ -98,7 +98,8 @@ def resume_conflicts(
     now = as_flat_dict(config)
     flags = flags_of(type(config))
     kinds = {"same"} if _is_flat(saved) and _is_flat(now) else {"same", "length"}
-    compared = [name for name in now if flags[name].resume in kinds and not _is_overruled(name, saved, now)]
+    is_overruled = saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
+    compared = [name for name in now if flags[name].resume in kinds and not (is_overruled and name == "num_epochs")]
     conflicts = [
         f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
         for name in compared
@@ -125,10 +126,6 @@ def refuse_conflicts(saved: Mapping[str, Any], config: object, **world_sizes: in
 def _is_flat(values: Mapping[str, Any]) -> bool:
     """Whether the learning rate is the same at every step, so that the number of steps does not set it."""
     return values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0
-
-
-def _is_overruled(name: str, *runs: Mapping[str, Any]) -> bool:
-    return name == "num_epochs" and all(values.get("max_train_steps") is not None for values in runs)
 
 
 def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:

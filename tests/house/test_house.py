@@ -83,9 +83,9 @@ MAX_LINES_OF_A_FILE = 500
 BUDGETS = {
     "checkpoints": 570,
     "cluster": 800,
-    "config": 1740,
-    "data": 1425,
-    "engines": 700,
+    "config": 1735,
+    "data": 1420,
+    "engines": 695,
     "entries": 885,
     "ground": 305,
     "learner": 1055,
@@ -94,13 +94,13 @@ BUDGETS = {
     "models": 2075,
     "objectives": 1330,
     "packing": 560,
-    "parallel": 1110,
+    "parallel": 1100,
     "planning": 2420,
     "rollout": 1295,
     "run": 775,
     "toys": 400,
     "verifiers": 885,
-    "weights": 900,
+    "weights": 895,
 }
 MAX_FILES_OF_A_ROOM = 16
 NOT_CODE = {
