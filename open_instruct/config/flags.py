@@ -47,19 +47,15 @@ class Limits:
 
     def problem(self, number: float) -> str | None:
         """`must be at least 0 and below 1`, if it is not."""
-        limits = [
-            (word, limit, holds)
-            for word, limit, holds in (
-                ("at least", self.minimum, operator.ge),
-                ("above", self.above, operator.gt),
-                ("at most", self.maximum, operator.le),
-                ("below", self.below, operator.lt),
-            )
-            if limit is not None
-        ]
-        if all(holds(number, limit) for _, limit, holds in limits):
+        limits = (
+            ("at least", self.minimum, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.maximum, operator.le),
+            ("below", self.below, operator.lt),
+        )
+        if all(limit is None or holds(number, limit) for _, limit, holds in limits):
             return None
-        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}{self.note}"
+        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits if limit is not None)}{self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,34 +109,27 @@ class Flag:
         if not all(map(_is_text, words)):
             raise InputError("holds a null byte or one that is not UTF-8; give text")
         if self.kind is list and (words or not self.or_one):
-            items = [self._item_of(word) for word in words]
+            items = [self._value_of_word(word, self.item_kind) for word in words]
             return items[0] if self.or_one and len(items) == 1 else items
         if not words:
             raise InputError(f"needs a value: {self.accepted}")
         if len(words) > 1:
             raise InputError(f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no flag")
-        (word,) = words
-        if self.optional and word.lower() in NONE_WORDS:
+        if self.optional and words[0].lower() in NONE_WORDS:
             return None
-        if self.choices:
-            if word in self.choices or (self.takes_own and all(word.rpartition(":"))):
-                return word
-        elif self.kind is str:
-            return word
-        elif self.kind is bool:
-            if word.lower() in ("true", "false"):
-                return word.lower() == "true"
-        else:
-            number = _finite_number(self.kind, word)
-            if number is not None:
-                return number
-        raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
+        return self._value_of_word(words[0], self.kind)
 
-    def _item_of(self, word: str) -> Any:
-        item = word if self.item_kind is str else _finite_number(self.item_kind, word)
-        if item is None or (self.choices and word not in self.choices):
+    def _value_of_word(self, word: str, kind: type) -> Any:
+        if kind is bool:
+            value = {"true": True, "false": False}.get(word.lower())
+        elif kind is not str:
+            value = _finite_number(kind, word)
+        else:
+            is_own = self.takes_own and all(word.rpartition(":"))
+            value = word if not self.choices or word in self.choices or is_own else None
+        if value is None:
             raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
-        return item
+        return value
 
     def _hint(self, word: str) -> str:
         number = _finite_number(float, word) if int in (self.kind, self.item_kind) else None

@@ -32,12 +32,10 @@ def write_config(config: object, path: str | Path, extra: Mapping[str, Any] | No
     crash leaves the old one or the new one.
     """
     lines = [f"# {line}" for line in _comment_lines(extra or {})]
-    values = as_flat_dict(config)
     for section, section_class in sections_of(type(config)).items():
-        of_section = {name: values[name] for name, flag in flags_of(type(config)).items() if flag.section == section}
         title = (section_class.__doc__ or section).splitlines()[0]
         # Escaped, because YAML reads some of the Unicode that it would write (line separators) as spaces.
-        dumped = yaml.safe_dump(of_section, sort_keys=False, allow_unicode=False, width=1000)
+        dumped = yaml.safe_dump(vars(getattr(config, section)), sort_keys=False, allow_unicode=False, width=1000)
         lines += ["", f"# {title}", dumped.rstrip()]
     replace_text(Path(path), "\n".join(lines).lstrip("\n") + "\n")
 

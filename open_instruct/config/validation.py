@@ -70,13 +70,6 @@ def _amount(word: str) -> float | None:
         return None
 
 
-def data_problems(data: DataSection) -> Iterator[str]:
-    if not data.mixer_list:
-        yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
-    yield from mixer_problems("mixer_list", data.mixer_list, data.mixer_list_splits)
-    yield from mixer_problems("eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
-
-
 def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterator[str]:
     if prefix_sharing == "on" and not data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
@@ -146,7 +139,10 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
-    yield from data_problems(config.data)
+    if not config.data.mixer_list:
+        yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
+    yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)
+    yield from mixer_problems("eval_mixer_list", config.data.eval_mixer_list, config.data.eval_mixer_list_splits)
     yield from microbatch_problems(
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",
