@@ -83,26 +83,20 @@ def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") ->
             that reads it is not installed.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        return _NamedRows(name, split, flag=flag)
-    if path.exists():
-        return _open_file(path, name, split, flag)
-    if path.suffix in FILE_SUFFIXES or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+    if path.exists() and not path.is_dir():
+        if split != "train":
+            raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
+        if path.suffix not in FILE_SUFFIXES:
+            known = ", ".join(FILE_SUFFIXES)
+            raise InputError(f"{flag}: {name}: cannot read '{path.suffix}' files; give one of {known}.")
+        try:
+            return _JsonLines(path, name) if path.suffix == ".jsonl" else _ColumnFile(path, name, flag)
+        except OSError as error:
+            raise InputError(f"{flag}: {name} cannot be read: {error}") from error
+    is_path = path.suffix in FILE_SUFFIXES or name.startswith((".", "/", "~")) or len(path.parts) > 2
+    if is_path and not path.is_dir():
         raise InputError(f"{flag}: {name}: no such file.{near_files(path)}")
     return _NamedRows(name, split, flag=flag)
-
-
-def _open_file(path: Path, name: str, split: str, flag: str) -> RowSource:
-    if split != "train":
-        raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
-    if path.suffix not in FILE_SUFFIXES:
-        raise InputError(f"{flag}: {name}: cannot read '{path.suffix}' files; give one of {', '.join(FILE_SUFFIXES)}.")
-    try:
-        if path.suffix == ".jsonl":
-            return _JsonLines(path, name)
-        return _ColumnFile(path, name, flag)
-    except OSError as error:
-        raise InputError(f"{flag}: {name} cannot be read: {error}") from error
 
 
 def near_files(path: Path) -> str:
