@@ -109,15 +109,14 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def find_checkpoints(folder: Path) -> list[str]:
-    """Paths of the complete checkpoints in `folder`, oldest step first."""
-    return [str(path) for path in reversed(candidates(folder)) if (path / MANIFEST).is_file()]
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest step first."""
+    return [path for path in reversed(candidates(folder)) if (path / MANIFEST).is_file()]
 
 
 def latest_step(folder: Path) -> int | None:
     """Step of the newest complete checkpoint, or None."""
-    paths = find_checkpoints(folder)
-    return step_of(Path(paths[-1])) if paths else None
+    return next((step_of(path) for path in reversed(find_checkpoints(folder))), None)
 
 
 def refuse_earlier_format(folder: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_instruct.checkpoints.step_folder import find_checkpoints
+from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
@@ -48,7 +48,7 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | No
         if config.loss.ref_policy_update_freq is not None:
             told += "; the reference policy is the start model, although the run moved it"
         return StepWeights(model=str(given), checkpoint=None, are_the_steps_own=False, told=told)
-    checkpoints = {int(Path(path).name.removeprefix("step")): Path(path) for path in find_checkpoints(run)}
+    checkpoints = {step_of(path): path for path in find_checkpoints(run)}
     newest = max((saved for saved in checkpoints if saved < step), default=0)
     checkpoint, are_the_steps_own = checkpoints.get(newest), newest == step - 1
     told = f"the weights are the start model's, {start}"
