@@ -120,6 +120,7 @@ class Flag:
         return self._value_of_word(words[0], self.kind)
 
     def _value_of_word(self, word: str, kind: type) -> Any:
+        value: Any
         if kind is bool:
             value = {"true": True, "false": False}.get(word.lower())
         elif kind is not str:

@@ -64,17 +64,14 @@ def _git_state(repository: Path) -> str:
     """The commit, and whether files differ from it; or that there is no repository."""
     if not (repository / ".git").exists():
         return "not a git checkout"
+    # No tag's name: the whole commit, with "-dirty" behind it where files differ.
+    command = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        commit = _git(repository, "rev-parse", "HEAD")
-        changed = _git(repository, "status", "--porcelain", "--untracked-files=no")
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return f"{commit} with uncommitted changes" if changed else commit
-
-
-def _git(repository: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(repository), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    commit = said.removesuffix("-dirty")
+    return commit if said == commit else f"{commit} with uncommitted changes"
 
 
 def resume_conflicts(
