@@ -203,11 +203,9 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 optional=optional or default is None,
                 required=default is MISSING,
                 default=None if default is MISSING else default,
-                help=field.metadata["help"],
                 item_kind=item_kind,
                 or_one=or_one,
-                resume=field.metadata["resume"],
-                takes_own=field.metadata["takes_own"],
+                **{fact: field.metadata[fact] for fact in ("help", "resume", "takes_own")},
             )
     return flags
 

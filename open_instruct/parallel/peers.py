@@ -17,9 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.parallel import processes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 BEAT_S = 5.0
 # How long nothing may be heard of a rank.
@@ -36,16 +39,6 @@ STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 # How gloo and NCCL speak of a peer that is gone.
 LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
 WAITED_WORDS = ("Timed out waiting", "Wait timeout", "NCCL")
-
-
-class Store(Protocol):
-    """What is needed of torch's key-value stores."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ BUDGETS = {
     "checkpoints": 570,
     "cluster": 800,
     "config": 1720,
-    "data": 1400,
+    "data": 1395,
     "engines": 695,
     "entries": 875,
     "ground": 305,
