@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
 from open_instruct.families import FAMILIES
@@ -248,11 +249,7 @@ def measure(folder: Path, *, dtype: str, num_tokens: int, num_syncs: int) -> lis
             dtype=dtype,  # type: ignore[arg-type]
             max_model_len=LONGEST_PROMPT + LONGEST_COMPLETION,
             batching=Batching(max_num_seqs=NUM_AT_ONCE, max_num_batched_tokens=4096, schedules_ahead=False),
-            tensor_parallel_size=1,
-            gpu_memory_utilization=0.9,
-            kv_cache_bytes=64 << 20,
-            enable_prefix_caching=True,
-            enforce_eager=True,
+            fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True),
             seed=0,
         )
     )

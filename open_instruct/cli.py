@@ -4,74 +4,48 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import NoReturn
 
 from open_instruct import __version__
 from open_instruct.config.parser import nearest
 from open_instruct.entry import HELP_WORDS, leave, run_to_exit_code
 from open_instruct.errors import EXIT_INPUT
-from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
 PROGRAM = "open-instruct"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """What a command does; `call` takes the words after the command and returns the exit code."""
-
-    summary: str
-    call: Callable[[Sequence[str]], int]
-
-
-def _imported(target: str, words: Sequence[str]) -> int:
-    module, _, function = target.partition(":")
-    return getattr(importlib.import_module(module), function)(words)
-
-
-def _train(name: str, words: Sequence[str]) -> int:
-    from open_instruct.objectives.registry import objective_named
-    from open_instruct.train import run_objective
-
-    return run_objective(objective_named(name), words)
-
-
+# What each command does, and, but for objectives, what is called with the words after it and returns the exit code.
 COMMANDS = {
     **{
-        name: Command(
-            summary=f"train on {rows} (several ranks: torchrun open_instruct/{name}.py)", call=partial(_train, name)
-        )
+        name: (f"train on {rows} (several ranks: torchrun open_instruct/{name}.py)", "")
         for name, (_, rows) in OBJECTIVES.items()
     },
-    "train": Command(
-        summary="train on an objective of your own: --objective FILE.py:NAME (several ranks: open_instruct/train.py)",
-        call=partial(_imported, "open_instruct.train:main"),
+    "train": (
+        "train on an objective of your own: --objective FILE.py:NAME (several ranks: open_instruct/train.py)",
+        "open_instruct.train:main",
     ),
-    "grpo": Command(
-        summary="train on verifiable rewards: starts Ray, learners and engines by itself",
-        call=partial(_imported, "open_instruct.grpo_olmo_core_actor:main"),
+    "grpo": (
+        "train on verifiable rewards: starts Ray, learners and engines by itself",
+        "open_instruct.grpo_olmo_core_actor:main",
     ),
-    "layout": Command(
-        summary="show how a model would be sharded over nodes of GPUs",
-        call=partial(_imported, "open_instruct.parallel.layout_command:layout_command"),
+    "layout": (
+        "show how a model would be sharded over nodes of GPUs",
+        "open_instruct.parallel.layout_command:layout_command",
     ),
-    "plan": Command(
-        summary="say what memory, traffic and time a run would need, and which flags would make it fit",
-        call=partial(_imported, "open_instruct.planning.command:main"),
+    "plan": (
+        "say what memory, traffic and time a run would need, and which flags would make it fit",
+        "open_instruct.planning.command:main",
     ),
-    "replay": Command(
-        summary="take one step of a GRPO run again, under its own or under other settings of the loss",
-        call=partial(_imported, "open_instruct.replay:main"),
+    "replay": (
+        "take one step of a GRPO run again, under its own or under other settings of the loss",
+        "open_instruct.replay:main",
     ),
-    "score": Command(
-        summary="score the conversations of a file, or their steps, with a reward model",
-        call=partial(_imported, "open_instruct.score:main"),
-    ),
-    "tiny-model": Command(
-        summary="write a small random checkpoint with a tokenizer, to try things on",
-        call=partial(_imported, "open_instruct.toys.tiny_command:tiny_model_command"),
+    "score": ("score the conversations of a file, or their steps, with a reward model", "open_instruct.score:main"),
+    "tiny-model": (
+        "write a small random checkpoint with a tokenizer, to try things on",
+        "open_instruct.toys.tiny_command:tiny_model_command",
     ),
 }
 
@@ -89,12 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"{PROGRAM} {__version__}")
         return 0
-    command = COMMANDS.get(name)
-    if command is None:
+    if name not in COMMANDS:
         print(f"{PROGRAM}: '{name}' is not a command{nearest(name, COMMANDS)}", file=sys.stderr)
         print(f"The commands are {', '.join(COMMANDS)}; `{PROGRAM} --help` says what they do.", file=sys.stderr)
         return EXIT_INPUT
-    return run_to_exit_code(lambda: command.call(rest), program=f"{PROGRAM} {name}")
+    return run_to_exit_code(lambda: _run(name, rest), program=f"{PROGRAM} {name}")
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    from open_instruct.train import run_objective
+
+    if name in OBJECTIVES:
+        return run_objective(objective_named(name), words)
+    module, _, function = COMMANDS[name][1].partition(":")
+    return getattr(importlib.import_module(module), function)(words)
 
 
 def program() -> NoReturn:
@@ -104,7 +86,7 @@ def program() -> NoReturn:
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    listed = "\n".join(f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items())
     return f"""\
 usage: {PROGRAM} COMMAND [--flag value ...]
 

@@ -72,42 +72,33 @@ def run_entry(
     returns warnings, which are printed. `gpus_per_node` reads the nodes from the flags, where no launcher
     tells of them.
     """
-    return run_to_exit_code(
-        lambda: _run_entry(config_class, main, argv, program, validate, gpus_per_node), program=program
-    )
-
-
-def _run_entry(
-    config_class: type[ConfigT],
-    main: Callable[[ConfigT], int],
-    argv: Sequence[str] | None,
-    program: str,
-    validate: Callable[[ConfigT], list[str]],
-    gpus_per_node: Callable[[ConfigT], Sequence[int]] | None,
-) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     speaks = _rank() == 0
-    if any(word in HELP_WORDS for word in words):
+
+    def run() -> int:
+        if any(word in HELP_WORDS for word in words):
+            if speaks:
+                print_help(config_class, program)
+            return 0
+        try:
+            config = parse(config_class, words)
+            warnings = validate(config)
+            if gpus_per_node is None:
+                check_layout(config.parallel, os.environ)
+            else:
+                layout_of(config.parallel, gpus_per_node(config))
+            if speaks:  # rank 0 alone talks to a tracker
+                check_trackers(config.logging.report_to, os.environ)
+        except InputError as error:
+            # Every rank has the same words, so none can be the only one that knows.
+            lines = (f"{program}: {error}", f"Nothing was started. `{program} --help` lists every flag.")
+            _tell_of_failure(*lines, known_to_all=True)
+            return EXIT_INPUT
         if speaks:
-            print_help(config_class, program)
-        return 0
-    try:
-        config = parse(config_class, words)
-        warnings = validate(config)
-        if gpus_per_node is None:
-            check_layout(config.parallel, os.environ)
-        else:
-            layout_of(config.parallel, gpus_per_node(config))
-        if speaks:  # rank 0 alone talks to a tracker
-            check_trackers(config.logging.report_to, os.environ)
-    except InputError as error:
-        # Every rank has the same words, so none can be the only one that knows.
-        lines = (f"{program}: {error}", f"Nothing was started. `{program} --help` lists every flag.")
-        _tell_of_failure(*lines, known_to_all=True)
-        return EXIT_INPUT
-    if speaks:
-        _tell(*(f"{program}: warning: {warning}" for warning in warnings))
-    return run_to_exit_code(lambda: main(config), program=program, log_file=Path(config.run.output_dir) / "run.log")
+            _tell(*(f"{program}: warning: {warning}" for warning in warnings))
+        return run_to_exit_code(lambda: main(config), program=program, log_file=Path(config.run.output_dir) / "run.log")
+
+    return run_to_exit_code(run, program=program)
 
 
 def check_layout(parallel: ParallelSection, environ: Mapping[str, str]) -> None:

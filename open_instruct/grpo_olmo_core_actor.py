@@ -23,7 +23,6 @@ from open_instruct.entry import leave, run_entry
 
 if TYPE_CHECKING:
     from open_instruct.packing.rollouts import RankStep
-    from open_instruct.weights.sender import WeightSender
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,9 +63,12 @@ class PolicyTrainerOLMoCoreProcess:
             weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
             engine_dtype: that weights travel in.
         """
+        import torch
+
         from open_instruct.learner.grpo import GRPOLearner
         from open_instruct.run.opened import join_run
         from open_instruct.run.pretrained import open_pretrained
+        from open_instruct.weights.sender import WeightSender
 
         self.config = config
         self.run = join_run(config)
@@ -74,7 +76,14 @@ class PolicyTrainerOLMoCoreProcess:
             config.model, max_seq_length=config.data.max_seq_length, export_folder=self.run.directory.hf_model
         )
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
-        self.sender = self._weight_sender(weight_sync_backend, engine_dtype)
+        self.sender = WeightSender(
+            self.learner.policy.model,
+            self.pretrained.names,
+            backend=weight_sync_backend,
+            dtype=getattr(torch, engine_dtype),
+            bucket_bytes=config.fleet.weight_sync_bucket_mib << 20,
+            timeout_s=config.fleet.weight_sync_timeout_s,
+        )
 
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
@@ -110,21 +119,6 @@ class PolicyTrainerOLMoCoreProcess:
     def send_weights(self, version: int) -> None:
         """Stream the policy from its shards to the engines."""
         self.sender.send(version)
-
-    def _weight_sender(self, backend: str, engine_dtype: str) -> WeightSender:
-        import torch
-
-        from open_instruct.weights.sender import WeightSender
-
-        fleet = self.config.fleet
-        return WeightSender(
-            self.learner.policy.model,
-            self.pretrained.names,
-            backend=backend,
-            dtype=getattr(torch, engine_dtype),
-            bucket_bytes=fleet.weight_sync_bucket_mib << 20,
-            timeout_s=fleet.weight_sync_timeout_s,
-        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +78,7 @@ def replay(asked: Replay) -> dict[str, Any]:
     return {
         "run": str(asked.run),
         "step": asked.step,
-        "weights": {
-            "model": weights.model,
-            "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
-            "are_the_steps_own": weights.are_the_steps_own,
-            "told": weights.told,
-        },
+        "weights": asdict(weights) | {"checkpoint": None if weights.checkpoint is None else str(weights.checkpoint)},
         "changes": {name: {"from": old, "to": new} for name, (old, new) in asked.changes.items()},
         "recorded": recorded,
         "recomputed": recomputed,

@@ -108,14 +108,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         form = objective.rows_of(config)
         taught = objective.teacher(config)
         teacher = None if taught is None else OpenedTeacher.of(taught, pretrained, config=config, layout=run.layout)
-        rows, heldout_rows = load_datasets(
-            form,
-            config.data,
-            pretrained=pretrained,
-            seed=config.optim.seed,
-            console=run.console,
-            own=objective.row_arguments(config),
-        )
+        own = objective.row_arguments(config)
+        rows, heldout_rows = load_datasets(form, config, pretrained=pretrained, console=run.console, own=own)
         shape = BatchShape.of(
             config.optim,
             config.data,

@@ -6,10 +6,11 @@ import warnings
 
 import torch
 
-from open_instruct.dpo import main
 from open_instruct.entry import leave
+from open_instruct.objectives.dpo import DPO
+from open_instruct.train import run_objective
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message=".*deterministic.*")  # what has none goes on
     torch.use_deterministic_algorithms(True, warn_only=True)
-    leave(main())
+    leave(run_objective(DPO))

@@ -94,7 +94,7 @@ def remove_old_checkpoints(folder: Path, *, keep_last_n: int, run: Run[None] = a
     old = find_checkpoints(folder)[:-keep_last_n] if get_rank() == 0 else []
 
     def remove_each() -> None:
-        for path in map(Path, old):
+        for path in old:
             try:
                 remove(path)
             except OSError as error:

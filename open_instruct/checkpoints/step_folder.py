@@ -72,20 +72,12 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         told = json.loads(path.read_bytes())
         content = told["checkpoint"]
-        if told["xxh3"] != _digest(content) or content["format"] != FORMAT:
+        if told["xxh3"] != _digest(content) or content.pop("format") != FORMAT:
             raise ValueError
-        files = {
-            name: WrittenFile(num_bytes=int(file["num_bytes"]), xxh3=str(file["xxh3"]))
-            for name, file in content["files"].items()
-        }
+        files = {name: WrittenFile(**file) for name, file in content.pop("files").items()}
         if any(name != Path(name).name or name in ("", "..") for name in files):
             raise ValueError
-        return Manifest(
-            step=int(content["step"]),
-            num_ranks=int(content["num_ranks"]),
-            start_model=str(content["start_model"]),
-            files=files,
-        )
+        return Manifest(files=files, **content)
     except UNREADABLE as error:
         why = f" ({error.strerror})" if isinstance(error, OSError) else ""
         raise Damaged(f"{path} is not what was written{why}") from error
@@ -117,15 +109,14 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def find_checkpoints(folder: Path) -> list[str]:
-    """Paths of the complete checkpoints in `folder`, oldest step first."""
-    return [str(path) for path in reversed(candidates(folder)) if (path / MANIFEST).is_file()]
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest step first."""
+    return [path for path in reversed(candidates(folder)) if (path / MANIFEST).is_file()]
 
 
 def latest_step(folder: Path) -> int | None:
     """Step of the newest complete checkpoint, or None."""
-    paths = find_checkpoints(folder)
-    return step_of(Path(paths[-1])) if paths else None
+    return next((step_of(path) for path in reversed(find_checkpoints(folder))), None)
 
 
 def refuse_earlier_format(folder: Path) -> None:
@@ -151,9 +142,9 @@ def refuse_another_start_model(checkpoint: Path, saved: str, own: str) -> None:
         )
 
 
-def beside(final: Path) -> Path:
-    """The folder that a checkpoint is written in before it has its name."""
-    return _beside(final, PART)
+def beside(final: Path, suffix: str = PART) -> Path:
+    """The folder of this suffix; a checkpoint is written in the default's before it has its name."""
+    return final.with_name(final.name + suffix)
 
 
 def begin(final: Path) -> Path:
@@ -209,13 +200,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def _set_aside(folder: Path, suffix: str) -> Path:
-    aside = _beside(folder, suffix)
+    aside = beside(folder, suffix)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.replace(aside)
-
-
-def _beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(folder.name + suffix)
 
 
 def _digest(content: Any) -> str:

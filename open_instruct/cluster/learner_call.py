@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from open_instruct.cluster.learner_host import HostFacts, on_their_nodes
 from open_instruct.errors import InputError, RunError
@@ -38,14 +38,7 @@ REASONS = {
 
 
 class LearnerLost(RunError):
-    """Learners died or do not answer, and the group must be restarted. `ranks` are those at fault."""
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.ranks)
+    """Learners died or do not answer, and the group must be restarted."""
 
 
 class LearnerCall(Generic[Result]):
@@ -94,7 +87,7 @@ class LearnerCall(Generic[Result]):
 
         failures = [(ref, error)]
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
-        while pending and not _explains(failures[-1][1]) and time.monotonic() < deadline:
+        while pending and _distance_from_cause(failures[-1][1]) and time.monotonic() < deadline:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             for other in done:
                 try:
@@ -107,7 +100,7 @@ class LearnerCall(Generic[Result]):
                 raise error.cause from None
             raise error.cause from error  # whose text is the traceback over there
         rank = self._refs.index(ref)
-        raise LearnerLost(f"{self._name(rank)} was lost during {self._what}: {reason_of_loss(error)}", [rank]) from None
+        raise LearnerLost(f"{self._name(rank)} was lost during {self._what}: {reason_of_loss(error)}") from None
 
     def _raise_for_frozen(self) -> None:
         """A step may take an hour; a process that does nothing at all is known sooner."""
@@ -120,7 +113,7 @@ class LearnerCall(Generic[Result]):
                 f"{self._name(loss.sign.rank)} was lost during {self._what}, while {loss.sign.doing}: {loss.reason}"
                 for loss in losses
             )
-            raise LearnerLost(words, [loss.sign.rank for loss in losses])
+            raise LearnerLost(words)
 
     def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
         ranks = [self._refs.index(ref) for ref in pending]
@@ -132,13 +125,13 @@ class LearnerCall(Generic[Result]):
         names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
         words = f"no answer to {self._what} within {timeout_s:g} s from {names}"
         if not self._facts:
-            return LearnerLost(words, ranks)
+            return LearnerLost(words)
         states = on_their_nodes(is_stopped, [self._facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)
-        at_fault = {rank: stopped for rank, stopped in zip(ranks, states, strict=True) if stopped is not False}
-        for rank, stopped in at_fault.items():
-            state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
-            words += f"; {state.format(rank)}"
-        return LearnerLost(words, [*at_fault] or ranks)
+        for rank, stopped in zip(ranks, states, strict=True):
+            if stopped is not False:
+                state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
+                words += f"; {state.format(rank)}"
+        return LearnerLost(words)
 
     def _name(self, rank: int) -> str:
         if not self._facts:
@@ -146,12 +139,8 @@ class LearnerCall(Generic[Result]):
         return f"learner rank {rank} (node {self._facts[rank].address}, pid {self._facts[rank].pid})"
 
 
-def _explains(error: Exception) -> bool:
-    """Whether no other failure can be the cause of this one."""
-    return _distance_from_cause(error) == 0
-
-
 def _distance_from_cause(error: Exception) -> int:
+    """0 where no other failure can be the cause of this one."""
     cause = getattr(error, "cause", None)
     if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
         return 0

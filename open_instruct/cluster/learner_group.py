@@ -116,8 +116,10 @@ class LearnerGroup(Generic[L]):
         self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
         self._signs: Signs | None = None
         self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
-        self._meeting_point = MeetingPoint(self._placement.whereabouts().meeting_address())
-        self._signs = Signs(self._meeting_point.store, ranks)
+        # The store through which the ranks of a process group find each other.
+        self._meeting_address = self._placement.whereabouts().meeting_address()
+        self._store = listen_at(self._meeting_address)
+        self._signs = Signs(self._store, ranks)
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
             actor.set_environment.remote({**self._environment_of(rank), **self._environment})
@@ -136,7 +138,9 @@ class LearnerGroup(Generic[L]):
             "NUM_NODES": str(len(nodes)),
             "FS_LOCAL_RANK": str(rank),
             "TOKENIZERS_PARALLELISM": "false",
-            **self._meeting_point.environment,
+            "MASTER_ADDR": self._meeting_address,
+            "MASTER_PORT": str(self._store.port),
+            STORE_OF_LAUNCHER: "True",  # every rank is a client of the store
         }
         if self._placement.on_gpus:
             gpu_ids = [gpu_id for sibling in siblings for gpu_id in self._facts[sibling].gpu_ids]
@@ -149,16 +153,3 @@ class LearnerGroup(Generic[L]):
 
     def _watching(self, what: str, refs: list[ObjectRef]) -> LearnerCall[Any]:
         return LearnerCall(what, refs, self._facts, self._signs)
-
-
-class MeetingPoint:
-    """The key-value store in the driver through which the ranks of a process group find each other."""
-
-    def __init__(self, host: str) -> None:
-        """Listen at the address `host` of this machine, and at no other."""
-        self.store = listen_at(host)
-        self.environment = {
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(self.store.port),
-            STORE_OF_LAUNCHER: "True",  # every rank is a client of the store
-        }

@@ -15,24 +15,13 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.wording import counted
-from open_instruct.records import ShardLayout
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 Say = Callable[[str], None]
 SECONDS_BETWEEN_REPORTS = 10.0
-
-
-def learner_layout(parallel: LearnerParallelSection) -> ShardLayout:
-    """The layout of the learners, from the flags alone.
-
-    Raises:
-        InputError: the sharding flags cannot work for `--num_learners_per_node`.
-    """
-    return layout_of(parallel, parallel.num_learners_per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,16 +8,8 @@ from typing import ClassVar
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER, SMOOTHING
-from open_instruct.config.sections import (
-    LoggingSection,
-    MemorySection,
-    ModelSection,
-    OptimSection,
-    ParallelSection,
-    PreferenceDataSection,
-    PreferenceLossSection,
-    RunSection,
-)
+from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
+from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import changed, refuse, sharing_problems, training_problems, training_warnings
 
 # What they give a loss, and which value is none of it.
@@ -36,7 +28,7 @@ FLAGS_OF_ONE_LOSS = {
 
 
 @dataclass(kw_only=True)
-class DPOConfig:
+class DPOConfig(TrainingConfig):
     """Train a model on preference pairs with DPO or one of its relatives, sharded as HSDP, and export it."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -44,14 +36,8 @@ class DPOConfig:
         "open-instruct dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/first",
     )
 
-    model: ModelSection
     data: PreferenceDataSection
     loss: PreferenceLossSection
-    optim: OptimSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
 
 
 def validate_dpo(config: DPOConfig) -> list[str]:

@@ -21,6 +21,18 @@ NONE_WORDS = ("none", "null", "~")
 # Seeds and time-outs fit, no flag counts further, and what is computed from a few such numbers is still a float.
 LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
+# By the kind of a flag and of a list's items: the value in usage lines, and in error messages.
+KINDS: dict[tuple[type, type], tuple[str, str]] = {
+    (bool, str): ("true|false", "true or false"),
+    (int, str): ("INT", "a whole number"),
+    (float, str): ("FLOAT", "a number"),
+    (str, str): ("STR", "a word"),
+    (list, int): ("INT ...", "a list of whole numbers"),
+    (list, float): ("FLOAT ...", "a list of numbers"),
+    (list, str): ("WORD ...", "a list of words"),
+}
+# Sections, in the order of every config that has them.
+LAST_SECTIONS = ("optim", "parallel", "fleet", "memory", "evaluation", "run", "logging")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +47,15 @@ class Limits:
 
     def problem(self, number: float) -> str | None:
         """`must be at least 0 and below 1`, if it is not."""
-        limits = [
-            (word, limit, holds)
-            for word, limit, holds in (
-                ("at least", self.minimum, operator.ge),
-                ("above", self.above, operator.gt),
-                ("at most", self.maximum, operator.le),
-                ("below", self.below, operator.lt),
-            )
-            if limit is not None
-        ]
-        if all(holds(number, limit) for _, limit, holds in limits):
+        limits = (
+            ("at least", self.minimum, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.maximum, operator.le),
+            ("below", self.below, operator.lt),
+        )
+        if all(limit is None or holds(number, limit) for _, limit, holds in limits):
             return None
-        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits)}{self.note}"
+        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits if limit is not None)}{self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +86,9 @@ class Flag:
     def metavar(self) -> str:
         """The value in usage lines: `INT`, `true|false`, `dpo|simpo`, `WORD ...`."""
         if self.choices:
-            return (
-                "|".join((*self.choices, "FILE.py:FUNCTION") if self.takes_own else self.choices) + " ..." * self.or_one
-            )
-        of_list = {int: "INT ...", float: "FLOAT ...", str: "WORD ..."}[self.item_kind]
-        return {bool: "true|false", int: "INT", float: "FLOAT", str: "STR", list: of_list}[self.kind]
+            choices = (*self.choices, "FILE.py:FUNCTION") if self.takes_own else self.choices
+            return "|".join(choices) + " ..." * self.or_one
+        return KINDS[self.kind, self.item_kind][0]
 
     @property
     def accepted(self) -> str:
@@ -91,15 +97,7 @@ class Flag:
             what = f"one of {', '.join(self.choices)}"
             what += ", or a function of your own as FILE.py:function or module:function" if self.takes_own else ""
         else:
-            what = {
-                bool: "true or false",
-                int: "a whole number",
-                float: "a number",
-                str: "a word",
-                list: {int: "a list of whole numbers", float: "a list of numbers"}.get(
-                    self.item_kind, "a list of words"
-                ),
-            }[self.kind]
+            what = KINDS[self.kind, self.item_kind][1]
         return f"{what}, or none" if self.optional else what
 
     def value_of(self, words: Sequence[str]) -> Any:
@@ -111,34 +109,28 @@ class Flag:
         if not all(map(_is_text, words)):
             raise InputError("holds a null byte or one that is not UTF-8; give text")
         if self.kind is list and (words or not self.or_one):
-            items = [self._item_of(word) for word in words]
+            items = [self._value_of_word(word, self.item_kind) for word in words]
             return items[0] if self.or_one and len(items) == 1 else items
         if not words:
             raise InputError(f"needs a value: {self.accepted}")
         if len(words) > 1:
             raise InputError(f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no flag")
-        (word,) = words
-        if self.optional and word.lower() in NONE_WORDS:
+        if self.optional and words[0].lower() in NONE_WORDS:
             return None
-        if self.choices:
-            if word in self.choices or (self.takes_own and all(word.rpartition(":"))):
-                return word
-        elif self.kind is str:
-            return word
-        elif self.kind is bool:
-            if word.lower() in ("true", "false"):
-                return word.lower() == "true"
-        else:
-            number = _finite_number(self.kind, word)
-            if number is not None:
-                return number
-        raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
+        return self._value_of_word(words[0], self.kind)
 
-    def _item_of(self, word: str) -> Any:
-        item = word if self.item_kind is str else _finite_number(self.item_kind, word)
-        if item is None or (self.choices and word not in self.choices):
+    def _value_of_word(self, word: str, kind: type) -> Any:
+        value: Any
+        if kind is bool:
+            value = {"true": True, "false": False}.get(word.lower())
+        elif kind is not str:
+            value = _finite_number(kind, word)
+        else:
+            is_own = self.takes_own and all(word.rpartition(":"))
+            value = word if not self.choices or word in self.choices or is_own else None
+        if value is None:
             raise InputError(f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}")
-        return item
+        return value
 
     def _hint(self, word: str) -> str:
         number = _finite_number(float, word) if int in (self.kind, self.item_kind) else None
@@ -179,9 +171,13 @@ def _finite_number(kind: type, word: str) -> Any:
 
 
 def sections_of(config_class: type) -> dict[str, type]:
-    """The section classes of a config class, by the field that holds them, in order."""
+    """The section classes of a config class, by the field that holds them, its own before those of every run."""
     hints = get_type_hints(config_class)
-    return {field.name: hints[field.name] for field in fields(config_class)}
+    names = [field.name for field in fields(config_class)]
+    own_first = [name for name in names if name not in LAST_SECTIONS] + [
+        name for name in LAST_SECTIONS if name in names
+    ]
+    return {name: hints[name] for name in own_first}
 
 
 def flags_of(config_class: type) -> dict[str, Flag]:
@@ -198,7 +194,6 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
             assert field.name not in flags, f"flag {field.name} is in two sections"
             kind, item_kind, choices, optional, or_one = _read_type(hints[field.name])
             default = field.default_factory() if field.default_factory is not MISSING else field.default
-            required = default is MISSING
             flags[field.name] = Flag(
                 name=field.name,
                 section=section,
@@ -206,13 +201,11 @@ def _read_flags(config_class: type) -> dict[str, Flag]:
                 choices=choices or field.metadata["choices"],
                 # A section that is made without a value may put one there itself.
                 optional=optional or default is None,
-                required=required,
-                default=None if required else default,
-                help=field.metadata["help"],
+                required=default is MISSING,
+                default=None if default is MISSING else default,
                 item_kind=item_kind,
                 or_one=or_one,
-                resume=field.metadata["resume"],
-                takes_own=field.metadata["takes_own"],
+                **{fact: field.metadata[fact] for fact in ("help", "resume", "takes_own")},
             )
     return flags
 

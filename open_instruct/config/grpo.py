@@ -14,13 +14,12 @@ from open_instruct.config.rollout_sections import (
     FleetSection,
     LearnerParallelSection,
     PolicyLossSection,
-    PolicyOptimSection,
     PromptDataSection,
     RewardSection,
     RolloutRunSection,
     RolloutSection,
 )
-from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection
+from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import (
     changed,
     learner_problems,
@@ -36,7 +35,7 @@ DEFAULT_PACK_LENGTH = 4096
 
 
 @dataclass(kw_only=True)
-class GRPOConfig:
+class GRPOConfig(LearnerConfig):
     """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -45,18 +44,14 @@ class GRPOConfig:
         "open-instruct grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --ray_address auto --output_dir runs/olmo3",
     )
 
-    model: ModelSection
     data: PromptDataSection
     rollout: RolloutSection
     reward: RewardSection
     loss: PolicyLossSection
-    optim: PolicyOptimSection
     parallel: LearnerParallelSection
     fleet: FleetSection
-    memory: MemorySection
     evaluation: EvaluationSection
     run: RolloutRunSection
-    logging: LoggingSection
 
     @property
     def num_completions_per_step(self) -> int:

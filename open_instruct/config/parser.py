@@ -37,9 +37,7 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[
     """
     flags = flags_of(config_class)
     problems: list[str] = []
-    values = _given(argv, flags, problems)
-    for name in flags.keys() & (assumed or {}).keys() - values.keys():
-        values[name] = (assumed or {})[name]
+    values = {name: value for name, value in (assumed or {}).items() if name in flags} | _given(argv, flags, problems)
     missing = [f"--{flag.name}" for flag in flags.values() if flag.required and flag.name not in values]
     if missing:
         problems.append(f"missing: {', '.join(missing)} (as flags, or in a YAML file)")

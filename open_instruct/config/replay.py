@@ -95,6 +95,11 @@ def parse_replay(words: Sequence[str]) -> Replay:
         raise InputError(f"--step {given['step']}: the first step is 1")
 
     settings = _settings_of(run)
+    weights, json_file = (None if given.get(name) is None else Path(given[name]) for name in ("weights", "json"))
+    if weights is not None and not weights.is_dir():
+        raise InputError(f"--weights {weights}: there is no such folder; give one in Hugging Face format")
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise InputError(f"--json {json_file}: is a folder, or lies in none; name a file in a folder that exists")
     recorded = as_flat_dict(settings)
     changes = {
         name: (recorded[name], value) for name, value in given.items() if name in of_run and value != recorded[name]
@@ -102,8 +107,8 @@ def parse_replay(words: Sequence[str]) -> Replay:
     return Replay(
         run=run,
         step=given["step"],
-        weights=_folder(given.get("weights")),
-        json_file=_writable(given.get("json")),
+        weights=weights,
+        json_file=json_file,
         settings=settings,
         changed=_changed(settings, {name: new for name, (_, new) in changes.items()}) if changes else None,
         changes=changes,
@@ -161,19 +166,3 @@ def _changed(settings: GRPOConfig, values: dict[str, Any]) -> GRPOConfig:
     )
     validate_grpo(changed)
     return changed
-
-
-def _folder(weights: str | None) -> Path | None:
-    if weights is None:
-        return None
-    if not Path(weights).is_dir():
-        raise InputError(f"--weights {weights}: there is no such folder; give one in Hugging Face format")
-    return Path(weights)
-
-
-def _writable(file: str | None) -> Path | None:
-    if file is None:
-        return None
-    if Path(file).is_dir() or not Path(file).absolute().parent.is_dir():
-        raise InputError(f"--json {file}: is a folder, or lies in none; name a file in a folder that exists")
-    return Path(file)

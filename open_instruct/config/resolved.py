@@ -32,12 +32,10 @@ def write_config(config: object, path: str | Path, extra: Mapping[str, Any] | No
     crash leaves the old one or the new one.
     """
     lines = [f"# {line}" for line in _comment_lines(extra or {})]
-    values = as_flat_dict(config)
     for section, section_class in sections_of(type(config)).items():
-        of_section = {name: values[name] for name, flag in flags_of(type(config)).items() if flag.section == section}
         title = (section_class.__doc__ or section).splitlines()[0]
         # Escaped, because YAML reads some of the Unicode that it would write (line separators) as spaces.
-        dumped = yaml.safe_dump(of_section, sort_keys=False, allow_unicode=False, width=1000)
+        dumped = yaml.safe_dump(vars(getattr(config, section)), sort_keys=False, allow_unicode=False, width=1000)
         lines += ["", f"# {title}", dumped.rstrip()]
     replace_text(Path(path), "\n".join(lines).lstrip("\n") + "\n")
 
@@ -66,17 +64,14 @@ def _git_state(repository: Path) -> str:
     """The commit, and whether files differ from it; or that there is no repository."""
     if not (repository / ".git").exists():
         return "not a git checkout"
+    # No tag's name: the whole commit, with "-dirty" behind it where files differ.
+    command = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        commit = _git(repository, "rev-parse", "HEAD")
-        changed = _git(repository, "status", "--porcelain", "--untracked-files=no")
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return f"{commit} with uncommitted changes" if changed else commit
-
-
-def _git(repository: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(repository), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    commit = said.removesuffix("-dirty")
+    return commit if said == commit else f"{commit} with uncommitted changes"
 
 
 def resume_conflicts(
@@ -98,7 +93,8 @@ def resume_conflicts(
     now = as_flat_dict(config)
     flags = flags_of(type(config))
     kinds = {"same"} if _is_flat(saved) and _is_flat(now) else {"same", "length"}
-    compared = [name for name in now if flags[name].resume in kinds and not _is_overruled(name, saved, now)]
+    is_overruled = saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
+    compared = [name for name in now if flags[name].resume in kinds and not (is_overruled and name == "num_epochs")]
     conflicts = [
         f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
         for name in compared
@@ -127,24 +123,17 @@ def _is_flat(values: Mapping[str, Any]) -> bool:
     return values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0
 
 
-def _is_overruled(name: str, *runs: Mapping[str, Any]) -> bool:
-    return name == "num_epochs" and all(values.get("max_train_steps") is not None for values in runs)
-
-
 def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:
-    def rows(values: Mapping[str, Any], world: int) -> int:
-        return values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * world
-
-    def product(values: Mapping[str, Any], world: int) -> str:
+    def product(values: Mapping[str, Any], world: int) -> tuple[int, str]:
         per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-        return f"{rows(values, world)} ({per_device} x {accumulation} x {world} data-parallel ranks)"
+        rows = per_device * accumulation * world
+        return rows, f"{rows} ({per_device} x {accumulation} x {world} data-parallel ranks)"
 
-    before = rows(saved, saved_world)
-    if before == rows(now, world):
-        return
-    accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
-    way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
-    yield f"the global batch was {product(saved, saved_world)} rows, is {product(now, world)}{way_out}"
+    (before, was), (after, becomes) = product(saved, saved_world), product(now, world)
+    if before != after:
+        accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
+        way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
+        yield f"the global batch was {was} rows, is {becomes}{way_out}"
 
 
 def _comparable(value: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from open_instruct.config.losses import ADVANTAGES, OVER_TOKENS, POLICY_LOSSES
-from open_instruct.config.sections import OptimizerSection, ParallelSection, PrefixSharing, RunSection, flag, free_flag
+from open_instruct.config.sections import ParallelSection, PrefixSharing, RunSection, flag, free_flag
 
 # vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
 LEAST_TEMPERATURE = 0.01
@@ -232,11 +232,6 @@ class FleetSection:
     def num_gpus(self) -> int:
         """GPUs of all engines together."""
         return self.vllm_num_engines * self.vllm_tensor_parallel_size
-
-
-@dataclass(kw_only=True)
-class PolicyOptimSection(OptimizerSection):
-    """Optimisation"""
 
 
 @dataclass(kw_only=True)

@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from open_instruct.config.sections import (
-    DataSection,
-    LoggingSection,
-    MemorySection,
-    ModelSection,
-    ParallelSection,
-    RunSection,
-    SFTOptimSection,
-)
+from open_instruct.config.sections import SFTOptimSection
+from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import refuse, training_problems, training_warnings
 
 
 @dataclass(kw_only=True)
-class SFTConfig:
+class SFTConfig(TrainingConfig):
     """Train a model on conversations, every assistant turn of them, sharded as HSDP, and export it."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -26,13 +19,7 @@ class SFTConfig:
         "open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm",
     )
 
-    model: ModelSection
-    data: DataSection
     optim: SFTOptimSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
 
 
 def validate_sft(config: SFTConfig) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import netrc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -41,12 +41,8 @@ def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     # A settings file can hold a key, a mode or another server.
-    return any(file.is_file() for file in _wandb_settings(environ)) or _netrc_knows_wandb(environ)
-
-
-def _wandb_settings(environ: Mapping[str, str]) -> Iterator[Path]:
-    yield Path(environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser() / "settings"
-    yield Path(environ.get("WANDB_DIR") or ".") / "wandb" / "settings"
+    folders = environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{environ.get('WANDB_DIR') or '.'}/wandb"
+    return any((Path(each).expanduser() / "settings").is_file() for each in folders) or _netrc_knows_wandb(environ)
 
 
 def _netrc_knows_wandb(environ: Mapping[str, str]) -> bool:

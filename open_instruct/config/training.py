@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import (
@@ -17,36 +17,22 @@ from open_instruct.config.sections import (
 )
 
 
-class LearnerConfig(Protocol):
-    """The sections that any learner reads, GRPO's too. Read-only, so that a section may be of a subclass."""
+@dataclass(kw_only=True)
+class LearnerConfig:
+    """The sections that any learner reads, GRPO's too. A subclass adds its own, and may have more in one of these."""
 
-    @property
-    def model(self) -> ModelSection: ...
-
-    @property
-    def data(self) -> DataSection | PromptDataSection: ...
-
-    @property
-    def optim(self) -> OptimizerSection: ...
-
-    @property
-    def parallel(self) -> ParallelSection: ...
-
-    @property
-    def memory(self) -> MemorySection: ...
-
-    @property
-    def run(self) -> RunSection: ...
-
-    @property
-    def logging(self) -> LoggingSection: ...
+    model: ModelSection
+    data: DataSection | PromptDataSection
+    optim: OptimizerSection
+    parallel: ParallelSection
+    memory: MemorySection
+    run: RunSection
+    logging: LoggingSection
 
 
-class TrainingConfig(LearnerConfig, Protocol):
+@dataclass(kw_only=True)
+class TrainingConfig(LearnerConfig):
     """The sections that the walk of an offline run reads."""
 
-    @property
-    def data(self) -> DataSection: ...
-
-    @property
-    def optim(self) -> OptimSection: ...
+    data: DataSection
+    optim: OptimSection

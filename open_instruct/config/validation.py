@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection, PrefixSharing
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
@@ -70,13 +70,6 @@ def _amount(word: str) -> float | None:
         return None
 
 
-def data_problems(data: DataSection) -> Iterator[str]:
-    if not data.mixer_list:
-        yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
-    yield from mixer_problems("mixer_list", data.mixer_list, data.mixer_list_splits)
-    yield from mixer_problems("eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
-
-
 def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterator[str]:
     if prefix_sharing == "on" and not data.packing:
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
@@ -85,14 +78,8 @@ def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterat
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
     if parallel.single_gpu_mode:
-        degrees = {
-            "fsdp_shard_degree": parallel.fsdp_shard_degree,
-            "fsdp_num_replicas": parallel.fsdp_num_replicas,
-            "tensor_parallel_degree": parallel.tensor_parallel_degree,
-            "context_parallel_degree": parallel.context_parallel_degree,
-        }
-        for name, degree in degrees.items():
-            if degree not in (None, 1):
+        for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
+            if (degree := getattr(parallel, name)) not in (None, 1):
                 yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
 
 
@@ -131,7 +118,7 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
 
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Those of any config that trains, GRPO's too."""
-    yield from limit_problems(*vars(config).values())
+    yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
     yield from parallel_problems(config.parallel)
     yield from memory_problems(config.memory)
     mode = config.memory.activation_checkpointing
@@ -152,7 +139,10 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
-    yield from data_problems(config.data)
+    if not config.data.mixer_list:
+        yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
+    yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)
+    yield from mixer_problems("eval_mixer_list", config.data.eval_mixer_list, config.data.eval_mixer_list_splits)
     yield from microbatch_problems(
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",

@@ -8,7 +8,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from open_instruct.errors import InputError, RunError
 # should be equal bytes.
 _METADATA = "open_instruct"
 _CHECKSUM = "sha256"
-_DTYPES = {"I64": np.int64, "I32": np.int32, "U8": np.uint8, "F32": np.float32}
 
 
 class DamagedFile(ValueError):
@@ -64,27 +62,22 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         FileNotFoundError: there is none.
         DamagedFile: it is cut short, or its content is not what was written.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
-        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        header_size = int.from_bytes(data[:8].tobytes(), "little")
-        header: dict[str, Any] = json.loads(data[8 : 8 + header_size].tobytes())
-        metadata: dict[str, str] = json.loads(header.pop("__metadata__")[_METADATA])
-        content = data[8 + header_size :]
-        arrays = {name: _view(content, entry) for name, entry in header.items()}
-        num_bytes = sum(array.nbytes for array in arrays.values())
-        whole = len(content) == num_bytes and metadata.pop(_CHECKSUM) == _checksum(arrays)
+        with safe_open(path, framework="pt") as file:  # numpy's would read all of it into memory
+            metadata: dict[str, str] = json.loads(file.metadata()[_METADATA])
+            arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in file.offset_keys()}
+        for array in arrays.values():
+            array.flags.writeable = False
+        whole = metadata.pop(_CHECKSUM) == _checksum(arrays)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path} is damaged: {error}") from error
     if not whole:
         raise DamagedFile(f"{path} is damaged: its checksum does not match")
     return arrays, metadata
-
-
-def _view(data: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
-    start, stop = entry["data_offsets"]
-    return data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:

@@ -213,7 +213,7 @@ class ChatFormat:
         """
         prompt_text = self._apply(prompt, add_generation_prompt=True)
         if not prompt_text:
-            raise MalformedRow("template", f"{self.template.name} chat template writes nothing before the reply")
+            raise self._refusal("writes nothing before the reply")
         return prompt_text, tuple(self._render_reply(prompt, prompt_text, reply) for reply in replies)
 
     def render_turns(self, messages: Sequence[Message]) -> tuple[str, ...]:
@@ -232,9 +232,8 @@ class ChatFormat:
                 continue
             prompt_text, (reply_text,) = self.render(messages[:turn], [message["content"]])
             if not prompt_text.startswith(done):
-                raise MalformedRow(
-                    "template",
-                    f"{self.template.name} chat template writes an earlier reply differently before turn {turn + 1}: "
+                raise self._refusal(
+                    f"writes an earlier reply differently before turn {turn + 1}: "
                     f"{_where_they_part(done, prompt_text)}, so no single text teaches every turn; choose another by "
                     "--chat_template_name, or make a row of each reply",
                 )
@@ -245,17 +244,14 @@ class ChatFormat:
     def _render_reply(self, prompt: Sequence[Message], prompt_text: str, reply: str) -> str:
         whole = self._apply([*prompt, {"role": "assistant", "content": reply}], add_generation_prompt=False)
         if not whole.startswith(prompt_text):
-            raise MalformedRow(
-                "template",
-                f"{self.template.name} chat template does not write what it asks for the reply with: "
+            raise self._refusal(
+                f"does not write what it asks for the reply with: "
                 f"{_where_they_part(prompt_text, whole)}, so where the reply starts is not known; "
                 "choose another by --chat_template_name",
             )
         reply_text = whole[len(prompt_text) :]
         if squeezed(reply) not in squeezed(reply_text):
-            raise MalformedRow(
-                "template", f"{self.template.name} chat template leaves out part of the reply {_shorten(reply)}"
-            )
+            raise self._refusal(f"leaves out part of the reply {_shorten(reply)}")
         # Whatever follows the end of the turn (ChatML's newline) is never generated, so never learned.
         trimmed = reply_text.rstrip()
         return trimmed if self.ends_turn(trimmed) else reply_text
@@ -273,17 +269,29 @@ class ChatFormat:
         except InputError:
             raise
         except Exception as error:  # foreign code, which may raise anything
-            raise MalformedRow(
-                "template", f"{self.template.name} chat template refuses the conversation: {one_line(error)}"
-            ) from error
+            raise self._refusal(f"refuses the conversation: {one_line(error)}") from error
         assert isinstance(text, str)
         if len(text) > MAX_RENDERED + 2 * sum(len(message["content"]) for message in messages):
-            raise MalformedRow("template", f"{self.template.name} chat template writes {len(text):,} characters")
+            raise self._refusal(f"writes {len(text):,} characters")
         return text
+
+    def _refusal(self, what_it_does: str) -> MalformedRow:
+        return MalformedRow("template", f"{self.template.name} chat template {what_it_does}")
 
     def ends_turn(self, reply_text: str) -> bool:
         """Whether a rendered reply ends in a token that the tokenizer was given for such ends."""
         return reply_text.endswith(self._end_tokens) if self._end_tokens else False
+
+    def turn_end_token_ids(self) -> tuple[int, ...]:
+        """Where a generated reply is over, ascending: the end of text, and what the template ends a turn with.
+
+        Example: ChatML ends a turn with `<|im_end|>`; the tokenizer's own end may be `<|endoftext|>`: both are in.
+        """
+        ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
+        _, (reply_text,) = self.render([{"role": "user", "content": "?"}], ["!"])
+        if self.ends_turn(reply_text):
+            ends.add(self.tokenize([reply_text])[0][-1])
+        return tuple(sorted(ends))
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with nothing added: templates write their own special tokens."""

@@ -11,7 +11,6 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.data.foreign_json import kind_of
@@ -21,31 +20,17 @@ from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRow:
-    """A conversation that waits for a reply, and how the reply is judged.
-
-    Example::
-
-        PromptRow(
-            messages=({"role": "user", "content": "What is 2 + 2?"},),
-            checks=(Check(verifier="gsm8k", ground_truth="4"),),
-        )
-    """
-
-    messages: tuple[Message, ...]
-    checks: tuple[Check, ...]
-
-
-def parse_prompt_row(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None) -> PromptRow:
-    """Checks one row and takes out what is used; other keys are left alone.
+def parse_prompt_row(
+    row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None
+) -> tuple[tuple[Message, ...], tuple[Check, ...]]:
+    """Checks one row and takes out its conversation, which waits for a reply, and how the reply is judged.
 
     Where `known_verifiers`, by name, is None, any name and any ground truth will do.
 
     Raises:
         MalformedRow: with the kind and the reason.
     """
-    return PromptRow(messages=_messages(row), checks=_checks(row, known_verifiers))
+    return _messages(row), _checks(row, known_verifiers)
 
 
 def _messages(row: Mapping[str, Any]) -> tuple[Message, ...]:

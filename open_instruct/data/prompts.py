@@ -67,9 +67,9 @@ class PromptBuilder(RowBuilder):
         self.known_verifiers = known_verifiers
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        parsed = parse_prompt_row(row, self.known_verifiers)
-        text, _ = self.chat.render(parsed.messages, ())
-        details = json.dumps({"text": text, "checks": list(map(asdict, parsed.checks))})
+        messages, checks = parse_prompt_row(row, self.known_verifiers)
+        text, _ = self.chat.render(messages, ())
+        details = json.dumps({"text": text, "checks": list(map(asdict, checks))})
         return RenderedRow(texts=(text,), replies=(None,), details=details.encode())
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:

@@ -35,17 +35,11 @@ class BadRowLog:
     def error(self, num_rows: int) -> InputError:
         """All of it as one error for the user."""
         total = self.counts.total()
-        more = [f"  ... and {total - len(self.first):,} more"] if total > len(self.first) else []
-        return InputError(
-            "\n".join(
-                [
-                    f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):",
-                    *(f"  {row}" for row in self.first),
-                    *more,
-                    "Mend these rows, or leave them out with --on_bad_row skip.",
-                ]
-            )
-        )
+        lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):"]
+        lines += [f"  {row}" for row in self.first]
+        if total > len(self.first):
+            lines.append(f"  ... and {total - len(self.first):,} more")
+        return InputError("\n".join([*lines, "Mend these rows, or leave them out with --on_bad_row skip."]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,26 +83,20 @@ def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") ->
             that reads it is not installed.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        return _NamedRows(name, split, flag=flag)
-    if path.exists():
-        return _open_file(path, name, split, flag)
-    if path.suffix in FILE_SUFFIXES or name.startswith((".", "/", "~")) or len(path.parts) > 2:
+    if path.exists() and not path.is_dir():
+        if split != "train":
+            raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
+        if path.suffix not in FILE_SUFFIXES:
+            known = ", ".join(FILE_SUFFIXES)
+            raise InputError(f"{flag}: {name}: cannot read '{path.suffix}' files; give one of {known}.")
+        try:
+            return _JsonLines(path, name) if path.suffix == ".jsonl" else _ColumnFile(path, name, flag)
+        except OSError as error:
+            raise InputError(f"{flag}: {name} cannot be read: {error}") from error
+    is_path = path.suffix in FILE_SUFFIXES or name.startswith((".", "/", "~")) or len(path.parts) > 2
+    if is_path and not path.is_dir():
         raise InputError(f"{flag}: {name}: no such file.{near_files(path)}")
     return _NamedRows(name, split, flag=flag)
-
-
-def _open_file(path: Path, name: str, split: str, flag: str) -> RowSource:
-    if split != "train":
-        raise InputError(f"{flag}_splits: {name} is a file, its only split is 'train', not {split!r}.")
-    if path.suffix not in FILE_SUFFIXES:
-        raise InputError(f"{flag}: {name}: cannot read '{path.suffix}' files; give one of {', '.join(FILE_SUFFIXES)}.")
-    try:
-        if path.suffix == ".jsonl":
-            return _JsonLines(path, name)
-        return _ColumnFile(path, name, flag)
-    except OSError as error:
-        raise InputError(f"{flag}: {name} cannot be read: {error}") from error
 
 
 def near_files(path: Path) -> str:
@@ -173,23 +168,6 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _rows_of_batches(batches: Iterable[Any], indices: Sequence[int], file: str) -> Iterator[RawRow | BadRow]:
-    """Rows `indices` of a stream of pyarrow record batches."""
-    first = 0
-    cursor = 0
-    for batch in _readable(batches, file):
-        stop = first + batch.num_rows
-        wanted = []
-        while cursor < len(indices) and indices[cursor] < stop:
-            wanted.append(int(indices[cursor]))
-            cursor += 1
-        if wanted:
-            yield from _parsed(batch, wanted, first, file)
-        if cursor == len(indices):
-            return
-        first = stop
-
-
 def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
     try:
         values = batch.take([index - first for index in wanted]).to_pylist()
@@ -227,7 +205,14 @@ class _ColumnFile:
         return self._num_rows
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        return _rows_of_batches(self._batches(), indices, self.name)
+        first = begin = 0
+        for batch in _readable(self._batches(), self.name):
+            end = bisect_left(indices, first + batch.num_rows)
+            if begin < end:
+                yield from _parsed(batch, indices[begin:end], first, self.name)
+            if end == len(indices):
+                return
+            first, begin = first + batch.num_rows, end
 
 
 Batches = Callable[[], Iterable[Any]]
@@ -267,7 +252,11 @@ class _NamedRows:
             if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
                 found = datasets.load_from_disk(str(path))
                 if isinstance(found, datasets.DatasetDict):
-                    found = _one_split(found, name, split, flag)
+                    if split not in found:
+                        raise InputError(
+                            f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(found))}."
+                        )
+                    found = found[split]
             else:
                 found = datasets.load_dataset(str(path) if path.is_dir() else name, split=split)
         except InputError:
@@ -289,9 +278,3 @@ class _NamedRows:
             wanted = [int(index) for index in indices[first : first + _ROWS_AT_ONCE]]
             for index, value in zip(wanted, self._dataset.select(wanted), strict=True):
                 yield RawRow(file=self.name, line=index + 1, value=value)
-
-
-def _one_split(splits: Any, name: str, split: str, flag: str) -> Any:
-    if split not in splits:
-        raise InputError(f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(splits))}.")
-    return splits[split]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -78,9 +78,6 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return len(self.keys_N32)
-
-    def __iter__(self) -> Iterator[tuple[Document, ...]]:
-        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int) -> tuple[Document, ...]:
         """The documents of a row: one, or the prompt with each of its replies."""

@@ -12,17 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, TypeVar
 
-from open_instruct.engines.answers import EngineAnswers, EngineHealth
-from open_instruct.engines.core import Core, WeightWorker
-from open_instruct.engines.requests import EngineSettings, GenerationRequest
-from open_instruct.engines.vllm_core import VLLMCore
+from open_instruct.engines.requests import EngineAnswers, EngineHealth, EngineSettings, GenerationRequest
+from open_instruct.engines.vllm_core import P, VLLMCore, WeightWorker
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
 Answer = TypeVar("Answer")
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -36,18 +33,16 @@ class Engine:
         make_core: builds what makes the tokens, on the loop's thread.
     """
 
-    def __init__(self, settings: EngineSettings, *, make_core: Callable[[EngineSettings], Core] = VLLMCore) -> None:
+    def __init__(self, settings: EngineSettings, *, make_core: Callable[[EngineSettings], VLLMCore] = VLLMCore) -> None:
         self._settings = settings
         self._changed = threading.Condition()  # guards everything below
-        self._calls: deque[tuple[Callable[[Core], Any], Future[Any]]] = deque()
+        self._calls: deque[tuple[Callable[[VLLMCore], Any], Future[Any]]] = deque()
         # A request is known by its key alone, in one of these; whoever waits for it is in another process.
         self._waiting: dict[int, GenerationRequest] = {}
         self._running: set[int] = set()
         self._completions: dict[int, Completion] = {}
         self._refused: dict[int, str] = {}
         self._cancelled: set[int] = set()  # of those that run
-        self._num_generated_tokens = 0
-        self._version = 0
         self._is_admitting = True
         self._is_stepping = True
         self._is_closed = False
@@ -104,7 +99,7 @@ class Engine:
             drain: finish the running requests first, so that every completion is of one version.
         """
 
-        def stop(core: Core) -> None:
+        def stop(core: VLLMCore) -> None:
             self._is_admitting = False
             self._is_stepping = drain
 
@@ -112,7 +107,7 @@ class Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._failure or not (drain and self._running))
 
-        def prepare(core: Core) -> None:
+        def prepare(core: VLLMCore) -> None:
             # A step that is on its way while weights change would make tokens of neither version.
             self._take(core.settle())
             core.call_workers(WeightWorker.start_update)
@@ -126,10 +121,9 @@ class Engine:
     def finish_update(self, version: int) -> None:
         """Go on with the weights received. What was running is computed anew from its prompt and tokens so far."""
 
-        def go_on(core: Core) -> None:
+        def go_on(core: VLLMCore) -> None:
             core.call_workers(WeightWorker.finish_update)
             core.weights_changed(version)
-            self._version = version
             self._is_admitting = self._is_stepping = True
 
         self._between_steps(go_on)
@@ -144,15 +138,7 @@ class Engine:
         """
         self._check()
         began = self._step_began
-        return EngineHealth(
-            pid=os.getpid(),
-            version=self._version,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_generated_tokens=self._num_generated_tokens,
-            seconds_in_step=0.0 if began is None else time.monotonic() - began,
-            is_updating=not self._is_admitting,
-        )
+        return EngineHealth(pid=os.getpid(), seconds_in_step=0.0 if began is None else time.monotonic() - began)
 
     def shutdown(self) -> None:
         """End the loop; whoever waits gets a RunError."""
@@ -167,7 +153,7 @@ class Engine:
         if self._failure is not None:
             raise self._failure
 
-    def _between_steps(self, function: Callable[[Core], R]) -> R:
+    def _between_steps(self, function: Callable[[VLLMCore], R]) -> R:
         future: Future[R] = Future()
         with self._changed:
             self._check()
@@ -177,7 +163,7 @@ class Engine:
 
     # The loop's thread
 
-    def _loop(self, make_core: Callable[[EngineSettings], Core], ready: Future[None]) -> None:
+    def _loop(self, make_core: Callable[[EngineSettings], VLLMCore], ready: Future[None]) -> None:
         try:
             core = make_core(self._settings)
         except BaseException as error:
@@ -190,7 +176,10 @@ class Engine:
                 self._abort_cancelled(core)
                 self._admit(core)
                 if self._running and self._is_stepping:
-                    self._step(core)
+                    self._step_began = time.monotonic()
+                    finished = core.step()
+                    self._step_began = None
+                    self._take(finished)
                 else:
                     with self._changed:
                         self._changed.wait_for(lambda: self._calls or self._can_admit() or self._is_closed)
@@ -200,7 +189,7 @@ class Engine:
         self._fail(failure)
         core.close()
 
-    def _run_calls(self, core: Core) -> None:
+    def _run_calls(self, core: VLLMCore) -> None:
         while self._calls:
             with self._changed:
                 function, future = self._calls.popleft()
@@ -215,7 +204,7 @@ class Engine:
     def _can_admit(self) -> bool:
         return self._is_admitting and bool(self._waiting) and len(self._running) < self._settings.batching.max_num_seqs
 
-    def _admit(self, core: Core) -> None:
+    def _admit(self, core: VLLMCore) -> None:
         while True:
             with self._changed:
                 if not self._can_admit():
@@ -228,20 +217,13 @@ class Engine:
             except ValueError as error:
                 self._ended({key: str(error)}, self._refused)
 
-    def _abort_cancelled(self, core: Core) -> None:
+    def _abort_cancelled(self, core: VLLMCore) -> None:
         for key in [*self._cancelled]:
             core.abort(key)
             self._ended({key: None}, {})
 
-    def _step(self, core: Core) -> None:
-        self._step_began = time.monotonic()
-        finished = core.step()
-        self._step_began = None
-        self._take(finished)
-
     def _take(self, finished: Mapping[int, Completion]) -> None:
         if finished:
-            self._num_generated_tokens += sum(len(completion.token_ids) for completion in finished.values())
             self._ended(finished, self._completions)
 
     def _ended(self, answers: Mapping[int, Answer], told: dict[int, Answer]) -> None:

@@ -39,7 +39,7 @@ class EngineHost:
 
 
 class RayEngine:
-    """An `EngineHandle` on an engine of the cluster. Its process starts at once; see `wait_ready`."""
+    """One engine, in its process, which starts at once; see `wait_ready`."""
 
     def __init__(
         self, index: int, settings: EngineSettings, placement: Placement, *, environment: Mapping[str, str]
@@ -61,14 +61,21 @@ class RayEngine:
         self._get(self._construction, "construction", timeout_s)
 
     def tell(self, method: EngineMethod[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have it run a method, and do not wait."""
         self._actor.call.remote(method.__name__, *args, **kwargs)
 
     def ask(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What a method returns.
+
+        Raises:
+            RunError: the engine failed, died, or did not answer in time.
+        """
         name = method.__name__
         answer: R = self._get(self._actor.call.remote(name, *args, **kwargs), name, timeout_s)
         return answer
 
     def kill(self) -> None:
+        """End it, whatever it does."""
         import ray
 
         if ray.is_initialized():

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from open_instruct.engines.answers import EngineAnswers
 from open_instruct.engines.engine import Engine, EngineMethod, P, R
-from open_instruct.engines.requests import GenerationRequest
+from open_instruct.engines.engine_host import RayEngine
+from open_instruct.engines.requests import EngineAnswers, GenerationRequest
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
@@ -28,23 +28,6 @@ A = TypeVar("A")
 
 POLL_WAIT_S = 1.0
 END_TIMEOUT_S = 10.0
-
-
-class EngineHandle(Protocol):
-    """One engine, wherever it runs."""
-
-    def tell(self, method: EngineMethod[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have it run a method, and do not wait."""
-
-    def ask(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What a method returns.
-
-        Raises:
-            RunError: the engine failed, died, or did not answer in time.
-        """
-
-    def kill(self) -> None:
-        """End it, whatever it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +42,7 @@ class InFlight:
 class _Member:
     """An engine with the requests that are with it. Guarded by the pool's lock."""
 
-    handle: EngineHandle
+    handle: RayEngine
     asked: dict[int, InFlight] = field(default_factory=dict)
     is_alive: bool = True
 
@@ -78,9 +61,9 @@ class EnginePool:
 
     def __init__(
         self,
-        engines: Sequence[EngineHandle],
+        engines: Sequence[RayEngine],
         *,
-        make_engine: Callable[[int], EngineHandle],
+        make_engine: Callable[[int], RayEngine],
         on_restart: Callable[[int], None],
         timeout_s: float,
         max_restarts: int,
@@ -119,10 +102,6 @@ class EnginePool:
         asked.future.add_done_callback(partial(self._forget_cancelled, key))
         return asked.future
 
-    def num_in_flight(self) -> int:
-        with self._lock:
-            return len(self._homeless) + sum(len(member.asked) for member in self._members)
-
     # All engines at once
 
     def call_all(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -138,7 +117,7 @@ class EnginePool:
     ) -> list[Future[R]]:
         """Have every engine begin a method, with the same arguments."""
 
-        def ask(handle: EngineHandle) -> R:
+        def ask(handle: RayEngine) -> R:
             return handle.ask(timeout_s, method, *args, **kwargs)
 
         return [self._callers.submit(ask, member.handle) for member in self._members]
@@ -163,8 +142,7 @@ class EnginePool:
 
     def silent(self) -> set[int]:
         """Which engines do not answer, because they died or failed."""
-        calls = self.start_all(self._timeout_s, Engine.health)
-        return {index for index, call in enumerate(calls) if call.exception() is not None}
+        return {index for index, call in enumerate(self.start_all(self._timeout_s, Engine.health)) if call.exception()}
 
     def fail_waiting(self, failure: RunError) -> None:
         """Fail all completions that are waited for now; those asked for later come as ever."""
@@ -301,7 +279,7 @@ def set_outcome(future: Future[Any], outcome: Any) -> None:
         future.set_result(outcome)
 
 
-def _end(handle: EngineHandle) -> None:
+def _end(handle: RayEngine) -> None:
     """Kill it, once it has put away what would outlive it; vLLM's workers and their shared memory would."""
     with contextlib.suppress(RunError):
         handle.ask(END_TIMEOUT_S, Engine.shutdown)

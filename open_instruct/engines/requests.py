@@ -1,11 +1,14 @@
-"""What is asked of an engine, and how an engine is set up."""
+"""What is asked of an engine, what it answers, and how it is set up."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.batching import Batching
+from open_instruct.records import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,26 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """How an engine is at one moment: `seconds_in_step` the present step has taken so far, 0 between two steps."""
+
+    pid: int
+    seconds_in_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAnswers:
+    """What has come out since the last poll, by the key each request was begun under.
+
+    Example: `EngineAnswers(health=…, completions={7: Completion(…)}, refused={8: "the prompt has 90 tokens, …"})`.
+    """
+
+    health: EngineHealth
+    completions: Mapping[int, Completion]
+    refused: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """How one vLLM engine is set up; `model_folder` is a Hugging Face folder that every node can read."""
 
@@ -41,10 +64,6 @@ class EngineSettings:
     dtype: Literal["bfloat16", "float32"]
     max_model_len: int  # tokens of the longest prompt with its completion
     batching: Batching
-    tensor_parallel_size: int
-    gpu_memory_utilization: float
-    kv_cache_bytes: int | None
-    enable_prefix_caching: bool
-    enforce_eager: bool
+    fleet: FleetSection
     seed: int
     stop_token_ids: tuple[int, ...] = ()

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol
 
-from open_instruct.engines.core import P, WeightWorker
-from open_instruct.engines.probe import NUM_PROBED, PROBED_TEMPERATURES, check_temperature
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
-from open_instruct.errors import InputError
+from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.records import Completion
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
 
+P = ParamSpec("P")
+
 WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
 CPU_KV_CACHE_BYTES = 256 << 20
 # The most that vLLM has on their way, and one that says so.
 STEPS_TO_SETTLE = 3
+# Asked before a run relies on it: whether log-probs are of the distribution that is sampled from.
+PROBED_TEMPERATURES = (1.0, 2.0)
+NUM_PROBED = 10
+LEAST_SPREAD = 0.1  # nats; where all tokens are as likely, rounding decides
 
 
 def engine_environment(on_cuda: bool) -> dict[str, str]:
@@ -40,8 +44,22 @@ def engine_environment(on_cuda: bool) -> dict[str, str]:
     return environment
 
 
+class WeightWorker(Protocol):
+    """What every process of an engine that holds weights can do; see `WeightReceiver`."""
+
+    def open_channel(self, info: dict[str, Any]) -> None: ...
+
+    def start_update(self) -> None: ...
+
+    def receive_weights(self) -> None: ...
+
+    def finish_update(self) -> None: ...
+
+
 class VLLMCore:
     """vLLM's `LLMEngine`, in this process (and one more process for each further GPU of a tensor-parallel engine).
+
+    It makes the tokens; all methods are called from one thread.
 
     Args:
         settings: of the model and of vLLM.
@@ -57,10 +75,10 @@ class VLLMCore:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        on_cuda = torch.cuda.is_available()
-        kv_cache_bytes = settings.kv_cache_bytes
-        if kv_cache_bytes is None and not on_cuda:
-            kv_cache_bytes = CPU_KV_CACHE_BYTES
+        on_cuda, fleet = torch.cuda.is_available(), settings.fleet
+        kv_cache_bytes = None if on_cuda else CPU_KV_CACHE_BYTES
+        if fleet.vllm_kv_cache_mib is not None:
+            kv_cache_bytes = fleet.vllm_kv_cache_mib << 20
         self._max_model_len = settings.max_model_len
         self._stop_token_ids = list(settings.stop_token_ids)
         arguments = EngineArgs(
@@ -73,16 +91,16 @@ class VLLMCore:
             max_num_seqs=settings.batching.max_num_seqs,
             max_num_batched_tokens=settings.batching.max_num_batched_tokens,
             async_scheduling=settings.batching.schedules_ahead,
-            tensor_parallel_size=settings.tensor_parallel_size,
+            tensor_parallel_size=fleet.vllm_tensor_parallel_size,
             # Named, or vLLM would start actors of its own where it finds Ray.
-            distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
-            gpu_memory_utilization=settings.gpu_memory_utilization,
+            distributed_executor_backend="mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",
+            gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_bytes,
-            enable_prefix_caching=settings.enable_prefix_caching,
+            enable_prefix_caching=fleet.vllm_enable_prefix_caching,
             # A prompt that is cut in two has a token drawn for its first part too, and then taken back from its
             # request's generator, which a CPU's cannot.
             enable_chunked_prefill=None if on_cuda else False,
-            enforce_eager=settings.enforce_eager or not on_cuda,
+            enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
             # Of the distribution that was sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
             worker_extension_cls=weight_receiver,
@@ -105,6 +123,7 @@ class VLLMCore:
         self._engine.set_weight_version("0")
 
     def add(self, key: int, request: GenerationRequest) -> None:
+        """Begin a request; a ValueError says why it cannot be."""
         room = self._max_model_len - request.sampling.max_tokens
         if not 1 <= len(request.prompt_token_ids) <= room:
             raise ValueError(
@@ -116,15 +135,18 @@ class VLLMCore:
         self._seeds[key] = request.seed
 
     def abort(self, key: int) -> None:
+        """Give a request up."""
         self._engine.abort_request([str(key)])
         self._seeds.pop(key, None)
 
     def step(self) -> Mapping[int, Completion]:
+        """Make one token for each request; returns those that are finished with it."""
         outputs: list[Any] = self._engine.step()
         by_key = {int(output.request_id): output.outputs[0] for output in outputs}
         return {key: self._completion_of(output, seed=self._seeds.pop(key)) for key, output in by_key.items()}
 
     def settle(self) -> Mapping[int, Completion]:
+        """Take in what is on its way, after which nothing is computed until the next step; returns as `step` does."""
         self._engine.sleep(level=0, mode="keep")  # schedules nothing any more
         finished: dict[int, Completion] = {}
         for _ in range(STEPS_TO_SETTLE):
@@ -135,9 +157,11 @@ class VLLMCore:
     def call_workers(
         self, method: Callable[Concatenate[WeightWorker, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
+        """Call a method in every process that holds weights."""
         self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
 
     def weights_changed(self, version: int) -> None:
+        """Tokens are of `version` from now on; nothing computed with other weights is used again."""
         # Running requests go back to the queue with their tokens: their keys and values are of the old weights too.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(version))
@@ -211,3 +235,21 @@ class VLLMCore:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> None:
+    """Compare the log-probs of the likeliest tokens after one prompt at both of `PROBED_TEMPERATURES`.
+
+    Twice the temperature halves all differences between log-probs. Where it is not applied they are the same.
+
+    Raises:
+        RunError: it was not applied.
+    """
+    shared = warm.keys() & hot.keys()
+    spread_warm, spread_hot = (max(it[key] for key in shared) - min(it[key] for key in shared) for it in (warm, hot))
+    if LEAST_SPREAD < spread_warm < 1.5 * spread_hot:
+        raise RunError(
+            f"vLLM's log-probs are not those that it samples from: between {len(shared)} tokens they differ by up to "
+            f"{spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at temperature 2, which should be half of it. "
+            "Set VLLM_USE_V2_MODEL_RUNNER=0 (or 1, if it is 0) where the engines run, to have vLLM's other model runner"
+        )

@@ -17,16 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from open_instruct.config.sections import (
-    DataSection,
-    LoggingSection,
-    MemorySection,
-    ModelSection,
-    ParallelSection,
-    RunSection,
-    SFTOptimSection,
-    flag,
-)
+from open_instruct.config.sections import SFTOptimSection, flag
+from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import changed, refuse, training_problems, training_warnings
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.mean_metrics import mean_metrics
@@ -77,7 +69,7 @@ class DistillationSection:
 
 
 @dataclass(kw_only=True)
-class DistillConfig:
+class DistillConfig(TrainingConfig):
     """Train a model on conversations towards a larger one: its distribution at every token of the replies, mixed with
     their cross-entropy. Both are sharded as HSDP.
     """
@@ -89,14 +81,8 @@ class DistillConfig:
         "--mixer_list chats.jsonl 1.0 --output_dir runs/small",
     )
 
-    model: ModelSection
-    data: DataSection
     distillation: DistillationSection
     optim: SFTOptimSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
 
 
 def validate_distill(config: DistillConfig) -> list[str]:

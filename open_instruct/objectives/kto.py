@@ -15,18 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from open_instruct.config.sections import (
-    DataSection,
-    LoggingSection,
-    MemorySection,
-    ModelSection,
-    OptimSection,
-    ParallelSection,
-    PrefixSharing,
-    RunSection,
-    flag,
-    free_flag,
-)
+from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing, flag, free_flag
+from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
 from open_instruct.data.messages import Message, kind_of, parse_conversation
 from open_instruct.data.preference_rows import parse_preference_row
@@ -96,7 +86,7 @@ class KTOOptimSection(OptimSection):
 
 
 @dataclass(kw_only=True)
-class KTOConfig:
+class KTOConfig(TrainingConfig):
     """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and export it."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -104,14 +94,9 @@ class KTOConfig:
         "open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first",
     )
 
-    model: ModelSection
     data: KTODataSection
     loss: KTOLossSection
     optim: KTOOptimSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
 
 
 def validate_kto(config: KTOConfig) -> list[str]:

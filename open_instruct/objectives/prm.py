@@ -9,16 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from open_instruct.config.sections import (
-    DataSection,
-    LoggingSection,
-    MemorySection,
-    ModelSection,
-    OptimSection,
-    ParallelSection,
-    RunSection,
-    flag,
-)
+from open_instruct.config.sections import OptimSection, flag
+from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import refuse, training_problems, training_warnings
 from open_instruct.data.chat import ChatFormat, single_token_id
 from open_instruct.data.messages import kind_of, parse_conversation
@@ -69,7 +61,7 @@ class PRMOptimSection(OptimSection):
 
 
 @dataclass(kw_only=True)
-class PRMConfig:
+class PRMConfig(TrainingConfig):
     """Train a process reward model on solutions whose steps are labelled, sharded as HSDP, and export it."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -77,14 +69,8 @@ class PRMConfig:
         "open-instruct prm --model_name_or_path MODEL_DIR --mixer_list steps.jsonl 1.0 --output_dir runs/prm",
     )
 
-    model: ModelSection
-    data: DataSection
     steps: StepSection
     optim: PRMOptimSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
 
 
 def validate(config: PRMConfig) -> list[str]:

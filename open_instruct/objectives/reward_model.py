@@ -9,16 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from open_instruct.config.sections import (
-    LoggingSection,
-    MemorySection,
-    ModelSection,
-    OptimSection,
-    ParallelSection,
-    PreferenceDataSection,
-    RunSection,
-    flag,
-)
+from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
+from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.messages import kind_of
@@ -65,7 +57,7 @@ class RewardOptimSection(OptimSection):
 
 
 @dataclass(kw_only=True)
-class RewardModelConfig:
+class RewardModelConfig(TrainingConfig):
     """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers' class with a score."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -73,14 +65,9 @@ class RewardModelConfig:
         "open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/rm",
     )
 
-    model: ModelSection
     data: PreferenceDataSection
     loss: RewardLossSection
     optim: RewardOptimSection
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
 
 
 def validate(config: RewardModelConfig) -> list[str]:

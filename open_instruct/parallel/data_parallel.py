@@ -11,15 +11,11 @@ from olmo_core.train.train_module.transformer import (
     TransformerTensorParallelConfig,
 )
 
-from open_instruct.errors import InputError
-from open_instruct.parallel.wording import one_of
 from open_instruct.records import ShardLayout
-
-_DTYPES = {"bfloat16": DType.bfloat16, "float32": DType.float32}
 
 
 def build_data_parallel_config(
-    layout: ShardLayout, *, param_dtype: str = "bfloat16", reduce_dtype: str = "float32"
+    layout: ShardLayout, *, param_dtype: str = "bfloat16"
 ) -> TransformerDataParallelConfig | None:
     """HSDP with the layout's degrees, each block a unit of its own; None where nothing is wrapped.
 
@@ -29,11 +25,7 @@ def build_data_parallel_config(
     Args:
         layout: the sharding decision.
         param_dtype: "bfloat16" or "float32", in which parameters are gathered and computed with; the
-            shards themselves stay float32.
-        reduce_dtype: "bfloat16" or "float32", in which gradients are reduced.
-
-    Raises:
-        InputError: for another dtype.
+            shards themselves, and the reduction of their gradients, are float32.
     """
     if layout.single_device:
         return None
@@ -42,8 +34,8 @@ def build_data_parallel_config(
         wrapping_strategy=TransformerDataParallelWrappingStrategy.blocks,
         num_replicas=layout.num_replicas,
         shard_degree=layout.shard_degree,
-        param_dtype=_dtype("param_dtype", param_dtype),
-        reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
+        param_dtype=DType(param_dtype),
+        reduce_dtype=DType.float32,
     )
 
 
@@ -59,9 +51,3 @@ def build_context_parallel_config(layout: ShardLayout) -> TransformerContextPara
     if layout.context_parallel_degree == 1:
         return None
     return TransformerContextParallelConfig.ulysses(layout.context_parallel_degree)
-
-
-def _dtype(name: str, value: str) -> DType:
-    if value not in _DTYPES:
-        raise InputError(f"--{name} {value} is not supported; use {one_of(_DTYPES)}")
-    return _DTYPES[value]

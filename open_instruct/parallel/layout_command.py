@@ -7,16 +7,16 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from rich.console import Console
 
 from open_instruct.config.help import print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import flag
+from open_instruct.config.sections import ParallelSection, flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import resolve_layout
+from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
 from open_instruct.parallel.picture import print_layout
 from open_instruct.parallel.training_state import training_state_gib, unsharded_memory_warning
@@ -103,14 +103,7 @@ def _resolve(flags: LayoutSection) -> tuple[ShardLayout, float | None]:
         raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as '8 8'")
     if sum(gpus_per_node) > MAX_GPUS:
         raise InputError(f"--gpus_per_node names {sum(gpus_per_node)} GPUs in all; at most {MAX_GPUS} can be shown")
-    layout = resolve_layout(
-        gpus_per_node,
-        fsdp_shard_degree=flags.fsdp_shard_degree,
-        fsdp_num_replicas=flags.fsdp_num_replicas,
-        tensor_parallel_degree=flags.tensor_parallel_degree,
-        context_parallel_degree=flags.context_parallel_degree,
-        single_device=flags.single_gpu_mode,
-    )
+    layout = layout_of(cast(ParallelSection, flags), gpus_per_node)  # flags of the same names
     if flags.num_params is None:
         if flags.device_memory_gib is not None:
             raise InputError("--device_memory_gib is read only with --num_params; add that, or leave it out")

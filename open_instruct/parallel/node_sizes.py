@@ -80,22 +80,18 @@ def read_node_sizes(word: str) -> list[int]:
         InputError: it is neither, or more than `MAX_GPUS`.
     """
     num_nodes, times, num_gpus = word.rpartition("x")
-    repeat, size = _count(num_nodes) if times else 1, _count(num_gpus)
+    repeat, size = _count(num_nodes, repr(num_nodes)) if times else 1, _count(num_gpus, repr(num_gpus))
     if repeat * size > MAX_GPUS:
         raise InputError(f"{word!r} is more than the {MAX_GPUS} GPUs that can be shown")
     return [size] * repeat
 
 
-def _count(text: str) -> int:
+def _count(text: str, what: str) -> int:
     if not (text.isdecimal() and len(text) <= 9 and int(text) >= 1):
-        raise InputError(f"{text!r} is not a whole number of at least 1")
+        raise InputError(f"{what} is not a whole number of at least 1")
     return int(text)
 
 
 def _read_count(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
-    if not text:
-        return None
-    if not (text.isdecimal() and len(text) <= 9 and int(text) >= 1):
-        raise InputError(f"the environment variable {name}={text!r} is not a whole number of at least 1")
-    return int(text)
+    return _count(text, f"the environment variable {name}={text!r}") if text else None

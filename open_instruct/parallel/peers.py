@@ -17,9 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.parallel import processes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 BEAT_S = 5.0
 # How long nothing may be heard of a rank.
@@ -36,16 +39,6 @@ STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 # How gloo and NCCL speak of a peer that is gone.
 LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
 WAITED_WORDS = ("Timed out waiting", "Wait timeout", "NCCL")
-
-
-class Store(Protocol):
-    """What is needed of torch's key-value stores."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +122,13 @@ class Peers:
         self._signs = Signs(store, range(num_ranks))
         # Were all to read all, the store would be asked too much.
         self._watched = self._signs if rank == 0 else Signs(store, [0])
-        self._limit_s: float | None = None
+        # Once set, `on_loss` is called, from the thread, where a rank is lost: 0 looks at all, the others at 0.
+        self.limit_s: float | None = None
         self._num_beats = 0
         self._has_left = threading.Event()
         self._give()
         self._thread = threading.Thread(target=self._run, daemon=True, name="peers")
         self._thread.start()
-
-    def watch(self, limit_s: float) -> None:
-        """Have `on_loss` called, from the thread, where a rank is lost: 0 looks at all, the others at 0."""
-        self._limit_s = limit_s
 
     def leave(self, words: str) -> None:
         """Tell the others that this rank ends in order, and, if it failed, of what."""
@@ -184,7 +174,7 @@ class Peers:
             try:
                 self._num_beats += 1
                 self._give()
-                losses = [] if self._limit_s is None else self._watched.losses(silent_s=self._limit_s)
+                losses = [] if self.limit_s is None else self._watched.losses(silent_s=self.limit_s)
             except Exception:  # the store went with its process: a collective will tell
                 continue
             if losses and not self._has_left.wait(GRACE_S):
@@ -255,7 +245,7 @@ def meet(*, rank: int, num_ranks: int) -> None:
 def watch(limit_s: float) -> None:
     """Have `on_loss` called where a rank is gone, or was not heard of for `limit_s`, at most `SILENT_S`."""
     if _peers is not None:
-        _peers.watch(min(limit_s, SILENT_S))
+        _peers.limit_s = min(limit_s, SILENT_S)
 
 
 def leave(words: str = "") -> None:

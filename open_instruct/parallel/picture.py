@@ -133,14 +133,12 @@ def _style(group: int) -> str:
 
 def _flow(boxes: Sequence[list[Text]]) -> list[Text]:
     """Boxes beside each other while they fit, then on the next line."""
-    lines: list[Text] = []
-    beside: list[list[Text]] = []
+    rows: list[list[list[Text]]] = [[]]
     for box in boxes:
-        if beside and sum(len(other[0]) + 2 for other in beside) + len(box[0]) > WIDTH:
-            lines += _side_by_side(beside)
-            beside = []
-        beside.append(box)
-    return lines + _side_by_side(beside)
+        if rows[-1] and sum(len(other[0]) + 2 for other in rows[-1]) + len(box[0]) > WIDTH:
+            rows.append([])
+        rows[-1].append(box)
+    return [line for row in rows for line in _side_by_side(row)]
 
 
 def _side_by_side(boxes: Sequence[list[Text]]) -> list[Text]:

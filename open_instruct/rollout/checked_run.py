@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from open_instruct.cluster.placement import learner_layout
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
@@ -17,6 +16,7 @@ from open_instruct.data.chat import ChatFormat, choose_chat_template, load_token
 from open_instruct.data.prompts import Prompts, load_prompt_dataset
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.reference_policy import open_teacher
+from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.conversations import load_conversations
@@ -30,7 +30,6 @@ from open_instruct.run.trackers import build_trackers
 from open_instruct.users_code import own_function
 from open_instruct.verifiers.judge_models import JudgeModel
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     Raises:
         InputError: naming the flag, row, file or tensor that will not do.
     """
-    layout = learner_layout(config.parallel)
+    layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
     verifiers = known_verifiers(config.reward.verifier)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
@@ -64,77 +63,71 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     console = Console(speaks=True)
     doing("starting")
     with made_ready(directory, config, layout, console):
-        yield _opened(config, layout, directory, console, verifiers)
-
-
-def _opened(
-    config: GRPOConfig, layout: ShardLayout, directory: RunDirectory, console: Console, verifiers: dict[str, Verifier]
-) -> RolloutRun:
-    log_to(directory.log, rank=0)
-    trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
-    for warning in layout.warnings:
-        console.warn(warning)
-    pretrained = open_pretrained(
-        config.model,
-        max_seq_length=config.data.max_seq_length,
-        export_folder=directory.hf_model,
-        length_flag=LENGTHS_OF_ROLLOUTS,
-        layout=layout,
-    )
-    if (teacher := config.loss.teacher_model_name_or_path) is not None:
-        open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
-    _say_plan(config, pretrained.folder, console)
-    data = config.data
-    chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
-
-    for judge in verifiers.values():
-        if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
-            console.warn(
-                f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than the "
-                "policy's: it is given the policy's prompts as they are, and may judge what it has never seen"
-            )
-
-    def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> Prompts:
-        with console.counting(title) as on_progress:
-            prompts, report = load_prompt_dataset(
-                mixer_list=mixer_list,
-                splits=splits,
-                tokenizer=pretrained.tokenizer,
-                chat_template_name=data.chat_template_name,
-                max_prompt_token_length=data.max_prompt_token_length,
-                on_bad_row=data.on_bad_row,
-                seed=config.optim.seed,
-                cache_dir=data.cache_dir,
-                flag=flag,
-                known_verifiers=verifiers,
-                on_progress=on_progress,
-            )
-        for line in report.lines():
-            console.say(f"{title}: {line}")
-        return prompts
-
-    held_out = None
-    doing("reading the prompts")
-    prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
-    if data.dataset_mixer_eval_list:
-        held_out = load(
-            "held-out prompts",
-            "--dataset_mixer_eval_list",
-            data.dataset_mixer_eval_list,
-            data.dataset_mixer_eval_list_splits,
+        log_to(directory.log, rank=0)
+        trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
+        for warning in layout.warnings:
+            console.warn(warning)
+        pretrained = open_pretrained(
+            config.model,
+            max_seq_length=config.data.max_seq_length,
+            export_folder=directory.hf_model,
+            length_flag=LENGTHS_OF_ROLLOUTS,
+            layout=layout,
         )
-    return RolloutRun(
-        config=config,
-        layout=layout,
-        directory=directory,
-        console=console,
-        pretrained=pretrained,
-        chat=chat,
-        prompts=prompts,
-        held_out=held_out,
-        conversations=load_conversations(config, pretrained.tokenizer, say=console.say),
-        trackers=tuple(trackers),
-    )
+        if (teacher := config.loss.teacher_model_name_or_path) is not None:
+            open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
+        _say_plan(config, pretrained.folder, console)
+        data = config.data
+        chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
+
+        for judge in verifiers.values():
+            if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
+                console.warn(
+                    f"--verifier {judge.name}: the model in {judge.folder} was trained with another chat template than "
+                    "the policy's: it is given the policy's prompts as they are, and may judge what it has never seen"
+                )
+
+        def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> Prompts:
+            with console.counting(title) as on_progress:
+                prompts, report = load_prompt_dataset(
+                    mixer_list=mixer_list,
+                    splits=splits,
+                    tokenizer=pretrained.tokenizer,
+                    chat_template_name=data.chat_template_name,
+                    max_prompt_token_length=data.max_prompt_token_length,
+                    on_bad_row=data.on_bad_row,
+                    seed=config.optim.seed,
+                    cache_dir=data.cache_dir,
+                    flag=flag,
+                    known_verifiers=verifiers,
+                    on_progress=on_progress,
+                )
+            for line in report.lines():
+                console.say(f"{title}: {line}")
+            return prompts
+
+        held_out = None
+        doing("reading the prompts")
+        prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+        if data.dataset_mixer_eval_list:
+            held_out = load(
+                "held-out prompts",
+                "--dataset_mixer_eval_list",
+                data.dataset_mixer_eval_list,
+                data.dataset_mixer_eval_list_splits,
+            )
+        yield RolloutRun(
+            config=config,
+            layout=layout,
+            directory=directory,
+            console=console,
+            pretrained=pretrained,
+            chat=chat,
+            prompts=prompts,
+            held_out=held_out,
+            conversations=load_conversations(config, pretrained.tokenizer, say=console.say),
+            trackers=tuple(trackers),
+        )
 
 
 def _say_plan(config: GRPOConfig, folder: Path, console: Console) -> None:

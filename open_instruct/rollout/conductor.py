@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
@@ -33,23 +33,13 @@ from open_instruct.rollout.samples import RolloutStepBatch
 
 if TYPE_CHECKING:
     from open_instruct.data.prompts import PromptStream
+    from open_instruct.engines.engine_pool import EnginePool
+    from open_instruct.verifiers.reward import RewardModel
 
 NUM_JUDGING_THREADS = 16
 STALL_TIMEOUT_S = 3600.0
 # Groups that a step may reject for each that it needs, before the run is told that it learns nothing.
 MAX_REJECTED_PER_PROMPT = 50
-
-
-class Generates(Protocol):
-    """The engines, as far as rollouts know them. A future that fails carries a RunError."""
-
-    def submit(self, request: GenerationRequest) -> Future[Completion]: ...
-
-
-class Judges(Protocol):
-    """The reward, as far as rollouts know it; called from several threads at once."""
-
-    def judge(self, prompt: Prompt, completion: Completion) -> Verdict: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,8 +78,8 @@ class Conductor:
     def __init__(
         self,
         prompts: PromptStream,
-        pool: Generates,
-        reward: Judges,
+        pool: EnginePool,
+        reward: RewardModel,
         *,
         config: RolloutSection,
         data: PromptDataSection,

@@ -6,7 +6,7 @@ Where learners die the walk goes back to the last checkpoint; engines that die a
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_process import LearnerMethod, LearnerProcess, P, R
@@ -24,7 +24,7 @@ from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.rollout.view import FleetView
-from open_instruct.run.metrics_log import MetricsFile, MetricsLog
+from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.signals import Noted, noting_signals, stopped_by
 
 # What a step has where nothing was learned from it.
@@ -50,7 +50,7 @@ class Driver:
         self.console = run.console
         self.conductor = fleet.new_conductor()
         self.signal_watch = SignalWatch(config)
-        self.metrics = MetricsLog(MetricsFile(run.directory.metrics), run.trackers)
+        self.metrics = MetricsLog(run.directory.metrics, run.trackers)
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
         self.num_restarts = 0
@@ -139,7 +139,8 @@ class Driver:
         row["time/step"] = time.monotonic() - began_s
         row["tokens_per_second/learners"] = num_tokens / max(row["time/train"], 1e-9)
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
-        self._write(row)
+        self.metrics.write(row)
+        self.view.finished(row)
         if is_last or step % config.run.checkpointing_steps == 0:
             self._save(waits=is_last)
 
@@ -160,13 +161,9 @@ class Driver:
         """Answer the held-out prompts with the weights that the engines have."""
         assert self.run.held_out is not None
         with self.view.phase("evaluating"):
-            result = evaluate(self.run.held_out, self.fleet.engines, self.fleet.rewards, config=self.config)
-        self.run.directory.write_evaluation({"step": self.step} | result.metrics | {"samples": result.samples})
-        return result.metrics
-
-    def _write(self, row: Mapping[str, float]) -> None:
-        self.metrics.write(row)
-        self.view.finished(row)
+            metrics, samples = evaluate(self.run.held_out, self.fleet.engines, self.fleet.rewards, config=self.config)
+        self.run.directory.write_evaluation({"step": self.step} | metrics | {"samples": samples})
+        return metrics
 
     # Checkpoints, and what goes wrong
 
@@ -188,8 +185,8 @@ class Driver:
             self.console.say(f"resuming after step {self.step} of {self.config.num_steps}")
         else:
             self.step = self.num_tokens = 0
-        self.metrics.file.keep_until(self.step)
-        self.view.rewards = [row["reward"] for row in self.metrics.file.rows()]
+        self.metrics.keep_until(self.step)
+        self.view.rewards = [row["reward"] for row in self.metrics.rows()]
         if self.step != self.fleet.publisher.version:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)

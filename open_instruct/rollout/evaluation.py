@@ -6,30 +6,25 @@ import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conductor import Generates, Judges, sampling_seed
+from open_instruct.rollout.conductor import sampling_seed
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
+from open_instruct.verifiers.reward import RewardModel
 
 NUM_JUDGING_THREADS = 16
 NUM_SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOutAnswers:
-    """What came out, and the first few prompts with an answer each: the same ones every time."""
-
-    metrics: dict[str, float]
-    samples: list[dict[str, Any]]
-
-
-def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> HeldOutAnswers:
+def evaluate(
+    prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Ask every prompt `eval_num_samples` times and judge the answers.
 
     The seed of a request depends on the run's seed, the prompt and the sample alone, so what changes from one
@@ -37,7 +32,8 @@ def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, conf
 
     Returns:
         `eval/reward`, `eval/pass_at_K`, `eval/verifier/NAME`, `eval/truncated_fraction`,
-        `eval/sequence_length/mean` and their like.
+        `eval/sequence_length/mean` and their like; and the first few prompts with an answer each: the same ones every
+        time.
 
     Raises:
         RunError: a completion could not be generated or judged, or `step_timeout_s` went by.
@@ -48,10 +44,7 @@ def evaluate(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, conf
     metrics = verdict_metrics(groups) | length_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):
         metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, right, k) for right in num_right])
-    return HeldOutAnswers(
-        metrics={f"eval/{name}": value for name, value in metrics.items()},
-        samples=[_shown(group) for group in groups[:NUM_SHOWN]],
-    )
+    return {f"eval/{name}": value for name, value in metrics.items()}, [_shown(group) for group in groups[:NUM_SHOWN]]
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -65,7 +58,9 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def _answered(prompts: Iterable[Prompt], pool: Generates, reward: Judges, *, config: GRPOConfig) -> list[RolloutGroup]:
+def _answered(
+    prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
+) -> list[RolloutGroup]:
     num_samples = config.evaluation.eval_num_samples
     sampling = SamplingSettings(
         temperature=config.evaluation.eval_temperature,

@@ -12,13 +12,11 @@ from typing import Literal
 
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.learner_process import LearnerProcess
-from open_instruct.cluster.pids import remove_pids, write_pids
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.process_environment import allocator_environment
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
-from open_instruct.data.turn_end import turn_end_token_ids
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
@@ -72,9 +70,7 @@ class Fleet:
         self.write_pids()
 
     def write_pids(self) -> None:
-        write_pids(
-            self.run.directory.pids, driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids()
-        )
+        self.run.directory.write_pids(driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids())
 
 
 @contextmanager
@@ -162,7 +158,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             rewards=RewardModel(verifiers, config.reward),
             publisher=publisher,
         )
-        stack.callback(remove_pids, run.directory.pids)
+        stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet
 
@@ -174,20 +170,15 @@ def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
 
 def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environment: Mapping[str, str]) -> RayEngine:
     config = run.config
-    fleet = config.fleet
     settings = EngineSettings(
         model_folder=str(run.pretrained.folder.resolve()),
         tokenizer_folder=str(run.pretrained.tokenizer_folder.resolve()),
         dtype=engine_dtype(config),
         max_model_len=config.data.max_seq_length,
-        batching=Batching.of(fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
-        tensor_parallel_size=fleet.vllm_tensor_parallel_size,
-        gpu_memory_utilization=fleet.vllm_gpu_memory_utilization,
-        kv_cache_bytes=None if fleet.vllm_kv_cache_mib is None else fleet.vllm_kv_cache_mib << 20,
-        enable_prefix_caching=fleet.vllm_enable_prefix_caching,
-        enforce_eager=fleet.vllm_enforce_eager,
+        batching=Batching.of(config.fleet, on_cuda=placement.on_gpus, max_model_len=config.data.max_seq_length),
+        fleet=config.fleet,
         seed=config.optim.seed,
-        stop_token_ids=turn_end_token_ids(run.chat),
+        stop_token_ids=run.chat.turn_end_token_ids(),
     )
     environment = {**engine_environment(on_cuda=placement.on_gpus), **environment}
     if not placement.on_gpus:

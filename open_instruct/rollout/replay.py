@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_instruct.checkpoints.step_folder import find_checkpoints
+from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
@@ -14,7 +14,7 @@ from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.conversations import conversations_of
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.run.metrics_log import MetricsFile
+from open_instruct.run.metrics_log import MetricsLog
 
 # What belongs to the layout and the length of the run rather than to the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib", "shared_fraction", "time/")
@@ -48,7 +48,7 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | No
         if config.loss.ref_policy_update_freq is not None:
             told += "; the reference policy is the start model, although the run moved it"
         return StepWeights(model=str(given), checkpoint=None, are_the_steps_own=False, told=told)
-    checkpoints = {int(Path(path).name.removeprefix("step")): Path(path) for path in find_checkpoints(run)}
+    checkpoints = {step_of(path): path for path in find_checkpoints(run)}
     newest = max((saved for saved in checkpoints if saved < step), default=0)
     checkpoint, are_the_steps_own = checkpoints.get(newest), newest == step - 1
     told = f"the weights are the start model's, {start}"
@@ -94,7 +94,7 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
         InputError: the file cannot be read.
     """
     try:
-        rows = MetricsFile(metrics).rows()
+        rows = MetricsLog(metrics).rows()
     except OSError as error:
         raise InputError(f"{metrics} cannot be read: {error}") from error
     return next((row for row in reversed(rows) if row.get("step") == step), None)

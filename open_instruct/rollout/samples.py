@@ -50,19 +50,13 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
     samples: list[RolloutSample] = []
     for group, of_group in zip(batch.groups, advantages, strict=True):
         learns = any(of_group) or not config.filter_zero_std_samples
-        is_used.append(
-            tuple(
-                learns
-                and len(completion.token_ids) > 0
-                and not (config.mask_truncated_completions and completion.is_truncated)
-                for completion in group.completions
-            )
-        )
-        samples += (
-            _sample(group, completion, advantage)
-            for completion, advantage, used in zip(group.completions, of_group, is_used[-1], strict=True)
-            if used
-        )
+        used: list[bool] = []
+        for completion, advantage in zip(group.completions, of_group, strict=True):
+            is_masked = config.mask_truncated_completions and completion.is_truncated
+            used.append(learns and len(completion.token_ids) > 0 and not is_masked)
+            if used[-1]:
+                samples.append(_sample(group, completion, advantage))
+        is_used.append(tuple(used))
     everything = (*batch.groups, *batch.rejected)
     metrics = {
         **verdict_metrics(everything),

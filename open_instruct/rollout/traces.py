@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,28 +111,28 @@ def _check_row(row: dict[str, Any]) -> None:
 
 
 def _rows(step: int, batch: RolloutStepBatch, learned: StepSamples) -> Iterator[dict[str, Any]]:
-    for group, advantages, is_used in zip(batch.groups, learned.advantages, learned.is_used, strict=True):
-        for index, row in enumerate(_rows_of(step, group)):
-            yield row | {"advantage": advantages[index], "used_in_training": is_used[index], "rejected": False}
-    for group in batch.rejected:
-        for row in _rows_of(step, group):
-            yield row | {"advantage": None, "used_in_training": False, "rejected": True}
-
-
-def _rows_of(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
-    checks = json.dumps([asdict(check) for check in group.prompt.checks])
-    for index, (completion, verdict) in enumerate(zip(group.completions, group.verdicts, strict=True)):
-        yield {
-            "step": step,
-            "ticket": group.ticket,
-            "sample_index": index,
-            "checks": checks,
-            **{column: getattr(group.prompt, field) for column, field in OF_PROMPT.items()},
-            **{column: getattr(completion, field) for column, field in OF_COMPLETION.items()},
-            "reward": verdict.reward,
-            "scores": json.dumps(verdict.scores),
-            "problems": verdict.problems,
-        }
+    judged: list[tuple[RolloutGroup, Iterable[float | None], Iterable[bool], bool]] = [
+        *zip(batch.groups, learned.advantages, learned.is_used, repeat(False)),
+        *((group, repeat(None), repeat(False), True) for group in batch.rejected),
+    ]
+    for group, advantages, is_used, rejected in judged:
+        checks = json.dumps([asdict(check) for check in group.prompt.checks])
+        of_samples = zip(group.completions, group.verdicts, advantages, is_used, strict=False)
+        for index, (completion, verdict, advantage, used) in enumerate(of_samples):
+            yield {
+                "step": step,
+                "ticket": group.ticket,
+                "sample_index": index,
+                "checks": checks,
+                **{column: getattr(group.prompt, field) for column, field in OF_PROMPT.items()},
+                **{column: getattr(completion, field) for column, field in OF_COMPLETION.items()},
+                "reward": verdict.reward,
+                "scores": json.dumps(verdict.scores),
+                "problems": verdict.problems,
+                "advantage": advantage,
+                "used_in_training": used,
+                "rejected": rejected,
+            }
 
 
 def _group_of(rows: list[dict[str, Any]]) -> RolloutGroup:

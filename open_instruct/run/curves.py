@@ -40,7 +40,7 @@ def draw_curve(values: Sequence[float], *, width: int = 60, height: int = 8, tit
     if not finite:
         return "\n".join([*heading, "(no values)"])
     low, high = min(finite), max(finite)
-    label_of_line = {height - 1: _label(low), 0: _label(high)}
+    label_of_line = {height - 1: f"{low:.3g}", 0: f"{high:.3g}"}
     margin = max(len(label) for label in label_of_line.values())
     columns = max(1, width - margin - len(" ┤"))
 
@@ -49,10 +49,6 @@ def draw_curve(values: Sequence[float], *, width: int = 60, height: int = 8, tit
     return "\n".join(
         heading + [f"{label_of_line.get(index, ''):>{margin}} ┤{line}".rstrip() for index, line in enumerate(lines)]
     )
-
-
-def _label(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def _resample(values: Sequence[float], num_points: int) -> list[float]:

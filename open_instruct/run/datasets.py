@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from open_instruct.config.sections import DataSection
+from open_instruct.config.training import TrainingConfig
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
@@ -16,13 +16,7 @@ from open_instruct.run.pretrained import Pretrained
 
 
 def load_datasets(
-    rows: type[RowBuilder],
-    data: DataSection,
-    *,
-    pretrained: Pretrained,
-    seed: int,
-    console: Console,
-    own: Mapping[str, Any],
+    rows: type[RowBuilder], config: TrainingConfig, *, pretrained: Pretrained, console: Console, own: Mapping[str, Any]
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training rows, and the held-out rows if any are named; `rows` is the form that they have, and `own` what
     that is made with.
@@ -32,6 +26,8 @@ def load_datasets(
 
     :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
     """
+
+    data = config.data
 
     def load_one(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> TokenDataset:
         def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
@@ -44,7 +40,7 @@ def load_datasets(
                     chat_template_name=data.chat_template_name,
                     max_seq_length=data.max_seq_length,
                     on_bad_row=data.on_bad_row,
-                    seed=seed,
+                    seed=config.optim.seed,
                     cache_dir=data.cache_dir,
                     flag=flag,
                     on_progress=on_progress,

@@ -20,11 +20,12 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class MetricsFile:
-    """Append-only rows of JSON, one a step."""
+class MetricsLog:
+    """Append-only rows of JSON, one a step, which trackers are told of too. One process of a run writes them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
         self.path = path
+        self.trackers = trackers
 
     def keep_until(self, step: int) -> None:
         """Drop rows after `step`: a resumed run writes them again."""
@@ -35,25 +36,16 @@ class MetricsFile:
         """What has been written so far, but for lines that a crash cut short or a disk damaged."""
         return list(rows_of(self.path))
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row. A number that JSON cannot say, the norm of a gradient that was left out, is null."""
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add a row. A number that JSON cannot say, the norm of a gradient that was left out, is null.
+
+        :param row: with the number of the step as `step`.
+        """
         said = {
             name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()
         }
         with self.path.open("a") as file:
             file.write(json.dumps(said, allow_nan=False) + "\n")
-
-
-class MetricsLog:
-    """Writes the metrics of every step: to the file, and to the trackers asked for. One process of a run has one."""
-
-    def __init__(self, file: MetricsFile, trackers: Sequence[Tracker] = ()) -> None:
-        self.file = file
-        self.trackers = trackers
-
-    def write(self, row: Mapping[str, float]) -> None:
-        """:param row: with the number of the step as `step`."""
-        self.file.append(row)
         for tracker in self.trackers:
             tracker.log(int(row["step"]), row)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,10 @@ class RunDirectory:
             return int(saved["num_replicas"]) * int(saved["shard_degree"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def write_pids(self, *, driver: int, learners: Sequence[int], engines: Sequence[int]) -> None:
+        """Which processes the run consists of, for people and scripts, while it lives. Learners are in rank order."""
+        replace_text(self.pids, json.dumps({"driver": driver, "learners": learners, "engines": engines}) + "\n")
 
     def write_evaluation(self, row: dict[str, Any]) -> None:
         """One row a step: a second evaluation of the same step replaces the first."""

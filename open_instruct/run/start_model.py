@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, read_manifest, refuse_another_start_model
 from open_instruct.models.fingerprint import with_config
@@ -23,7 +22,7 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
     own = with_config(pretrained.weights_fingerprint, config)
 
     def compare() -> None:
-        for folder in map(Path, find_checkpoints(run.directory.path)):
+        for folder in find_checkpoints(run.directory.path):
             try:
                 refuse_another_start_model(folder, read_manifest(folder).start_model, own)
             except Damaged:

@@ -10,7 +10,7 @@ from typing import Any
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import LoggingSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.run.metrics_log import MetricsFile, MetricsLog, Tracker, numbers_of_step
+from open_instruct.run.metrics_log import MetricsLog, Tracker, numbers_of_step
 from open_instruct.run.opened import Run
 from open_instruct.whole_file import replace_text
 
@@ -78,13 +78,12 @@ def logging_steps(
     if run.process.rank != 0:
         yield lambda step, row: None
         return
-    file = MetricsFile(run.directory.metrics)
-    file.keep_until(first_step)
     trackers = build_trackers(config.logging, folder=run.directory.path, config=as_flat_dict(config))
     with (
-        closing(MetricsLog(file, trackers)) as log,
+        closing(MetricsLog(run.directory.metrics, trackers)) as log,
         run.console.training(first_step=first_step, num_steps=num_steps) as show,
     ):
+        log.keep_until(first_step)
 
         def on_step(step: int, row: Mapping[str, float]) -> None:
             log.write({"step": step} | dict(row))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
-from open_instruct.toys.tiny_corpus import built_in_corpus
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -195,6 +195,15 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     finally:
         if shows_bars:
             logging.enable_progress_bar()
+
+
+def built_in_corpus() -> Iterator[str]:
+    """What tokenizers learn their words from: prose, small talk, code and sums; always the same, in the same order."""
+    yield from (files("open_instruct.toys") / "prose.txt").read_text(encoding="utf-8").split("\n\n")
+    for a in range(2, 40):
+        for b in range(3, 40, 4):
+            yield f"{a} + {b} = {a + b}. {a} times {b} is {a * b}. What is {a + b} minus {b}? The answer is {a}."
+            yield f"Tom has {a} apples and buys {b} more, so he has {a} + {b} = {a + b} apples. #### {a + b}"
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

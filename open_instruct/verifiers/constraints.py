@@ -39,10 +39,6 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-def compare(number: int, relation: str, count: int) -> bool:
-    return RELATIONS[relation](number, count)
-
-
 def _num_phrases(text: str, phrase: str) -> int:
     """How often `phrase` stands in `text` as whole words, in any case."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase)}(?!\w)", text, flags=re.IGNORECASE))
@@ -73,7 +69,7 @@ def has_keywords(text: str, *, words: Sequence[str]) -> bool:
 
 def keyword_frequency(text: str, *, word: str, count: int, relation: str) -> bool:
     """As IFEval counts: in any case, and inside longer words too, so that plurals count."""
-    return compare(text.lower().count(word.lower()), relation, count)
+    return RELATIONS[relation](text.lower().count(word.lower()), count)
 
 
 def word_frequency(text: str, *, word: str, count: int) -> bool:
@@ -86,7 +82,7 @@ def avoids_words(text: str, *, words: Sequence[str]) -> bool:
 
 
 def letter_frequency(text: str, *, letter: str, count: int, relation: str = "exactly") -> bool:
-    return compare(text.lower().count(letter.lower()), relation, count)
+    return RELATIONS[relation](text.lower().count(letter.lower()), count)
 
 
 # --- language and case ----------------------------------------------------------------------------------
@@ -105,18 +101,18 @@ def is_in_language(text: str, *, language: str) -> bool:
 
 def capital_word_frequency(text: str, *, count: int, relation: str) -> bool:
     """Words without a small letter; what a hyphen or an apostrophe joins is one word."""
-    return compare(sum(word.isupper() for word in _JOINED_WORD.findall(text)), relation, count)
+    return RELATIONS[relation](sum(word.isupper() for word in _JOINED_WORD.findall(text)), count)
 
 
 # --- length ---------------------------------------------------------------------------------------------
 
 
 def number_of_words(text: str, *, count: int, relation: str) -> bool:
-    return compare(len(_WORD.findall(text)), relation, count)
+    return RELATIONS[relation](len(_WORD.findall(text)), count)
 
 
 def number_of_sentences(text: str, *, count: int, relation: str) -> bool:
-    return compare(num_sentences(text), relation, count)
+    return RELATIONS[relation](num_sentences(text), count)
 
 
 def number_of_paragraphs(text: str, *, count: int) -> bool:

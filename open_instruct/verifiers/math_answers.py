@@ -29,17 +29,8 @@ _MATRIX = re.compile(r"\\begin\{[bp]?matrix\}(.*)\\end\{[bp]?matrix\}", flags=re
 _RELATIONS = {r"\\leq?(?![a-z])|≤": "<=", r"\\geq?(?![a-z])|≥": ">=", r"\\lt(?![a-z])": "<", r"\\gt(?![a-z])": ">"}
 _UNORDERED = {"list", "union"}
 # Nothing but these may reach the parser of sympy, which evaluates what it is given.
-_NAMES = {
-    "sqrt": "sqrt",
-    "pi": "pi",
-    "infty": "oo",
-    "sin": "sin",
-    "cos": "cos",
-    "tan": "tan",
-    "log": "log",
-    "ln": "log",
-}
 _FUNCTIONS = {"sqrt", "sin", "cos", "tan", "log"}
+_NAMES = {name: name for name in (*_FUNCTIONS, "pi")} | {"infty": "oo", "ln": "log"}
 _OPERATORS = {"**", "-", "+", "*", "/", "("}
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|([A-Za-z]+)|(\*\*|[-+*/()]))")
 

@@ -127,23 +127,15 @@ class WeightPublisher:
             RunError: `error`, where they are not, or it was the last attempt, or the one who died is `new_engine`.
         """
         log.warning("weights did not reach every engine: %s", error)
-        dead = self._note_dead_engines()
-        is_last = attempt >= self._fleet.max_restarts
-        if is_last or new_engine in dead or (dead and not self._has_come_back(num_new_engines)):
-            raise error
-
-    def _note_dead_engines(self) -> set[int]:
-        """Engines that do not answer. Of those, new ones are not watched by the pool yet, but by `engine_restarted`."""
         dead = self._engines.silent()
-        self._dead_new_engines |= dead & self._new_engines
+        self._dead_new_engines |= dead & self._new_engines  # the pool does not watch these yet, `engine_restarted` does
         self._changed.notify_all()
-        return dead
-
-    def _has_come_back(self, num_new_engines_before: int) -> bool:
-        """Wait for the pool to start an engine anew; False where it does not."""
-        return self._changed.wait_for(
-            lambda: self._num_new_engines > num_new_engines_before, self._fleet.engine_timeout_s
-        )
+        if attempt >= self._fleet.max_restarts or new_engine in dead:
+            raise error
+        # The pool starts an engine anew, or does not.
+        timeout_s = self._fleet.engine_timeout_s
+        if dead and not self._changed.wait_for(lambda: self._num_new_engines > num_new_engines, timeout_s):
+            raise error
 
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s

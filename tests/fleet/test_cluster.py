@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from open_instruct.cluster.placement import FleetShape, learner_layout, place
+from open_instruct.cluster.placement import FleetShape, place
 from open_instruct.cluster.ray_cluster import short_folder, start_cluster
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.layout import layout_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -208,10 +209,10 @@ class TestRefusals:
     def test_sharding_flags_are_refused_without_ray(self) -> None:
         parallel = LearnerParallelSection(num_learners_per_node=[8], fsdp_shard_degree=3)
         with pytest.raises(InputError, match="--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2, 4 or 8"):
-            learner_layout(parallel)
+            layout_of(parallel, parallel.num_learners_per_node)
 
     def test_node_sizes_reach_the_layout_as_they_are(self) -> None:
-        layout = learner_layout(LearnerParallelSection(num_learners_per_node=[2, 4]))
+        layout = layout_of(LearnerParallelSection(), [2, 4])
         assert (layout.gpus_per_node, layout.shard_degree, layout.num_replicas) == ((2, 4), 2, 3)
 
     @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import pytest
 
 from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.pids import remove_pids, write_pids
 from open_instruct.cluster.placement import FleetShape, Placement, place
 from open_instruct.cluster.watchdog import MARK_VARIABLE
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
+from open_instruct.run.run_directory import RunDirectory
 from tests.fleet.learners import Recruit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def test_a_killed_rank_is_named_and_not_those_that_missed_it(group: LearnerGroup
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(LearnerLost, match=rf"rank 1 .*pid {pid}\) was lost during meet: .*killed") as caught:
         call.result(timeout_s=60)  # far below the ten minutes for which rank 1 would sleep
-    assert caught.value.ranks == (1,)
+    assert "rank 0" not in str(caught.value)
 
 
 def test_a_restarted_group_meets_anew(group: LearnerGroup[Recruit]) -> None:
@@ -107,9 +107,8 @@ def test_a_restarted_group_meets_anew(group: LearnerGroup[Recruit]) -> None:
 
 
 def test_a_frozen_rank_is_told_from_those_that_wait_for_it(group: LearnerGroup[Recruit]) -> None:
-    with pytest.raises(LearnerLost, match=r"no answer to fail within 3 s .*the process of rank 0 is stopped") as caught:
+    with pytest.raises(LearnerLost, match=r"no answer to fail within 3 s .*the process of rank 0 is stopped"):
         group.start(Recruit.fail, "freeze", 0).result(3)
-    assert caught.value.ranks == (0,)
 
 
 def test_a_frozen_rank_is_known_long_before_a_step_may_be_over(
@@ -119,9 +118,8 @@ def test_a_frozen_rank_is_known_long_before_a_step_may_be_over(
     pid = group.pids()[0]
     with pytest.raises(
         LearnerLost, match=rf"rank 0 .*pid {pid}\) was lost during fail, while .+: its process is stopped"
-    ) as caught:
+    ):
         group.start(Recruit.fail, "freeze", 0).result(3600)
-    assert caught.value.ranks == (0,)
 
 
 def test_a_rank_that_works_for_long_is_left_alone(
@@ -146,7 +144,7 @@ from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.learner_group import LearnerGroup
-from open_instruct.cluster.pids import write_pids
+from open_instruct.run.run_directory import RunDirectory
 from open_instruct.cluster.placement import FleetShape
 from tests.fleet.learners import Recruit
 
@@ -161,7 +159,7 @@ with start as cluster, cluster.placing(shape) as places:
     read_mark = ray.remote(num_cpus=0)(lambda: __import__("os").environ["OPEN_INSTRUCT_FLEET"])
     Path("/dev/shm", ray.get(read_mark.remote())).touch()
     group.start(Recruit.fail, "freeze", 1)
-    write_pids(Path("pids.json"), driver=0, learners=group.pids(), engines=[])
+    RunDirectory(path=Path()).write_pids(driver=0, learners=group.pids(), engines=[])
     if sys.argv[1] == "wait":
         time.sleep(600)
 """
@@ -212,12 +210,10 @@ def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
     assert list((tmp_path / "logs").glob("worker-*"))
 
 
-def test_the_file_of_process_ids_is_whole_and_goes_away(tmp_path: Path) -> None:
-    path = tmp_path / "pids.json"
-    write_pids(path, driver=1, learners=[2, 3], engines=[4])
-    assert json.loads(path.read_text()) == {"driver": 1, "learners": [2, 3], "engines": [4]}
-    write_pids(path, driver=1, learners=[5, 6], engines=[4])
-    assert json.loads(path.read_text())["learners"] == [5, 6]
-    remove_pids(path)
-    remove_pids(path)
-    assert list(tmp_path.iterdir()) == []
+def test_the_file_of_process_ids_is_whole(tmp_path: Path) -> None:
+    directory = RunDirectory(path=tmp_path)
+    directory.write_pids(driver=1, learners=[2, 3], engines=[4])
+    assert json.loads(directory.pids.read_text()) == {"driver": 1, "learners": [2, 3], "engines": [4]}
+    directory.write_pids(driver=1, learners=[5, 6], engines=[4])
+    assert json.loads(directory.pids.read_text())["learners"] == [5, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["pids.json"]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
+from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines import vllm_core
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
@@ -156,11 +157,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
         max_model_len=MAX_MODEL_LEN,
         # All prompts together are more than one step takes, as with long prompts in a run.
         batching=Batching(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=MAX_MODEL_LEN, schedules_ahead=False),
-        tensor_parallel_size=1,
-        gpu_memory_utilization=0.9,
-        kv_cache_bytes=64 << 20,
-        enable_prefix_caching=True,
-        enforce_eager=True,
+        fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True),
         seed=0,
         stop_token_ids=STOP_TOKEN_IDS,
     )

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from open_instruct.cluster.placement import FleetShape, learner_layout
+from open_instruct.cluster.placement import FleetShape
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.parallel.layout import resolve_layout
+from open_instruct.parallel import layout
 from open_instruct.parallel.training_state import unsharded_memory_warning
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
@@ -70,15 +70,7 @@ def nodes(path: Path) -> list[int]:
 
 def layout_of(path: Path) -> ShardLayout:
     parallel = read(path).parallel
-    if path in GRPO_FILES:
-        return learner_layout(parallel)
-    return resolve_layout(
-        nodes(path),
-        fsdp_shard_degree=parallel.fsdp_shard_degree,
-        fsdp_num_replicas=parallel.fsdp_num_replicas,
-        tensor_parallel_degree=parallel.tensor_parallel_degree,
-        single_device=parallel.single_gpu_mode,
-    )
+    return layout.layout_of(parallel, parallel.num_learners_per_node if path in GRPO_FILES else nodes(path))
 
 
 def model_of(path: Path) -> str:

@@ -9,12 +9,11 @@ from typing import Any, assert_type
 
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.learner_process import LearnerProcess
-from open_instruct.engines.answers import EngineAnswers
-from open_instruct.engines.core import WeightWorker
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_host import RayEngine
-from open_instruct.engines.engine_pool import EngineHandle, EnginePool
-from open_instruct.engines.vllm_core import VLLMCore
+from open_instruct.engines.engine_pool import EnginePool
+from open_instruct.engines.requests import EngineAnswers
+from open_instruct.engines.vllm_core import VLLMCore, WeightWorker
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.weights.receiver import WeightReceiver
@@ -34,10 +33,9 @@ def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) ->
 
 
 def to_engines(pool: EnginePool, engine: RayEngine) -> None:
-    handle: EngineHandle = engine
-    assert_type(handle.ask(1.0, Engine.poll, 0.5), EngineAnswers)
+    assert_type(engine.ask(1.0, Engine.poll, 0.5), EngineAnswers)
     assert_type(pool.call_all(1.0, Engine.begin_update, True), list[None])
-    handle.tell(Engine.cancel, 7)  # type: ignore[arg-type]
+    engine.tell(Engine.cancel, 7)  # type: ignore[arg-type]
     pool.start_all(1.0, Engine.finish_update)  # type: ignore[call-arg]
     pool.start_each(1.0, Engine.open_channel, [7])  # type: ignore[arg-type]
 

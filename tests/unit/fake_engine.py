@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
+from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
@@ -25,11 +26,7 @@ SETTINGS = EngineSettings(
     dtype="float32",
     max_model_len=64,
     batching=Batching(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=None, schedules_ahead=False),
-    tensor_parallel_size=1,
-    gpu_memory_utilization=0.9,
-    kv_cache_bytes=None,
-    enable_prefix_caching=False,
-    enforce_eager=True,
+    fleet=FleetSection(),
     seed=0,
 )
 

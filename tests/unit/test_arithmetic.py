@@ -13,8 +13,7 @@ from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
 from open_instruct.toys.arithmetic import NUM_PROBLEMS, worked_out, write_arithmetic
-from open_instruct.toys.tiny import train_tokenizer
-from open_instruct.toys.tiny_corpus import built_in_corpus
+from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
 from open_instruct.verifiers.registry import known_verifiers
 
 Rows = list[dict[str, Any]]
@@ -75,8 +74,8 @@ def test_sizes_and_forms(rows: tuple[Rows, Rows, Rows]) -> None:
     assert {tuple(message["role"] for message in row["messages"]) for row in sft} == {("user", "assistant")}
     verifiers = known_verifiers()
     for row in prompts + held_out:
-        parsed = parse_prompt_row(row, verifiers)
-        assert [(check.verifier, check.ground_truth) for check in parsed.checks] == [("gsm8k", str(sum(operands(row))))]
+        _, checks = parse_prompt_row(row, verifiers)
+        assert [(check.verifier, check.ground_truth) for check in checks] == [("gsm8k", str(sum(operands(row))))]
 
 
 def test_held_out_sums_are_in_no_other_file_in_either_order(rows: tuple[Rows, Rows, Rows]) -> None:

@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from open_instruct.checkpoints.step_folder import damage, read_manifest
-from open_instruct.dpo import main
 from open_instruct.models.export_files import replacing_problem
+from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.train import run_objective
 
 Damage = Callable[[Path], None]
 
@@ -50,7 +51,7 @@ def stderr_of(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         words = []
         for flag, value in settings.items():
             words += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
-        assert main(words) == exit_code
+        assert run_objective(DPO, words) == exit_code
         told = capsys.readouterr().err
         assert "Traceback" not in told
         return told

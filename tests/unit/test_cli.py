@@ -98,9 +98,9 @@ class TestCommands:
     def test_help_lists_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["--help"]) == 0
         out = capsys.readouterr().out
-        for name, command in cli.COMMANDS.items():
+        for name, (summary, _) in cli.COMMANDS.items():
             assert f"  {name} " in out
-            assert command.summary in out
+            assert summary in out
 
     def test_no_command_shows_the_usage_and_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([]) == EXIT_INPUT

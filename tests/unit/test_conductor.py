@@ -21,8 +21,8 @@ from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor, sampling_seed
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.rollout.without_overlap import plain_batches
 from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin, without_versions
+from tests.unit.plain_rollouts import plain_batches
 
 NUM_PROMPTS = 3  # of a step
 NUM_SAMPLES = 2  # of a group

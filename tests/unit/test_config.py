@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import help_lines
 from open_instruct.config.losses import PREFERENCE_LOSSES, SMOOTHED
 from open_instruct.config.parser import parse
-from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, resume_conflicts, write_config
+from open_instruct.config.resolved import _git_state, as_flat_dict, refuse_conflicts, resume_conflicts, write_config
 from open_instruct.config.upstream_flags import upstream_flags
 from open_instruct.errors import InputError
 
@@ -637,3 +638,24 @@ def test_the_flag_vocabulary_covers_every_field() -> None:
     flag = flags_of(DPOConfig)["max_train_steps"]
     assert (flag.kind, flag.optional, flag.required, flag.default) == (int, True, False, None)
     assert flags_of(DPOConfig)["init_device"].choices == ("meta", "cpu")
+
+
+def test_provenance_tells_a_commit_from_one_with_changes(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert _git_state(tmp_path) == "not a git checkout"
+    git("init")
+    assert _git_state(tmp_path) == "unknown"  # without a commit
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    git("tag", "v1")
+    (tmp_path / "other").write_text("not tracked")
+    commit = git("rev-parse", "HEAD")
+    assert _git_state(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert _git_state(tmp_path) == f"{commit} with uncommitted changes"
+    git("add", "file")
+    assert _git_state(tmp_path) == f"{commit} with uncommitted changes"

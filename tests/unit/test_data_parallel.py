@@ -16,7 +16,6 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from open_instruct.errors import InputError
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.records import ShardLayout
@@ -110,13 +109,10 @@ def test_config_is_hsdp_over_blocks() -> None:
     assert (config.param_dtype, config.reduce_dtype) == (DType.bfloat16, DType.float32)
 
 
-def test_dtypes_are_chosen_or_refused_by_name() -> None:
-    layout = resolve_layout([2])
-    config = build_data_parallel_config(layout, param_dtype="float32", reduce_dtype="bfloat16")
+def test_the_dtype_of_parameters_is_chosen_by_name() -> None:
+    config = build_data_parallel_config(resolve_layout([2]), param_dtype="float32")
     assert config is not None
-    assert (config.param_dtype, config.reduce_dtype) == (DType.float32, DType.bfloat16)
-    with pytest.raises(InputError, match="--param_dtype float16 is not supported; use bfloat16 or float32"):
-        build_data_parallel_config(layout, param_dtype="float16")
+    assert (config.param_dtype, config.reduce_dtype) == (DType.float32, DType.float32)
 
 
 def test_one_device_has_no_config() -> None:

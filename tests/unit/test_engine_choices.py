@@ -6,7 +6,7 @@ import pytest
 
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.batching import Batching
-from open_instruct.engines.probe import check_temperature
+from open_instruct.engines.vllm_core import check_temperature
 from open_instruct.errors import InputError, RunError
 
 WARM = {5: -0.2, 7: -2.4, 1: -5.0}  # log-probs after a prompt, by token

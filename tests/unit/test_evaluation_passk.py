@@ -40,7 +40,7 @@ def test_metrics() -> None:
     with BusyPool() as pool:
         evaluate(PROMPTS, pool, FakeReward(rule=lambda *_: 0.0), config=config_of(*words))
         first_of_row_1 = pool.requests[2].seed
-        metrics = evaluate(PROMPTS, pool, FakeReward(rule), config=config_of(*words)).metrics
+        metrics, _ = evaluate(PROMPTS, pool, FakeReward(rule), config=config_of(*words))
     lengths = [request.seed % 3 + 1 for request in pool.requests[:10]]
     assert metrics == {
         "eval/reward": 3 / 10,
@@ -58,7 +58,7 @@ def test_metrics() -> None:
 def test_pass_at_1_is_there_without_being_asked_for() -> None:
     with BusyPool() as pool:
         words = ("--eval_num_samples", "4", "--eval_pass_at_k", "4")
-        metrics = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of(*words)).metrics
+        metrics, _ = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of(*words))
     assert metrics["eval/pass_at_1"] == pytest.approx(metrics["eval/reward"])
     assert metrics["eval/pass_at_4"] >= metrics["eval/pass_at_1"]
 
@@ -88,7 +88,7 @@ def test_another_seed_asks_otherwise() -> None:
 
 def test_the_samples_to_show_are_those_of_the_first_prompts() -> None:
     with BusyPool() as pool:
-        samples = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of()).samples
+        _, samples = evaluate(PROMPTS, pool, FakeReward(coin), config=config_of())
     assert [sample["prompt"] for sample in samples] == ["prompt 0", "prompt 1", "prompt 2"]
     first = pool.requests[0].seed
     assert samples[0]["completion"] == f"answer {first}"

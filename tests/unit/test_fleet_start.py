@@ -14,6 +14,7 @@ from open_instruct.cluster.placement import FleetShape
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.rollout import fleet
+from open_instruct.run.run_directory import RunDirectory
 
 HERE = Host("10.0.0.1", "a")
 GROWS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -54,15 +55,14 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(cluster))
         monkeypatch.setattr(fleet, "LearnerGroup", it.learner_group)
         monkeypatch.setattr(fleet, "RayEngine", it.engine)
-        monkeypatch.setattr(fleet, "turn_end_token_ids", lambda chat: ())
         pool = SimpleNamespace(close=lambda: None, pids=list)
         monkeypatch.setattr(fleet, "EnginePool", lambda *args, **kwargs: pool)
         run = SimpleNamespace(
             config=config,
             console=SimpleNamespace(say=lambda text: None, warn=lambda text: None),
-            directory=SimpleNamespace(path=tmp_path, pids=tmp_path / "pids.json"),
+            directory=RunDirectory(path=tmp_path),
             pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
-            chat=None,
+            chat=SimpleNamespace(turn_end_token_ids=tuple),
         )
         with fleet.start_fleet(object, run):  # type: ignore[arg-type, type-var]
             pass

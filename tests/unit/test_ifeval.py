@@ -12,7 +12,7 @@ import pytest
 
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.rows import MalformedRow
-from open_instruct.verifiers.constraints import compare, has_postscript, num_sentences
+from open_instruct.verifiers.constraints import RELATIONS, has_postscript, num_sentences
 from open_instruct.verifiers.ifeval import IFEVAL, RLVR_IFEVAL, IFEval, parse
 from open_instruct.verifiers.registry import known_verifiers
 
@@ -210,7 +210,7 @@ def test_every_constraint_is_tried() -> None:
     ],
 )
 def test_relations_at_their_border(relation: str, holds: list[bool]) -> None:
-    assert [compare(number, relation, 4) for number in (3, 4, 5)] == holds
+    assert [RELATIONS[relation](number, 4) for number in (3, 4, 5)] == holds
 
 
 @pytest.mark.parametrize(

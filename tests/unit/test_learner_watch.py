@@ -12,7 +12,7 @@ from open_instruct.cluster.learner_watch import watching
 
 
 def test_a_loss_is_told_once_and_ends_the_watch() -> None:
-    lost, told = LearnerLost("rank 1 was lost", [1]), Queue[LearnerLost]()
+    lost, told = LearnerLost("rank 1 was lost"), Queue[LearnerLost]()
     checks: list[int] = []
 
     def check() -> None:

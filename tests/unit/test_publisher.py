@@ -284,12 +284,11 @@ class TestLearnerDies:
     @pytest.mark.parametrize("method", ["open_weight_channel", "join_weight_channel", SEND])
     def test_it_is_known_at_once(self, method: str) -> None:
         with stage(1) as it:
-            it.learners.effects[method] = [raises(LearnerLost("learner rank 1 was lost", [1]))]
+            it.learners.effects[method] = [raises(LearnerLost("learner rank 1 was lost"))]
             waiting = threading.Event()
             hangs_in(it.made[0], "receive_weights" if method == SEND else "open_channel", until=waiting)
-            with pytest.raises(LearnerLost) as raised:
+            with pytest.raises(LearnerLost, match=r"^learner rank 1 was lost$"):
                 it.publish(1)
-            assert raised.value.ranks == (1,)
             assert it.publisher.version is None
             waiting.set()
             it.publisher.learners_restarted()
@@ -321,7 +320,7 @@ class TestLearnerDies:
 
     def test_that_an_engine_finds_out_is_told_to_those_who_wait_for_completions(self) -> None:
         with stage(2) as it:
-            it.learners.effects["open_weight_channel"] = [raises(LearnerLost("learner rank 0 was lost", [0]))]
+            it.learners.effects["open_weight_channel"] = [raises(LearnerLost("learner rank 0 was lost"))]
             futures = [it.pool.submit(request(number, num_tokens=10**9)) for number in range(4)]
             it.made[0].die()
             for future in futures:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from open_instruct.cluster.pids import write_pids
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
 from open_instruct.records import ShardLayout
 from open_instruct.run.console import Console
-from open_instruct.run.metrics_log import MetricsFile
+from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.opened import made_ready
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.whole_file import replace_text
@@ -44,9 +43,9 @@ def with_checkpoint(folder: Path) -> DPOConfig:
 WRITERS: dict[str, Any] = {
     "layout.json": lambda folder: RunDirectory(path=folder).write_layout(LAYOUT),
     "eval.jsonl": lambda folder: RunDirectory(path=folder).write_evaluation({"step": 3, "score": 0.5}),
-    "pids.json": lambda folder: write_pids(folder / "pids.json", driver=1, learners=[2], engines=[]),
+    "pids.json": lambda folder: RunDirectory(path=folder).write_pids(driver=1, learners=[2], engines=[]),
     "config.yaml": lambda folder: write_config(config_of(folder), folder / "config.yaml"),
-    "metrics.jsonl": lambda folder: MetricsFile(folder / "metrics.jsonl").keep_until(1),
+    "metrics.jsonl": lambda folder: MetricsLog(folder / "metrics.jsonl").keep_until(1),
 }
 
 
@@ -110,13 +109,13 @@ BAD_LINES = b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": 
 
 
 def test_damaged_metrics_are_passed_over(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.append({"step": 1, "loss": float("nan")})
+    file = MetricsLog(tmp_path / "metrics.jsonl")
+    file.write({"step": 1, "loss": float("nan")})
     with file.path.open("ab") as raw:
         raw.write(BAD_LINES)
     assert [row["step"] for row in file.rows()] == [1]
     file.keep_until(5)
-    file.append({"step": 2, "loss": 0.5})
+    file.write({"step": 2, "loss": 0.5})
     lines = file.path.read_text().splitlines()
     assert lines == ['{"step": 1, "loss": null}', '{"step": 2, "loss": 0.5}']
 
@@ -130,6 +129,6 @@ def test_damaged_evaluations_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_number_that_json_cannot_say_is_null(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.append({"step": 1, "grad_norm": float("nan"), "loss": 0.5})
+    file = MetricsLog(tmp_path / "metrics.jsonl")
+    file.write({"step": 1, "grad_norm": float("nan"), "loss": 0.5})
     assert file.path.read_text() == '{"step": 1, "grad_norm": null, "loss": 0.5}\n'

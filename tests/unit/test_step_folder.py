@@ -66,7 +66,7 @@ def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
     (tmp_path / "step99").mkdir()  # the user's own
     (tmp_path / "step_by_step").mkdir()
     assert [path.name for path in candidates(tmp_path)] == ["step10", "step9", "step2"]
-    assert [Path(path).name for path in find_checkpoints(tmp_path)] == ["step2", "step9", "step10"]
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step2", "step9", "step10"]
     assert latest_step(tmp_path / "gone") is None and find_checkpoints(tmp_path / "gone") == []
 
 

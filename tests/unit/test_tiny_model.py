@@ -18,9 +18,8 @@ from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.families import FAMILIES
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf_config import load_hf_config
-from open_instruct.toys.tiny import SIZES, tiny_config, train_tokenizer, write_tiny_model
+from open_instruct.toys.tiny import SIZES, built_in_corpus, tiny_config, train_tokenizer, write_tiny_model
 from open_instruct.toys.tiny_command import tiny_model_command
-from open_instruct.toys.tiny_corpus import built_in_corpus
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 

@@ -31,7 +31,7 @@ from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import Metric, ShardLayout
-from open_instruct.run.metrics_log import MetricsFile
+from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.trackers import build_trackers
 from open_instruct.toys.tiny import SIZES, tiny_config
@@ -97,9 +97,9 @@ class TestMetrics:
         assert metric.value == pytest.approx(1 - int(pairs.num_tokens.sum()) / slots)
 
     def test_a_resumed_file_keeps_rows_up_to_its_step(self, tmp_path: Path) -> None:
-        file = MetricsFile(tmp_path / "metrics.jsonl")
+        file = MetricsLog(tmp_path / "metrics.jsonl")
         for step in range(1, 5):
-            file.append({"step": step, "loss": 0.5})
+            file.write({"step": step, "loss": 0.5})
         with file.path.open("a") as raw:
             raw.write('{"step": 5, "lo')
         file.keep_until(2)

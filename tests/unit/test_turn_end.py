@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from open_instruct.data.chat import ChatFormat, ChatTemplate
-from open_instruct.data.turn_end import turn_end_token_ids
 from tests.unit.test_chat import CHATML, EOS, LLAMA3, chat, make_tokenizer
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -13,7 +12,7 @@ ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def ends(form: ChatFormat) -> list[str]:
-    return form.tokenizer.convert_ids_to_tokens(list(turn_end_token_ids(form)))
+    return form.tokenizer.convert_ids_to_tokens(list(form.turn_end_token_ids()))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +50,6 @@ def test_they_are_ascending_and_once_each() -> None:
     tokenizer = make_tokenizer(CHATML)
     tokenizer.eos_token = "<|im_end|>"
     form = chat(tokenizer, "chatml")
-    assert turn_end_token_ids(form) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
-    ids = turn_end_token_ids(chat(make_tokenizer(CHATML), "chatml"))
+    assert form.turn_end_token_ids() == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    ids = chat(make_tokenizer(CHATML), "chatml").turn_end_token_ids()
     assert list(ids) == sorted(set(ids)) and len(ids) == 2

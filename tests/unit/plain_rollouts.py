@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
 from open_instruct.records import RolloutGroup
-from open_instruct.rollout.conductor import Generates, Judges, is_rejected, requests_of, solved_rows
+from open_instruct.rollout.conductor import is_rejected, requests_of, solved_rows
 from open_instruct.rollout.samples import RolloutStepBatch
 
 if TYPE_CHECKING:
     from open_instruct.data.prompts import PromptStream
+    from open_instruct.engines.engine_pool import EnginePool
+    from open_instruct.verifiers.reward import RewardModel
 
 
 def plain_batches(
     prompts: PromptStream,
-    pool: Generates,
-    reward: Judges,
+    pool: EnginePool,
+    reward: RewardModel,
     *,
     config: RolloutSection,
     data: PromptDataSection,
