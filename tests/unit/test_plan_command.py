@@ -377,6 +377,57 @@ class TestAdvice:
         ranked = ranked_layouts(plan.setting)
         assert faster_layout(ranked[0], ranked) is None
 
+    def test_gradients_are_reduced_once_where_memory_allows(self) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
+        words += ["--gradient_accumulation_steps", "16"]
+        plan = planned(*words)
+        advice = advise(plan)
+        change = advice.exchanges_less
+        assert change is not None and change.flags == "--gradient_reduction last"
+        last = planned(*words, *change.flags.split())
+        assert last.phases == change.plan.phases and last.has_room
+        # 15 of 16 times all gradients, in float32, to seven of eight ranks.
+        in_float32 = sum(unit.num_params for unit in plan.setting.shape.units) * 4
+        assert plan.sent_bytes - last.sent_bytes == pytest.approx(15 * in_float32 * 7 / 8, rel=1e-3)
+        said = " ".join(advice.lines(plan))
+        assert "Exchanges less and fits: --gradient_reduction last" in said and "sends 356.9 GiB less." in said
+        gradients = [dict(phase.parts).get("gradients", 0) for phase in last.phases if phase.name == "backward"]
+        assert gradients[0] == pytest.approx(in_float32, rel=0.05)
+
+    @pytest.mark.parametrize(
+        "others",
+        [
+            ["--gradient_reduction", "last", "--gradient_accumulation_steps", "16"],
+            ["--gradient_accumulation_steps", "1"],
+            ["--gradient_accumulation_steps", "16", "--gpu", "memory_gib=44"],
+            ["--gradient_accumulation_steps", "16", "--fsdp_shard_degree", "1", "--gpu", "memory_gib=400"],
+        ],
+        ids=["already so", "one microbatch", "no room", "nothing to reduce"],
+    )
+    def test_and_elsewhere_that_is_not_said(self, others: list[str]) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1", *others]
+        plan = planned(*words)
+        assert plan.fits and advise(plan).exchanges_less is None
+
+    def test_whole_gradients_are_given_up_first(self) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
+        words += ["--gradient_accumulation_steps", "16", "--gpu", "memory_gib=40", "--gradient_reduction"]
+        plan = planned(*words, "last")
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None and change.flags == "--gradient_reduction every"
+        assert change.plan.phases == planned(*words, "every").phases
+
+    def test_inputs_of_blocks_go_to_the_host(self) -> None:
+        words = ["dpo", *OLMO_7B, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
+        words += ["--max_seq_length", "32768", "--gpu", "memory_gib=46"]
+        plan = planned(*words, *FULL)
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None and change.flags == "--activation_checkpointing offload"
+        host = dict(change.plan.host.parts)
+        # 32 inputs of 65,536 tokens of 4,096 numbers, in two bytes.
+        assert host.pop("inputs of blocks") == 32 * 65536 * 4096 * 2 and host == dict(plan.host.parts)
+        assert "16.0 GiB for inputs of blocks" in " ".join(page(change.plan).split())
+
 
 class TestRanking:
     def test_every_triple_is_there_once(self) -> None:
