@@ -66,6 +66,7 @@ class Case:
     shard_degree: int = 2
     num_replicas: int = 1
     num_microbatches: int = 1
+    reduces_last: bool = False
     pairs: tuple[tuple[int, int], ...] = PAIR
 
     @property
@@ -86,6 +87,7 @@ CASES = [
     Case(name="bf16-full", param_dtype="bfloat16", checkpointing="full"),
     Case(name="bf16-qwen3-tied", param_dtype="bfloat16", family="qwen3", is_tied=True),
     Case(name="llama-accumulate", family="llama", num_microbatches=2, pairs=SHORT_PAIR),
+    Case(name="reduced-last", num_microbatches=3, reduces_last=True, pairs=SHORT_PAIR, param_dtype="bfloat16"),
     Case(name="replicas", shard_degree=1, num_replicas=2, pairs=SHORT_PAIR, optimizer="skip_step_adamw"),
     Case(name="four-shards", shard_degree=4, pairs=SHORT_PAIR, checkpointing="full"),
 ]
@@ -123,6 +125,7 @@ def predicted(case: Case) -> dict[str, int]:
         longest_sequence=max(case.lengths),
         label_tokens_per_microbatch=sum(case.lengths) - len(case.lengths),
         num_microbatches=case.num_microbatches,
+        reduces_last=case.reduces_last,
         param_dtype=case.param_dtype,  # type: ignore[arg-type]
         optimizer=case.optimizer,  # type: ignore[arg-type]
         checkpointing=case.checkpointing,  # type: ignore[arg-type]
@@ -160,6 +163,7 @@ def build_module(case: Case) -> Any:
         max_grad_norm=1.0,
         device=device,
         loss=PreferenceLossSection(),
+        reduces_last=case.reduces_last,
     )
 
 
@@ -343,8 +347,9 @@ def track(case: Case) -> int:
             for _ in range(NUM_STEPS):
                 optimizer.zero_grad(set_to_none=True)
                 for index in range(case.num_microbatches):
-                    model.set_requires_all_reduce(index == case.num_microbatches - 1)
-                    model.set_is_last_backward(index == case.num_microbatches - 1)
+                    is_last = index == case.num_microbatches - 1
+                    model.set_is_last_backward(is_last)
+                    (model.set_requires_gradient_sync if case.reduces_last else model.set_requires_all_reduce)(is_last)
                     output = model(
                         ids_BT,
                         labels=ids_BT,

@@ -202,6 +202,10 @@ class ParallelSection:
     single_gpu_mode: bool = flag(
         "one device, no sharding; a copy in --param_dtype computes, what is trained is float32", False
     )
+    gradient_reduction: Literal["every", "last"] = free_flag(
+        "when a shard group adds up gradients: after 'every' microbatch, or after the 'last', of whole float32 ones",
+        "every",
+    )
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
 
 
@@ -209,8 +213,9 @@ class ParallelSection:
 class MemorySection:
     """Memory and compilation"""
 
-    activation_checkpointing: Literal["none", "full", "selected_modules"] = free_flag(
-        "recompute activations in the backward pass: of whole blocks, or of chosen modules", "none"
+    activation_checkpointing: Literal["none", "full", "selected_modules", "offload"] = free_flag(
+        "recompute backwards: 'full' blocks, or chosen modules; 'offload': blocks, whose inputs wait on the host",
+        "none",
     )
     activation_checkpointing_modules: list[str] = free_flag(
         "names of modules for 'selected_modules'; a * stands for anything but a dot",

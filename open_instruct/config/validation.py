@@ -81,6 +81,8 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
         for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
             if (degree := getattr(parallel, name)) not in (None, 1):
                 yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
+        if parallel.gradient_reduction == "last":
+            yield "--gradient_reduction last: with --single_gpu_mode nothing is reduced; leave one of them out"
 
 
 def memory_problems(memory: MemorySection) -> Iterator[str]:
@@ -161,6 +163,8 @@ def training_warnings(config: TrainingConfig) -> Iterator[str]:
     """What is allowed in such a config but is seldom meant."""
     yield from mixer_warnings("mixer_list", config.data.mixer_list)
     yield from mixer_warnings("eval_mixer_list", config.data.eval_mixer_list)
+    if config.parallel.gradient_reduction == "last" and config.optim.gradient_accumulation_steps == 1:
+        yield "--gradient_reduction last changes nothing with --gradient_accumulation_steps 1, a microbatch a step"
     yield from learner_warnings(config)
 
 

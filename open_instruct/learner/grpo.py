@@ -83,15 +83,13 @@ class GRPOLearner:
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
         num_epochs = self.config.loss.num_epochs
-        updates = self.policy.with_frozen_logprobs(
-            rollout_minibatches(
-                work,
-                pad_token_id=self.pretrained.pad_token_id,
-                pad_to_multiple_of=self.run.layout.model_parallel_degree,
-            ),
-            num_epochs=num_epochs,
-        )
-        return self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
+        pad_token_id, multiple = self.pretrained.pad_token_id, self.run.layout.model_parallel_degree
+        minibatches = rollout_minibatches(work, pad_token_id=pad_token_id, pad_to_multiple_of=multiple)
+        updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs)
+        row = self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
+        # The weights go out next, which waits for the optimizer too: here it counts as training.
+        self.loop.wait_for_device()
+        return row
 
     def save(self, drivers_state: dict[str, Any], *, waits: bool = True) -> None:
         """Write a checkpoint of this step; `drivers_state`, which JSON can say, goes with it.

@@ -159,7 +159,7 @@ class Loop:
                 is_saved = is_last or self.step % save_interval == 0
                 if is_saved:
                     # The optimizer's time is a step's: this one's, where no other will wait for it.
-                    self._wait_for_device()
+                    self.wait_for_device()
                 speeds = self._speeds(update, time.perf_counter() - began_s)
                 on_step(self.step, row | {"time/data": waited_s} | speeds)
                 if is_saved:
@@ -217,6 +217,11 @@ class Loop:
             load_checkpoint(self.trainer, checkpoint)
         self.trainer.global_step = step - 1
 
+    def wait_for_device(self) -> None:
+        """Until it has done all that it was given, the optimizer's step last."""
+        if self.learner.device.type == "cuda":
+            torch.cuda.current_stream(self.learner.device).synchronize()
+
     def close(self) -> None:
         """End the save under way, and tell the callbacks that the training is over."""
         self._finish_save()
@@ -224,10 +229,6 @@ class Loop:
         if self._has_begun:
             self._call("post_train")
         self._call("close")
-
-    def _wait_for_device(self) -> None:
-        if self.learner.device.type == "cuda":
-            torch.cuda.current_stream(self.learner.device).synchronize()
 
     def _speeds(self, update: StepBatch, duration_s: float) -> dict[str, float]:
         """Real tokens a second, and of a GPU that is known the share of its peak FLOP/s."""

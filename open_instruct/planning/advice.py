@@ -19,12 +19,13 @@ from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.plan import Plan, Setting, plan_of, ranked_layouts, sharding_flags, tensor_degrees
-from open_instruct.planning.shown.units import gib, seconds
+from open_instruct.planning.shown.units import amount, gib, seconds
 from open_instruct.planning.subject.workload import MIB
 
 # A faster layout is named only where it is faster by more than the plan can be trusted to tell.
 WORTH_A_CHANGE = 1.02
 MAX_TIMES_THE_NODES = 64
+REDUCED_LAST = {"gradient_reduction": "last"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +69,32 @@ class Advice:
 
     to_fit: Change | None
     faster: Change | None
+    exchanges_less: Change | None
     ranked: tuple[Plan, ...]
 
     def lines(self, plan: Plan) -> Iterator[str]:
         """In sentences."""
-        little_room = "It fits, but leaves little room. The smallest change that leaves more"
         if self.to_fit is not None:
-            yield f"{little_room if plan.fits else 'The smallest change that fits'}: {self.to_fit.text}"
-            yield f"It {_outcome(self.to_fit.plan)}."
-            yield from other_batch(plan, self.to_fit)
+            little_room = "It fits, but leaves little room. The smallest change that leaves more"
+            yield from _said(little_room if plan.fits else "The smallest change that fits", plan, self.to_fit)
         elif not plan.fits:
             yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
         elif self.faster is not None:
             times = self.faster.plan.tokens_per_second / plan.tokens_per_second
-            yield f"Faster and fits: {self.faster.text}"
-            yield f"It {_outcome(self.faster.plan)}: {times:.2f} times the tokens per second."
-            yield from other_batch(plan, self.faster)
-        elif len(self.ranked) > 1:
-            yield "It fits, and no other layout of these GPUs is faster."
+            yield from _said("Faster and fits", plan, self.faster, f": {times:.2f} times the tokens per second")
         else:
-            yield "It fits."
+            yield "It fits, and no other layout of these GPUs is faster." if len(self.ranked) > 1 else "It fits."
+        if self.exchanges_less is not None:
+            saved = amount(plan.sent_bytes - self.exchanges_less.plan.sent_bytes)
+            yield from _said("Exchanges less and fits", plan, self.exchanges_less, f", in which it sends {saved} less")
+
+
+def _said(what: str, plan: Plan, change: Change, more: str = "") -> Iterator[str]:
+    """A change, what the run needs with it, and its global batch where that is another."""
+    peak, memory = gib(change.plan.peak.total_bytes), gib(change.plan.memory_bytes)
+    yield f"{what}: {change.text}"
+    yield f"It needs {peak} of {memory} GiB on each GPU, and at least {seconds(change.plan.time.step_s)} a step{more}."
+    yield from other_batch(plan, change)
 
 
 def other_batch(plan: Plan, change: Change) -> Iterator[str]:
@@ -100,22 +107,23 @@ def other_batch(plan: Plan, change: Change) -> Iterator[str]:
 def advise(plan: Plan) -> Advice:
     """Everything that there is to say about a plan."""
     ranked = ranked_layouts(plan.setting)
-    return Advice(to_fit=change_to_fit(plan), faster=faster_layout(plan, ranked) if plan.fits else None, ranked=ranked)
+    faster = faster_layout(plan, ranked) if plan.fits else None
+    return Advice(to_fit=change_to_fit(plan), faster=faster, exchanges_less=fewer_reductions(plan), ranked=ranked)
 
 
 def change_to_fit(plan: Plan) -> Change | None:
     """The smallest change with which the run fits with room; None where it does already or nothing found helps.
 
-    One change comes before two. Among as many, in this order: a larger shard degree within the node, full
-    checkpointing, smaller microbatches, a shard degree across nodes, a tensor degree, less for an engine on the same
-    GPU; more GPUs come last of all.
+    One change comes before two. Among as many, in this order: gradients that are reduced after every microbatch, a
+    larger shard degree within the node, full checkpointing, smaller microbatches, inputs of blocks on the host, a shard
+    degree across nodes, a tensor degree, less for an engine on the same GPU; more GPUs come last of all.
     """
     if plan.has_room:
         return None
     for nodes in _useful_nodes(plan.setting):
-        base = _changed(plan.setting, nodes)
-        for values in _combinations(base) if base else ():
-            if base and (found := _planned(base, values)) and found.has_room:
+        base = _planned(plan.setting, nodes)
+        for values in _combinations(base.setting) if base else ():
+            if base and (found := _planned(base.setting, values)) and found.has_room:
                 return Change(values=nodes | values, plan=found)
     return None
 
@@ -130,15 +138,16 @@ def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
     return Change(values=sharding_flags(layout.shard_degree, layout.num_replicas, other_tensor), plan=best)
 
 
-def _outcome(plan: Plan) -> str:
-    needs = f"needs {gib(plan.peak.total_bytes)} of {gib(plan.memory_bytes)} GiB on each GPU"
-    return f"{needs}, and at least {seconds(plan.time.step_s)} a step"
+def fewer_reductions(plan: Plan) -> Change | None:
+    """Gradients that are reduced once an update, where memory allows and that sends less."""
+    fewer = _planned(plan.setting, REDUCED_LAST)
+    is_better = fewer is not None and fewer.has_room and fewer.sent_bytes < plan.sent_bytes
+    return Change(values=REDUCED_LAST, plan=fewer) if fewer and is_better else None
 
 
 def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
     """Flags to try, the smallest change first."""
-    others = [[None, *options(setting)] for options in (_checkpointing, _microbatches, _engine_shares)]
-    slots = (_layouts_that_can_fit(setting), *others)
+    slots = (_layouts_that_can_fit(setting), *([None, *options(setting)] for options in WAYS_TO_NEED_LESS))
     chosen = [[option for option in choice if option is not None] for choice in product(*slots)]
     for choice in sorted(chosen, key=_size_of_change):
         yield {name: value for option in choice for name, value in option.values.items()}
@@ -150,10 +159,8 @@ def _size_of_change(choice: Sequence[_Option]) -> tuple[int, list[int], int]:
 
 def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
     """The layout as it is (None) and others, but for those that do not fit with everything else at its smallest."""
-    least: dict[str, Any] = {}
-    for options in (_checkpointing, _microbatches, _engine_shares):
-        for option in options(setting)[-1:]:
-            least |= option.values
+    strongest = [option for options in WAYS_TO_NEED_LESS for option in options(setting)[-1:]]
+    least = {name: value for option in strongest for name, value in option.values.items()}
     return [
         option
         for option in (None, *_layouts(setting))
@@ -162,7 +169,7 @@ def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
 
 
 def _layouts(setting: Setting) -> list[_Option]:
-    """Larger shard degrees within a node (kind 0) and across (kind 3), then tensor degrees within a node (kind 4)."""
+    """Larger shard degrees within a node (kind 0) and across (kind 4), then tensor degrees within a node (kind 5)."""
     now = setting.layout
     if now.single_device:
         return []
@@ -171,7 +178,7 @@ def _layouts(setting: Setting) -> list[_Option]:
         if shard > now.shard_degree:
             values = sharding_flags(shard, now.data_parallel_world_size // shard)
             straddles = setting.with_flags(values).layout.straddles_nodes
-            options.append(_Option(kind=3 if straddles else 0, strength=shard, values=values))
+            options.append(_Option(kind=4 if straddles else 0, strength=shard, values=values))
     context = now.context_parallel_degree
     for tensor in tensor_degrees(setting.shape, context):
         if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % (tensor * context) == 0:
@@ -179,21 +186,22 @@ def _layouts(setting: Setting) -> list[_Option]:
             for shard in divisors(world):
                 if (split := shard * tensor) >= now.shard_degree * now.tensor_parallel_degree:
                     values = sharding_flags(shard, world // shard, tensor)
-                    options.append(_Option(kind=4, strength=split, values=values))
+                    options.append(_Option(kind=5, strength=split, values=values))
     return options
 
 
 def _checkpointing(setting: Setting) -> list[_Option]:
-    """Recompute whole blocks."""
+    """Recompute whole blocks (kind 1), and then from inputs that a GPU's host keeps (kind 3)."""
     memory, flags = setting.config.memory, flags_of(type(setting.config))
-    if memory.activation_checkpointing == "full":
-        return []
-    values: dict[str, Any] = {"activation_checkpointing": "full"}
+    kinds = {"full": 1, "offload": 3} if setting.on_cuda else {"full": 1}
     # What would be refused beside it goes back to its default.
-    for name in ("activation_checkpointing_modules", "activation_memory_budget"):
-        if getattr(memory, name) != flags[name].default:
-            values[name] = flags[name].default
-    return [_Option(kind=1, strength=1, values=values)]
+    names = ("activation_checkpointing_modules", "activation_memory_budget")
+    freed = {name: flags[name].default for name in names if getattr(memory, name) != flags[name].default}
+    return [
+        _Option(kind=kind, strength=1, values={"activation_checkpointing": mode} | freed)
+        for mode, kind in kinds.items()
+        if kind > kinds.get(memory.activation_checkpointing, 0)
+    ]
 
 
 def _microbatches(setting: Setting) -> list[_Option]:
@@ -214,7 +222,7 @@ def _microbatches(setting: Setting) -> list[_Option]:
 
 
 def _engine_shares(setting: Setting) -> list[_Option]:
-    """Less of the GPU for an engine that shares it (kind 5), as long as a sequence of full length finds its cache."""
+    """Less of the GPU for an engine that shares it (kind 6), as long as a sequence of full length finds its cache."""
     config, shape = setting.config, setting.shape
     if not isinstance(config, GRPOConfig) or not config.parallel.single_gpu_mode:
         return []
@@ -223,16 +231,25 @@ def _engine_shares(setting: Setting) -> list[_Option]:
     fleet = config.fleet
     if fleet.vllm_kv_cache_mib is not None:
         halves = [fleet.vllm_kv_cache_mib >> times for times in range(1, fleet.vllm_kv_cache_mib.bit_length())]
-        return _ever_stronger(5, [{"vllm_kv_cache_mib": mib} for mib in halves if mib * MIB >= cache_bytes])
+        return _ever_stronger(6, [{"vllm_kv_cache_mib": mib} for mib in halves if mib * MIB >= cache_bytes])
     least = (shape.num_params * sync_bytes + cache_bytes) / setting.device.memory_bytes
     shares = [twentieths / 20 for twentieths in range(19, 0, -1)]
     smaller = [share for share in shares if least <= share < fleet.vllm_gpu_memory_utilization]
-    return _ever_stronger(5, [{"vllm_gpu_memory_utilization": share} for share in smaller])
+    return _ever_stronger(6, [{"vllm_gpu_memory_utilization": share} for share in smaller])
+
+
+def _reductions(setting: Setting) -> list[_Option]:
+    """Gradients that are reduced after every microbatch: the mildest change of all."""
+    is_last = setting.config.parallel.gradient_reduction == "last"
+    return [_Option(kind=0, strength=0, values={"gradient_reduction": "every"})] if is_last else []
 
 
 def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[_Option]:
     """An option for each, in their order."""
     return [_Option(kind=kind, strength=index, values=values) for index, values in enumerate(all_values, start=1)]
+
+
+WAYS_TO_NEED_LESS = (_reductions, _checkpointing, _microbatches, _engine_shares)
 
 
 def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -247,15 +264,9 @@ def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
     most_times = min(MAX_TIMES_THE_NODES, MAX_GPUS // sum(setting.gpus_per_node))
     doubled = [2**power for power in range(1, most_times.bit_length())]
     steps = [{"num_nodes": len(setting.gpus_per_node) * times} | freed for times in doubled]
-    most = _changed(setting, steps[-1]) if steps else None
-    if most is not None and _layouts_that_can_fit(most):
+    most = _planned(setting, steps[-1]) if steps else None
+    if most is not None and _layouts_that_can_fit(most.setting):
         yield from steps
-
-
-def _changed(setting: Setting, values: dict[str, Any]) -> Setting | None:
-    with suppress(InputError):
-        return setting.with_flags(values)
-    return None
 
 
 def _planned(setting: Setting, values: dict[str, Any]) -> Plan | None:

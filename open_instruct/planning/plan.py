@@ -13,7 +13,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
-from open_instruct.planning.memory.phases import Phase, memory_by_phase
+from open_instruct.planning.memory.phases import Phase, host_memory, memory_by_phase
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, is_wrapped, validate, workload_of
@@ -60,11 +60,12 @@ class Setting:
 
     def workload(self, layout: ShardLayout) -> Workload:
         """What one rank does in a step."""
-        prompt, memory_bytes = self.shared_prompt_tokens, self.device.memory_bytes
+        prompt, memory_bytes, in_node = self.shared_prompt_tokens, self.device.memory_bytes, self.has_engines_in_node
         workload = workload_of(
             self.config, self.shape, layout, device_memory_bytes=memory_bytes, shared_prompt_tokens=prompt
         )
-        return replace(workload, on_cuda=self.on_cuda, sync_crosses_nodes=not self.has_engines_in_node)
+        copies = {"on": True, "off": False}.get(self.config.run.async_checkpoints, self.on_cuda)
+        return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=not in_node)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
         """The same run with other values of some flags; `num_nodes` gives more nodes like the first.
@@ -121,9 +122,19 @@ class Plan:
         return self.headroom_bytes >= ROOM * self.memory_bytes
 
     @cached_property
+    def host(self) -> Phase:
+        """What each GPU's process keeps in host memory."""
+        return host_memory(self.setting.shape, self.layout, self.workload)
+
+    @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that one rank exchanges in a step."""
         return traffic_per_step(self.setting.shape, self.layout, self.workload)
+
+    @property
+    def sent_bytes(self) -> int:
+        """All of it together, from this rank."""
+        return sum(exchange.sent_bytes for exchange in self.exchanges)
 
     @cached_property
     def time(self) -> StepTime:

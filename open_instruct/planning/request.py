@@ -79,13 +79,11 @@ def _sizes_of_nodes(asked: PlanSection) -> list[int]:
     sizes, num_nodes = [size for word in asked.gpus_per_node for size in _sizes(word)], asked.num_nodes
     if num_nodes is not None:
         given = f"--num_nodes {num_nodes}"
-        if num_nodes < 1:
-            raise InputError(f"{given}: must be at least 1")
+        if not 1 <= num_nodes <= MAX_GPUS:
+            raise InputError(f"{given}: must be at least 1 and at most {MAX_GPUS}")
         if not sizes:
             raise InputError(f"{given}: add the GPUs of a node, such as --gpus_per_node 8")
         if len(sizes) == 1:
-            if num_nodes * sizes[0] > MAX_GPUS:
-                raise InputError(f"{given}: at most {MAX_GPUS} GPUs can be planned")
             sizes *= num_nodes
         elif len(sizes) != num_nodes:
             raise InputError(

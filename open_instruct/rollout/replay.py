@@ -17,7 +17,7 @@ from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.run.metrics_log import MetricsLog
 
 # What belongs to the layout and the length of the run rather than to the step.
-OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_memory_gib", "shared_fraction", "time/")
+OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_", "allocation_retries/", "shared_fraction", "time/")
 SHOWN_FIRST = ("loss", "grad_norm")
 MISSING = "-"
 

@@ -39,6 +39,7 @@ class Case:
     only_scores: bool = False
 
 
+OFFLOAD = ("--activation_checkpointing", "offload")
 MUON, SKIP_STEP = ("--optimizer", "muon"), ("--optimizer", "skip_step_adamw")
 CASES = {
     "dpo": Case(),
@@ -56,6 +57,12 @@ CASES = {
             *("--activation_checkpointing_modules", "blocks.*.feed_forward"),
         )
     ),
+    "dpo_reduced_last": Case(
+        flags=("--gradient_reduction", "last", "--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")
+    ),
+    "dpo_offloaded": Case(flags=OFFLOAD, family="olmo3"),
+    "dpo_offloaded_tensor_parallel": Case(flags=(*OFFLOAD, "--tensor_parallel_degree", "2"), family="llama"),
+    "dpo_offloaded_one_device": Case(flags=(*OFFLOAD, "--single_gpu_mode"), world=1),
     "dpo_skip_step": Case(flags=SKIP_STEP),
     "dpo_muon": Case(flags=(*MUON, "--fsdp_num_replicas", "2", "--fsdp_shard_degree", "4")),
     "dpo_ld": Case(flags=("--loss_type", "dpo", "--ld_alpha", "0.5")),
@@ -106,6 +113,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
     waits: by "file:line: what"; those of all rows where rows are scored.
     attention: shapes of the queries and keys, dtype and device of the first call of the kernel; None without one.
+    on_host: of each input of a block that waited there, what was kept and what came back, as "class dtype device".
     parameters, gradients: all their kinds, as "class dtype device".
     fused: whether the optimizer is one kernel.
     """
@@ -114,6 +122,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     from olmo_core.distributed import parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from open_instruct.learner.olmo_core.inputs_on_host import InputsOnHost
     from open_instruct.models import attention
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import Process
@@ -137,6 +146,15 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         return kernel(query, key, *rest, **more)
 
     attention.varlen_attn = varlen_attn
+    seen["on_host"] = []
+    unpack = InputsOnHost.unpack
+
+    def looked_at_unpack(inputs: InputsOnHost, kept: Any) -> torch.Tensor:
+        tensor = unpack(inputs, kept)
+        seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
+        return tensor
+
+    InputsOnHost.unpack = looked_at_unpack  # type: ignore[method-assign]
     try:
         config = _config(case)
         run = Run(
@@ -163,7 +181,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
         return seen
     finally:
-        attention.varlen_attn = kernel
+        attention.varlen_attn, InputsOnHost.unpack = kernel, unpack  # type: ignore[method-assign]
         dist.destroy_process_group()
         parallel._WORLD_MESH = None
 

@@ -96,7 +96,7 @@ class Stream:
 
 
 def pretend_cuda() -> None:
-    """Let `torch.cuda` speak of a device: it has streams, memory of which none is used, and the name of an H100."""
+    """Let `torch.cuda` speak of a device: it has streams, memory of which little is used, and the name of an H100."""
     import torch
 
     stream = Stream()
@@ -110,6 +110,11 @@ def pretend_cuda() -> None:
         **dict.fromkeys(("manual_seed", "manual_seed_all", "set_sync_debug_mode", "reset_peak_memory_stats"), None),
         **dict.fromkeys(("current_device", "max_memory_allocated", "memory_allocated", "get_sync_debug_mode"), 0),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
+        "memory_stats": {
+            "allocated_bytes.all.peak": 3 << 30,
+            "reserved_bytes.all.peak": 5 << 30,
+            "num_alloc_retries": 2,
+        },
         "device_count": 8,
         "stream": contextlib.nullcontext(),
         "is_current_stream_capturing": False,

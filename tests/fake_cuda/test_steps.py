@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.cases import CASES
+from tests.fake_cuda.cases import CASES, MICROBATCHES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-HOST_WAITS = {"grpo_mini_batches": 2}
-"""What is not listed waits once: for every update, where loss and gradient are read."""
+HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")}
+"""What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
+the weights go to the engines next."""
 WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}
 """Padded rows are plain causal attention; in float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
@@ -87,6 +88,19 @@ def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
     num_heads, num_kv_heads = (2, 1) if name.endswith("_parallel") else (4, 2)
     assert kind_of_both == ["torch.bfloat16", "cuda:0"]
     assert query[0] <= key[0] and (query[1:], key[1:]) == ([num_heads, query[2]], [num_kv_heads, query[2]])
+
+
+@of_each_case
+def test_inputs_of_blocks_wait_on_the_host_where_they_are_to(found: dict[str, Any]) -> None:
+    if "offloaded" not in found["name"]:
+        assert found["on_host"] == []
+        return
+    num_layers = 2 if found["name"] == "dpo_offloaded" else 1
+    kind = "DTensor" if found["name"].endswith("_parallel") else "FakeTensor"
+    assert found["on_host"] and len(found["on_host"]) % (num_layers * MICROBATCHES) == 0
+    for kept, came_back, shape in found["on_host"]:
+        assert (kept, came_back) == ("Tensor torch.bfloat16 cpu", f"{kind} torch.bfloat16 cuda:0")
+        assert shape[0] == 1 and shape[2] == 32
 
 
 def test_keys_of_a_prompt_are_gathered_where_it_is_shared(results: dict[str, Any]) -> None:

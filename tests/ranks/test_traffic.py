@@ -43,6 +43,7 @@ TENSOR = {"tensor_parallel_degree": 2}
 TEACHER = {"teacher_model_name_or_path": "teacher"}
 FULL = {"activation_checkpointing": "full"}
 ATTENTION = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.attention"}
+LAST = {"gradient_reduction": "last"}
 MLP = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.feed_forward"}
 
 
@@ -92,6 +93,15 @@ CASES: dict[str, Case] = {
         model="plain",
         num_ranks=4,
         flags=TENSOR | FULL | {"fsdp_shard_degree": 1, "param_dtype": "float32", "optimizer": "skip_step_adamw"},
+    ),
+    "hsdp 2x2, reduced last": Case(model="untied", num_ranks=4, flags=HSDP | LAST, num_microbatches=3),
+    "fsdp 2 x tensor 2, reduced last": Case(model="untied", num_ranks=4, flags=TENSOR | LAST),
+    "tensor 2, float32, reduced last": Case(
+        model="tied", num_ranks=2, flags=TENSOR | LAST | {"param_dtype": "float32"}
+    ),
+    "tensor 2, one microbatch, reduced last": Case(model="tied", num_ranks=2, flags=TENSOR | LAST, num_microbatches=1),
+    "grpo fsdp 4, two updates, reduced last": Case(
+        model="tied", num_ranks=4, algorithm="grpo", flags=LAST | {"fsdp_shard_degree": 4, "num_mini_batches": 2}
     ),
     "grpo hsdp 2x2": Case(model="untied", num_ranks=4, algorithm="grpo", flags=HSDP | {"beta": 0.05}),
     "grpo fsdp 4, six updates": Case(

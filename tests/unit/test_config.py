@@ -398,6 +398,11 @@ class TestValidation:
             (["--single_gpu_mode", "--fsdp_shard_degree", "2"], "--single_gpu_mode does not shard"),
             (["--profile_steps", "3"], "--profile_steps 3: takes the first and the last step"),
             (["--profile_steps", "3", "2"], "--profile_steps 3 2: takes the first and the last step"),
+            (["--single_gpu_mode", "--gradient_reduction", "last"], "with --single_gpu_mode nothing is reduced"),
+            (
+                ["--activation_checkpointing", "offload", "--activation_memory_budget", "0.5"],
+                "both decide what is recomputed",
+            ),
             (["--single_gpu_mode", "--tensor_parallel_degree", "2"], "--single_gpu_mode does not shard"),
             (["--single_gpu_mode", "--context_parallel_degree", "2"], "--single_gpu_mode does not shard"),
             (["--no_packing", "--context_parallel_degree", "2"], "only packed rows are split over ranks"),
@@ -454,6 +459,8 @@ class TestValidation:
             ["--optimizer", "muon", "--max_grad_norm", "0", "--keep_last_n_checkpoints", "0"],
             ["--report_to", "wandb", "tensorboard", "--exp_name", "x"],
             ["--warmup_ratio", "1", "--max_train_steps", "1"],
+            ["--gradient_reduction", "last", "--gradient_accumulation_steps", "2"],
+            ["--activation_checkpointing", "offload"],
         ],
     )
     def test_what_goes_together_passes_silently(self, words: list[str]) -> None:
@@ -466,6 +473,10 @@ class TestValidation:
     def test_a_count_of_one_warns(self) -> None:
         warnings = validate_dpo(config_of("--eval_mixer_list", "held_out.jsonl", "1"))
         assert warnings == ["--eval_mixer_list held_out.jsonl 1 takes a single row; write 1.0 for all of them"]
+
+    def test_one_microbatch_is_the_last_anyway(self) -> None:
+        (warning,) = validate_dpo(config_of("--gradient_reduction", "last"))
+        assert "changes nothing with --gradient_accumulation_steps 1" in warning
 
     def test_wandb_flags_without_wandb_warn(self) -> None:
         assert validate_dpo(config_of("--exp_name", "x")) == ["--exp_name x is read only with --report_to wandb"]

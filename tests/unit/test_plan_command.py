@@ -135,7 +135,7 @@ TINY = {
         (["dpo", *OLMO_7B, "--num_nodes", "2"], "add the GPUs of a node"),
         (["dpo", *OLMO_7B, "--num_nodes", "0", "--gpus_per_node", "8"], "--num_nodes 0: must be at least 1"),
         (["dpo", *OLMO_7B, "--num_nodes", "3", "--gpus_per_node", "8", "8"], "is 2 nodes; give one number for all"),
-        (["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"], "at most 10000 GPUs"),
+        (["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"], "at most 10000 can be planned"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "6000", "6000"], "at most 10000 can be planned"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "0"], "'0' is not a whole number of at least 1"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], "'-8' is not a whole number of at least 1"),
@@ -368,12 +368,65 @@ class TestAdvice:
         assert set(change.values) == {"fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree"}
         assert planned(*DPO_7B, *FULL, *change.flags.split()).phases == fastest.phases == change.plan.phases
         assert fastest.tokens_per_second > plan.tokens_per_second
-        assert change.flags in " ".join(Advice(to_fit=None, faster=change, ranked=ranked).lines(plan))
+        assert change.flags in " ".join(
+            Advice(to_fit=None, faster=change, exchanges_less=None, ranked=ranked).lines(plan)
+        )
 
     def test_the_fastest_is_left_alone(self) -> None:
         plan = planned(*DPO_7B, *FULL)
         ranked = ranked_layouts(plan.setting)
         assert faster_layout(ranked[0], ranked) is None
+
+    def test_gradients_are_reduced_once_where_memory_allows(self) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
+        words += ["--gradient_accumulation_steps", "16"]
+        plan = planned(*words)
+        advice = advise(plan)
+        change = advice.exchanges_less
+        assert change is not None and change.flags == "--gradient_reduction last"
+        last = planned(*words, *change.flags.split())
+        assert last.phases == change.plan.phases and last.has_room
+        # 15 of 16 times all gradients, in float32, to seven of eight ranks.
+        in_float32 = sum(unit.num_params for unit in plan.setting.shape.units) * 4
+        assert plan.sent_bytes - last.sent_bytes == pytest.approx(15 * in_float32 * 7 / 8, rel=1e-3)
+        said = " ".join(advice.lines(plan))
+        assert "Exchanges less and fits: --gradient_reduction last" in said and "sends 356.9 GiB less." in said
+        gradients = [dict(phase.parts).get("gradients", 0) for phase in last.phases if phase.name == "backward"]
+        assert gradients[0] == pytest.approx(in_float32, rel=0.05)
+
+    @pytest.mark.parametrize(
+        "others",
+        [
+            ["--gradient_reduction", "last", "--gradient_accumulation_steps", "16"],
+            ["--gradient_accumulation_steps", "1"],
+            ["--gradient_accumulation_steps", "16", "--gpu", "memory_gib=44"],
+            ["--gradient_accumulation_steps", "16", "--fsdp_shard_degree", "1", "--gpu", "memory_gib=400"],
+        ],
+        ids=["already so", "one microbatch", "no room", "nothing to reduce"],
+    )
+    def test_and_elsewhere_that_is_not_said(self, others: list[str]) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1", *others]
+        plan = planned(*words)
+        assert plan.fits and advise(plan).exchanges_less is None
+
+    def test_whole_gradients_are_given_up_first(self) -> None:
+        words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
+        words += ["--gradient_accumulation_steps", "16", "--gpu", "memory_gib=40", "--gradient_reduction"]
+        plan = planned(*words, "last")
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None and change.flags == "--gradient_reduction every"
+        assert change.plan.phases == planned(*words, "every").phases
+
+    def test_inputs_of_blocks_go_to_the_host(self) -> None:
+        words = ["dpo", *OLMO_7B, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
+        words += ["--max_seq_length", "32768", "--gpu", "memory_gib=46"]
+        plan = planned(*words, *FULL)
+        change = change_to_fit(plan)
+        assert not plan.fits and change is not None and change.flags == "--activation_checkpointing offload"
+        host = dict(change.plan.host.parts)
+        # 32 inputs of 65,536 tokens of 4,096 numbers, in two bytes.
+        assert host.pop("inputs of blocks") == 32 * 65536 * 4096 * 2 and host == dict(plan.host.parts)
+        assert "16.0 GiB for inputs of blocks" in " ".join(page(change.plan).split())
 
 
 class TestRanking:
@@ -474,8 +527,8 @@ class TestPage:
         grpo = ["grpo", *OLMO_7B, "--num_learners_per_node", "4", "--vllm_num_engines", "4"]
         shared, apart = planned(*grpo, "--gpus_per_node", "8"), planned(*grpo)
         assert [exchange for exchange in shared.exchanges if exchange.crosses_nodes] == []
-        (row,) = (row for row in traffic_rows(apart) if row.collective == "broadcast")
-        assert row.crosses_nodes and row.sent_bytes == row.num_bytes
+        (row,) = (row for row in traffic_rows(apart) if row.first.collective == "broadcast")
+        assert row.first.crosses_nodes and row.sent_bytes == row.num_bytes
         assert apart.setting.shape.num_params * 2 / 4 == pytest.approx(row.sent_bytes, rel=0.01)
 
     def test_what_is_waited_for_is_named(self) -> None:

@@ -26,6 +26,7 @@ from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
 from open_instruct.planning.memory.phases import (
     NUM_SYNC_SLOTS,
     READ_CHUNK_BYTES,
+    host_memory,
     memory_by_phase,
 )
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
@@ -194,6 +195,7 @@ def test_the_passes_of_a_whole_model(dtype: Any, max_logits_bytes: int, monkeypa
     "case",
     [
         Case(name="plain", num_layers=2, pairs=((150, 106),)),
+        Case(name="reduced last", num_layers=2, pairs=((150, 106),), num_microbatches=2, reduces_last=True),
         Case(name="recomputed", num_layers=2, pairs=((150, 106),), param_dtype="bfloat16", checkpointing="full"),
     ],
     ids=lambda case: case.name,
@@ -290,3 +292,41 @@ def test_an_engine_on_the_same_device_is_counted() -> None:
     for phase in phases:
         assert dict(phase.parts)["vLLM engine"] == 2 * shape.num_params + (1 << 30), phase.name
         assert "gathered weights" not in dict(phase.parts), phase.name
+
+
+def test_the_copy_that_checkpoints_are_written_from_is_where_they_are_written() -> None:
+    """On a GPU it is the host's; elsewhere it is in the plan once there has been a checkpoint."""
+    shape = model_shape("Qwen/Qwen3-0.6B")
+    moving = replace(WORKLOAD, scorings=(Scoring(shape=shape, stands_as="reference policy", moves=True),))
+    for layout, workload, bytes_a_parameter in (
+        (resolve_layout([1], single_device=True), WORKLOAD, 12),
+        (resolve_layout([1], single_device=True), moving, 16),
+        (resolve_layout([4], fsdp_shard_degree=1), WORKLOAD, 12 / 4),
+        (resolve_layout([4]), WORKLOAD, 12 / 4),
+    ):
+        copied = round(bytes_a_parameter * shape.num_params)
+        on_gpu = replace(workload, copies_checkpoints=True)
+        ((_, num_bytes),) = host_memory(shape, layout, on_gpu).parts
+        assert num_bytes == pytest.approx(copied, rel=1e-3)
+        assert memory_by_phase(shape, layout, on_gpu) == memory_by_phase(shape, layout, workload)
+        with_copy, without = (
+            {phase.name: phase.total_bytes for phase in memory_by_phase(shape, layout, replace(each, on_cuda=False))}
+            for each in (on_gpu, workload)
+        )
+        assert not host_memory(shape, layout, replace(on_gpu, on_cuda=False)).parts
+        more = {name: with_copy[name] - num_bytes for name, num_bytes in without.items()}
+        assert more.pop("load") == more.pop("reference pass") == 0
+        assert set(more.values()) == {num_bytes}
+
+
+def test_whole_gradients_are_there_while_microbatches_add_up() -> None:
+    shape = model_shape("allenai/OLMo-2-1124-7B")
+    phases = [
+        {phase.name: dict(phase.parts) for phase in memory_by_phase(shape, LAYOUT, replace(WORKLOAD, **changes))}
+        for changes in ({"num_microbatches": 2}, {"num_microbatches": 2, "reduces_last": True}, {"reduces_last": True})
+    ]
+    every, last, alone = phases
+    assert last["forward"]["gradients"] == 4 * shape.num_params > 7 * every["forward"]["gradients"]
+    assert last["optimizer step"] == every["optimizer step"]
+    plain = memory_by_phase(shape, LAYOUT, WORKLOAD)
+    assert alone == {phase.name: dict(phase.parts) for phase in plain}

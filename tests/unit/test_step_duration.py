@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from open_instruct.learner import loop as loop_module
+from open_instruct.learner.grpo import GRPOLearner
 from open_instruct.learner.loop import Loop
 
 NUM_TOKENS, NUM_STEPS = 1000, 4
@@ -49,7 +50,7 @@ def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.Monk
             device.to_do_s += OPTIMIZER_S
             return {}
 
-        def _wait_for_device(self) -> None:
+        def wait_for_device(self) -> None:
             device.wait()
 
         def save(self, *, waits: bool = True) -> None:
@@ -67,3 +68,23 @@ def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.Monk
     FakeLoop().fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]), save_interval=1)  # type: ignore[arg-type]
     assert len(speeds) == NUM_STEPS
     assert sum(NUM_TOKENS / speed for speed in speeds) == pytest.approx(NUM_STEPS * (HOST_S + OPTIMIZER_S))
+
+
+def test_a_step_of_grpo_ends_with_its_optimizer() -> None:
+    """What is next, the weights' way to the engines, would wait for it, and take its time for its own."""
+    device = Device()
+
+    def take_step(updates: Any, *, num_tokens: int) -> dict[str, float]:
+        device.to_do_s += OPTIMIZER_S
+        return {"loss": 1.0}
+
+    learner = SimpleNamespace(
+        config=SimpleNamespace(loss=SimpleNamespace(num_epochs=1)),
+        policy=SimpleNamespace(with_frozen_logprobs=lambda updates, num_epochs: ()),
+        pretrained=SimpleNamespace(pad_token_id=0),
+        run=SimpleNamespace(layout=SimpleNamespace(model_parallel_degree=1)),
+        loop=SimpleNamespace(take_step=take_step, wait_for_device=device.wait),
+    )
+    work = SimpleNamespace(minibatches=(), num_tokens_global=0)
+    assert GRPOLearner.step(learner, work) == {"loss": 1.0}  # type: ignore[arg-type]
+    assert (device.now_s, device.to_do_s) == (OPTIMIZER_S, 0.0)

@@ -148,8 +148,8 @@ def test_time_of_a_step_by_hand() -> None:
     reduced = 4 * (2 * block + root + embeddings)
     num_tensors = 2 * 9 + 3
     in_node = gathered / 2 + reduced / 2 + 2 * (4 * num_tensors) / 2
-    # Metrics: 9 means, and two maxima of 4 ranks. Of the replicas' ranks one stands on each node, of all four two.
-    metrics = 8 * (2 * 9 + 2 * 4)
+    # Metrics: 9 means, and four maxima of 4 ranks. Of the replicas' ranks one stands on each node, of all four two.
+    metrics = 8 * (2 * 9 + 4 * 4)
     bound = step_time(SHAPE, layout, WORK, SLOW, mfu=0.5)
     assert bound.compute_s == pytest.approx(3 * FORWARD / 0.5e12)
     assert bound.in_node_s == pytest.approx(in_node / 100e9)

@@ -21,10 +21,11 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.sections import LoggingSection, MemorySection, ModelSection, OptimSection
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
+from open_instruct.learner.loop import merged
 from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.olmo_core.muon import MuonWithAdamW
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.learner.olmo_core.train_module import WeightedSums, padding_fraction
+from open_instruct.learner.olmo_core.train_module import WeightedSums, memory_so_far, padding_fraction
 from open_instruct.learner.reference_cache import open_reference_cache
 from open_instruct.learner.row_cache import RowCache
 from open_instruct.models.build import build_model
@@ -350,3 +351,14 @@ def test_number_of_steps() -> None:
     assert shape.num_steps(17, optim=OptimSection(num_epochs=2), layout=layout) == 6
     # More steps than the epochs have: the data is gone through again.
     assert shape.num_steps(17, optim=OptimSection(num_epochs=1, max_train_steps=20), layout=layout) == 20
+
+
+def test_a_gpus_memory_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks of the run so far: nobody resets them, so that several updates' are those of the last."""
+    stats = {"allocated_bytes.all.peak": 3 * 2**30, "reserved_bytes.all.peak": 5 * 2**30, "num_alloc_retries": 2}
+    stats |= {"allocated_bytes.all.current": 1, "reserved_bytes.all.current": 1, "num_ooms": 9}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    of_gpu = memory_so_far(torch.device("cuda", 0))
+    assert of_gpu == {"peak_memory_gib": 3.0, "peak_reserved_gib": 5.0, "allocation_retries/max": 2}
+    assert merged([dict.fromkeys(of_gpu, 0.0), of_gpu]) == of_gpu
+    assert set(memory_so_far(CPU)) == {"peak_memory_gib"}

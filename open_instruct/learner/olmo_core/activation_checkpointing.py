@@ -20,36 +20,31 @@ def build_activation_checkpointing(
     """The config (None: keep every activation) and warnings about what was replaced.
 
     A memory budget is spent by the compiler, which kernels.py sees to. Where compilation is skipped (no CUDA) OLMo-core
-    would keep everything and say nothing, so whole blocks are recomputed instead.
+    would keep everything and say nothing, so whole blocks are recomputed instead. Offloading adds to recomputed blocks
+    what inputs_on_host.py does.
 
     :raises InputError: a pattern of modules matches nothing in `model`.
     """
+    mode, budget, on_cuda = memory.activation_checkpointing, memory.activation_memory_budget, device.type == "cuda"
+    whole_blocks = TransformerActivationCheckpointingConfig(mode=Mode.full)
     warnings: list[str] = []
-    on_cuda = device.type == "cuda"
     if memory.compile_model and not on_cuda:
         warnings.append("--compile_model does nothing without CUDA: the model runs uncompiled")
-    if memory.activation_memory_budget < 1.0:
+    if budget < 1.0:
         if on_cuda:
-            return (
-                TransformerActivationCheckpointingConfig(
-                    mode=Mode.budget, activation_memory_budget=memory.activation_memory_budget
-                ),
-                warnings,
-            )
+            return TransformerActivationCheckpointingConfig(mode=Mode.budget, activation_memory_budget=budget), warnings
         warnings.append(
-            f"--activation_memory_budget {memory.activation_memory_budget} needs the compiler, which is skipped "
-            "without CUDA: recomputing whole blocks instead (--activation_checkpointing full)"
+            f"--activation_memory_budget {budget} needs the compiler, which is skipped without CUDA: recomputing whole "
+            "blocks instead (--activation_checkpointing full)"
         )
-        return TransformerActivationCheckpointingConfig(mode=Mode.full), warnings
-    if memory.activation_checkpointing == "full":
-        return TransformerActivationCheckpointingConfig(mode=Mode.full), warnings
-    if memory.activation_checkpointing == "selected_modules":
-        return (
-            TransformerActivationCheckpointingConfig(
-                mode=Mode.selected_modules, modules=_selected(memory.activation_checkpointing_modules, model)
-            ),
-            warnings,
-        )
+        return whole_blocks, warnings
+    if mode == "offload" and not on_cuda:
+        warnings.append("--activation_checkpointing offload does without CUDA what full does: all is on the host")
+    if mode in ("full", "offload"):
+        return whole_blocks, warnings
+    if mode == "selected_modules":
+        modules = _selected(memory.activation_checkpointing_modules, model)
+        return TransformerActivationCheckpointingConfig(mode=Mode.selected_modules, modules=modules), warnings
     return None, warnings
 
 

@@ -6,6 +6,7 @@ import math
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.olmo_core.inputs_on_host import keep_inputs_on_host
 from open_instruct.learner.olmo_core.kernels import choose_attention, compiles, kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.olmo_core.replica import build_replica
@@ -42,6 +43,7 @@ def build_policy(
     has_copy = run.layout.single_device and model.param_dtype != "float32"
     module = ObjectiveTrainModule(
         loss=loss,
+        reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
         optim=build_optimizer_config(optim, device=run.process.device),
         scheduler=build_scheduler(optim, num_steps=num_steps),
@@ -58,6 +60,8 @@ def build_policy(
     )
     if has_copy:
         module.compute_with(build_replica(pretrained, run=run, config=config, checkpointing=checkpointing))
+    if memory.activation_checkpointing == "offload" and device.type == "cuda":
+        keep_inputs_on_host(module.computing_model, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
     module.refresh_copy()
     run.console.say(

@@ -6,7 +6,8 @@ import logging
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TransformerTrainModule
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.errors import RunError
@@ -79,12 +81,14 @@ class ObjectiveTrainModule(TransformerTrainModule):
     Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
     loss of the global batch however that was cut.
 
-    :param loss: of the run; every other argument is `TransformerTrainModule`'s.
+    :param loss: of the run; every argument not named here is `TransformerTrainModule`'s.
+    :param reduces_last: gradients stay whole on each rank, float32, until the last microbatch of an update is done.
     """
 
-    def __init__(self, *, loss: BoundLoss, **olmo_core: Any) -> None:
+    def __init__(self, *, loss: BoundLoss, reduces_last: bool = False, **olmo_core: Any) -> None:
         super().__init__(**olmo_core)
         self.loss = loss
+        self.reduces_last = reduces_last
         # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
         self.reference: Reference | None = None
         # For losses that compare logits with a teacher's.
@@ -255,6 +259,13 @@ class ObjectiveTrainModule(TransformerTrainModule):
         for name, value in metrics.items():
             self.trainer.record_metric(name, value)
 
+    @contextmanager
+    def _train_microbatch_context(self, micro_batch_idx: int, num_micro_batches: int) -> Iterator[None]:
+        with super()._train_microbatch_context(micro_batch_idx, num_micro_batches):
+            if self.reduces_last and isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(micro_batch_idx == num_micro_batches - 1)
+            yield
+
     def forward_backward(self, step: StepBatch) -> dict[str, float]:
         """Forward and backward over this rank's microbatches, then one all-reduce for all metrics."""
         step = self.prepared(step)
@@ -279,15 +290,9 @@ class ObjectiveTrainModule(TransformerTrainModule):
         # Clipped here and not in `update`: so the norm is read together with the loss, in one wait for the device.
         assert self.max_grad_norm is not None
         norm = self._clip_grad_norm(self.max_grad_norm)
-        reduced = reduce_metrics(
-            sums.means()
-            | {
-                "peak_memory_gib": Metric(value=peak_memory_gib(self.device), reduction="max"),
-                GRAD_NORM: Metric(value=norm, reduction="max"),
-            },
-            group=self.dp_process_group,
-            device=self.device,
-        )
+        maxima: dict[str, float | torch.Tensor] = {**memory_so_far(self.device), GRAD_NORM: norm}
+        of_rank = sums.means() | {name: Metric(value=value, reduction="max") for name, value in maxima.items()}
+        reduced = reduce_metrics(of_rank, group=self.dp_process_group, device=self.device)
         self._check(reduced["loss"], step.counts)
         for name in self.loss.never_negative:
             if reduced[name] < -NEGATIVE_BY_ROUNDING:
@@ -379,9 +384,17 @@ def shared_fraction(packed: PackedBatch) -> Metric:
     return Metric(value=num_saved / max(num_tokens, 1), weight=float(num_tokens))
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held so far: the device's on CUDA, the host's elsewhere."""
+def memory_so_far(device: torch.device) -> dict[str, float]:
+    """Most memory this process has held: the device's on CUDA, the host's elsewhere.
+
+    On CUDA also what its allocator had taken for that, and how often it found no more and gave back what it kept first.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "peak_memory_gib": stats["allocated_bytes.all.peak"] / GIB,
+            "peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+            "allocation_retries/max": stats["num_alloc_retries"],
+        }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+    return {"peak_memory_gib": peak * (1 if sys.platform == "darwin" else 1024) / GIB}

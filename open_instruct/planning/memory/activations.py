@@ -68,7 +68,8 @@ def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
     """The sizes of one microbatch of `workload`; a context degree splits its tokens."""
     tensor_degree = layout.tensor_parallel_degree
     num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
-    recomputed = {"none": (), "full": ("blocks.*",), "selected_modules": workload.checkpointing_modules}
+    blocks = ("blocks.*",)
+    recomputed = {"none": (), "full": blocks, "offload": blocks, "selected_modules": workload.checkpointing_modules}
     num_labels = -(-workload.label_tokens_per_microbatch // layout.context_parallel_degree)
     return Pass(
         num_tokens=num_tokens,

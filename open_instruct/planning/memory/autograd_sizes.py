@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(eq=False, slots=True)
@@ -35,8 +35,7 @@ class Gradient:
     scratch_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """`region`: which of the recomputed regions it belongs to, if any."""
 
     inputs: tuple[Tensor, ...]
@@ -105,17 +104,10 @@ class Tape:
             scratch_bytes: alive beside inputs and output in the forward pass.
         """
         output = Tensor(num_bytes)
+        kept = (*saved, output) if saves_output else tuple(saved)
         whole = (Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs)
-        self.operations.append(
-            Operation(
-                inputs=inputs,
-                output=output,
-                saved=(*saved, output) if saves_output else tuple(saved),
-                gradients=tuple(whole if gradients is None else gradients),
-                scratch_bytes=scratch_bytes,
-                region=self._region,
-            )
-        )
+        made = tuple(whole if gradients is None else gradients)
+        self.operations.append(Operation(inputs, output, kept, made, scratch_bytes, self._region))
         return output
 
     def hold(self, *tensors: Tensor) -> None:

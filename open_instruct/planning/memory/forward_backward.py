@@ -13,6 +13,8 @@ PyTorch 2.13:
   into the float32 input of a reduce-scatter, which lives until the next unit has its own; its output is the gradient.
   Root and embeddings are reduced last. Under HSDP all microbatches but the last keep that output and add to it; their
   last reduce-scatter's input is not freed before the next microbatch has its first.
+- Where only the last microbatch reduces, those before add their gradients to whole ones in float32
+  (`FSDPParam.to_accumulated_grad_if_needed`), of which each unit's are freed when it is reduced.
 """
 
 from __future__ import annotations
@@ -49,22 +51,26 @@ class Passes:
         num_rows = -(-self.sizes.num_tokens // self.sizes.tensor_degree)
         self.stream_bytes = num_rows * shape.d_model * self.c
         self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
+        self.offloads = workload.checkpointing == "offload" and workload.on_cuda
         self.root = shape.units[0]
         self.embeddings = Unit(name="embeddings", parameters=()) if shape.is_tied else shape.units[1]
         self.looked_up = self.root if shape.is_tied else self.embeddings
         self.last_block = shape.units[-1]
+        # Whether gradients of an earlier microbatch are there when the worst one runs, and those are whole ones.
+        self.accumulates = workload.num_microbatches > 1
+        self.adds_up = self.accumulates and workload.reduces_last and self.is_sharded
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients of an earlier microbatch are there when the worst one runs."""
-        return self.workload.num_microbatches > 1
+    def accumulated(self, shards: int) -> int:
+        """Gradients of earlier microbatches, which are so many bytes once they are reduced."""
+        if self.adds_up:
+            return sum(map(self._whole, self.shape.units)) * FLOAT32 // self.c
+        return shards if self.accumulates else 0
 
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
         """A forward pass that `keeps` what its backward needs, or that none follows."""
         root, stream = self._gathered(self.root), self.stream_bytes
         block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
         head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
-        kept_by_block = self.kept_by_block if keeps else 0
         held = {**held, REDUCED: self._left_over() if keeps else 0}
         before = self.root
         if not self.shape.is_tied:
@@ -75,22 +81,24 @@ class Passes:
         # Blocks need the same each, on top of what those before kept: the first, the second and the last suffice.
         block, num_layers = self.last_block, self.shape.num_layers
         for layer in sorted({0, min(1, num_layers - 1), num_layers - 1}):
-            kept = layer * kept_by_block
+            kept = self._kept(layer) if keeps else 0
             gathering = root + self._gathering(block, before if layer == 0 else block)
             yield {**held, GATHERED: gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
             gathered = root + self._buffer(block) + self._gathered(block)
             activations, temporaries = kept + block_peak.activations, block_peak.temporaries + stream
             yield {**held, GATHERED: gathered, ACTIVATIONS: activations, TEMPORARIES: temporaries}
-        held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: num_layers * kept_by_block}
+        held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: self._kept(num_layers) if keeps else 0}
         yield {**held, HEAD: head_peak.total if runs_head else 0, TEMPORARIES: stream}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         root, block, num_layers = self._gathered(self.root), self.last_block, self.shape.num_layers
+        # Whole gradients of a unit are freed when the input of its reduce-scatter is made of them; the output is more.
+        reduced = self._shard(block) if self.adds_up else self._reduced(block)
         prefetched = self._buffer(block) + self._cast(block)
         left_over = self._left_over()
 
         # The head.
-        kept = num_layers * self.kept_by_block
+        kept = self._kept(num_layers)
         head_stream, of_head = self.stream_bytes if self.head.keeps_source else 0, self.head.weight_gradient_bytes
         gathered, handed_over = self._buffer(self.root) + self._cast(self.root), self._handed_over(of_head)
         before = {**held, GATHERED: root, REDUCED: left_over, ACTIVATIONS: kept}
@@ -101,9 +109,9 @@ class Passes:
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
         waiting = self._unreduced(of_head)
         for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
-            reduced_bytes = left_over if layer == num_layers - 1 else self._reduced(block)
+            reduced_bytes = left_over if layer == num_layers - 1 else reduced
             ahead = root + (prefetched if layer else 0)
-            peak, below = self.block.backward_peak, layer * self.kept_by_block
+            peak, below = self.block.backward_peak, self._kept(layer)
             yield {
                 **self._with_gradients(held, num_layers - 1 - layer),
                 GATHERED: ahead + self._gathered(block),
@@ -111,20 +119,22 @@ class Passes:
                 ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
-            after, unreduced = self._with_gradients(held, num_layers - layer), self._unreduced(self._whole(block))
-            reduced_bytes = waiting + unreduced + self._reduced(block)
+            after = self._with_gradients(held, num_layers - layer)
+            reduced_bytes = waiting + self._unreduced(self._whole(block)) + reduced
             after = {**after, GATHERED: ahead, REDUCED: reduced_bytes}
             yield {**after, ACTIVATIONS: below, TEMPORARIES: self.stream_bytes}
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
         looked_up = self._whole(self.looked_up)
         after_blocks = self._with_gradients(held, num_layers)
-        reduced_bytes = waiting + self._reduced(block) + self._unreduced(looked_up)
+        reduced_bytes = waiting + reduced + self._unreduced(looked_up)
         temporaries = self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0)
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
         gradients, of_embeddings = after_blocks[GRADIENTS], self._whole(self.embeddings)
+        if self.adds_up:
+            gradients += num_layers * (self._shard(block) - self._whole(block) * FLOAT32 // self.c)
         gradients += 0 if self.accumulates else self._shard(self.root)
         reduced_bytes = of_embeddings + self._whole(self.root) + self._reduced(self.root)
         yield {**after_blocks, GRADIENTS: gradients, REDUCED: reduced_bytes}
@@ -140,6 +150,10 @@ class Passes:
             return held
         of_head = self._made_in_place(self.head.weight_gradient_bytes)
         return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.last_block)}
+
+    def _kept(self, num_blocks: int) -> int:
+        """What so many blocks keep here. Of inputs that wait on the host it is one: the last, or the next."""
+        return self.kept_by_block * (min(num_blocks, 1) if self.offloads else num_blocks)
 
     # Sizes of a unit.
 
@@ -165,7 +179,7 @@ class Passes:
 
     def _left_over(self) -> int:
         """The last reduce-scatter's input of the microbatch before."""
-        return self._reduced(self.looked_up) if self.accumulates else 0
+        return self._reduced(self.looked_up) if self.accumulates and not self.adds_up else 0
 
     def _whole(self, unit: Unit) -> int:
         """Its gradients as the backward pass makes them: a tensor rank's part of each, without padding."""

@@ -34,6 +34,7 @@ NUM_SYNC_SLOTS = 2
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer states"
 ENGINE, BUFFERS, CUDA = "vLLM engine", "buffers", "CUDA and libraries"
+INPUTS, CHECKPOINT = "inputs of blocks", "a copy to write checkpoints from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +61,32 @@ def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) 
     Rows are taken to be full.
     """
     run = _Moments(shape, layout, workload.with_full_rows())
-    moments: dict[str, Iterable[Moment]] = {"load": [run.load()]}
+    # `stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet.
+    loading = run.held(0, is_training=False) | {BUFFERS: READ_CHUNK_BYTES}
+    moments: dict[str, Iterable[Moment]] = {"load": [loading]}
     if workload.reference_pass_tokens:
         moments["reference pass"] = run.reference_pass()
     if workload.scorings:
         moments["scoring pass"] = run.scoring_pass()
-    during_step = run.held(gradients=run.passes.accumulates)
+    during_step = run.held(run.passes.accumulated(run.gradients))
     moments |= {
         "forward": run.passes.forward(during_step),
         "backward": run.passes.backward(during_step),
-        "optimizer step": [run.optimizer_step()],
+        "optimizer step": [run.held(run.gradients) | {TEMPORARIES: run.step_temporaries()}],
     }
     if workload.num_engines:
         moments["weight sync"] = [run.weight_sync()]
     moments["export"] = [run.export()]
     return tuple(_phase(name, of_phase) for name, of_phase in moments.items())
+
+
+def host_memory(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Phase:
+    """What a rank keeps in memory of its host from step to step, beside a GPU; of inputs all blocks'."""
+    run = _Moments(shape, layout, workload.with_full_rows())
+    # PyTorch pins memory by powers of two.
+    of_block = 1 << (run.passes.kept_by_block - 1).bit_length() if run.passes.offloads else 0
+    copy_bytes = run.checkpoint_copy() if workload.on_cuda else 0
+    return _phase("host", [{INPUTS: shape.num_layers * of_block, CHECKPOINT: copy_bytes}])
 
 
 def _phase(name: str, moments: Iterable[Moment]) -> Phase:
@@ -87,8 +99,9 @@ class _Moments:
         self.shape, self.layout, self.workload = shape, layout, workload
         self.passes = Passes(shape, layout, workload)
         self.parameters, self.gradients, self.optimizer = state_bytes(shape, layout, workload)
+        self.own = [local_size(parameter, layout).own for parameter in shape.parameters]
 
-    def held(self, *, gradients: bool, is_training: bool = True) -> dict[str, int]:
+    def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
         """What is there throughout a phase; before training neither optimizer states nor frozen models."""
         frozen = [each for each in self.workload.scorings if each.stands_as and is_training]
         engine = 0
@@ -96,13 +109,19 @@ class _Moments:
             engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
         return {
             PARAMETERS: self.parameters,
-            GRADIENTS: self.gradients if gradients else 0,
+            GRADIENTS: gradients,
             OPTIMIZER: self.optimizer if is_training else 0,
             **{each.stands_as: self._frozen_bytes(each) for each in frozen},
             ENGINE: engine,
-            BUFFERS: self._rope_bytes(),
+            BUFFERS: self._rope_bytes() + (0 if self.workload.on_cuda or not is_training else self.checkpoint_copy()),
             CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
         }
+
+    def checkpoint_copy(self) -> int:
+        """Of what this rank writes, where that is done beside the training: it stays. Replicas share it out."""
+        num_models = 1 + sum(each.moves for each in self.workload.scorings)
+        copied = (num_models * sum(self.own) * MASTER_BYTES + self.optimizer) // self.layout.num_replicas
+        return copied if self.workload.copies_checkpoints else 0
 
     def _frozen_bytes(self, frozen: Scoring) -> int:
         """Sharded as the policy's masters are; on a single device it is only in the dtype that is computed in."""
@@ -118,35 +137,28 @@ class _Moments:
         num_pairs = len({window is None for window in self.shape.windows})
         return num_pairs * 2 * FLOAT32 * self.passes.sizes.num_tokens * self.shape.head_dim
 
-    def load(self) -> Moment:
-        """`stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet."""
-        return self.held(gradients=False, is_training=False) | {BUFFERS: READ_CHUNK_BYTES}
-
     def reference_pass(self) -> Iterator[Moment]:
         """Over the start weights before training; of more documents where not all of a row are learned."""
         workload = replace(self.workload, tokens_per_microbatch=self.workload.reference_pass_tokens)
-        held = self.held(gradients=False, is_training=False)
+        held = self.held(0, is_training=False)
         yield from Passes(self.shape, self.layout, workload).forward(held, keeps=False)
 
     def scoring_pass(self) -> Iterator[Moment]:
         """In a step: before its first update, but for a teacher whose head the policy's multiplies with."""
         for each in self.workload.scorings:
             passes, runs_head = Passes(each.shape, self.layout, self.workload), each.num_values > 0
-            held = self.held(gradients=not runs_head and passes.accumulates)
+            held = self.held(0 if runs_head else self.passes.accumulated(self.gradients))
             yield from passes.forward(held, keeps=False, runs_head=runs_head)
 
-    def optimizer_step(self) -> Moment:
-        return self.held(gradients=True) | {TEMPORARIES: self._step_temporaries()}
-
-    def _step_temporaries(self) -> int:
-        own = [local_size(parameter, self.layout).own for parameter in self.shape.parameters]
+    def step_temporaries(self) -> int:
+        """Of the optimizer."""
         if self.workload.optimizer == "skip_step_adamw":
-            return 3 * sum(own) * MASTER_BYTES
+            return 3 * sum(self.own) * MASTER_BYTES
         if self.workload.optimizer == "muon":
             # A matrix is gathered for its orthogonalisation, in bfloat16: itself, two products and the next iterate.
             whole = [p.num_params for p in self.shape.parameters if uses_muon(p, self.workload)]
             return 4 * 2 * max(whole, default=0)
-        return 0 if self.workload.on_cuda else 2 * max(own) * MASTER_BYTES
+        return 0 if self.workload.on_cuda else 2 * max(self.own) * MASTER_BYTES
 
     def weight_sync(self) -> Moment:
         """Two buckets: one is filled while another travels; of each a rank has its own part.
@@ -154,7 +166,7 @@ class _Moments:
         Source: `WeightManifest` and `PartBroadcaster`. Over shared memory of the host nothing more is on a GPU; where
         learner and engine share one (ipc), the slots hold whole buckets.
         """
-        held = self.held(gradients=True)
+        held = self.held(self.gradients)
         if self.workload.sync_backend == "shm":
             return held
         largest = max(own_bytes for own_bytes, _ in sync_buckets(self.shape, self.layout, self.workload))
@@ -167,5 +179,5 @@ class _Moments:
         run on CPUs has a tensor that is written besides.
         """
         largest = max(parameter.num_params for parameter in self.shape.parameters)
-        held, times = self.held(gradients=True), 2 if self.workload.on_cuda else 3
+        held, times = self.held(self.gradients), 2 if self.workload.on_cuda else 3
         return held | {BUFFERS: held[BUFFERS] + times * largest * self.workload.export_bytes_per_param}

@@ -25,25 +25,10 @@ def html_page(plan: Plan, advice: Advice) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     pages.filters["thousands"] = "{:,.0f}".format
-    nodes = list(_nodes_drawn(plan.layout))
-    num_not_drawn = len(plan.layout.nodes) - len(nodes)
-    drawn = {"num_colours": NUM_COLOURS, "page_width": PAGE_WIDTH, "nodes": nodes}
-    return pages.get_template("page.html.jinja").render(
-        drawn,
-        plan=plan,
-        advice=advice,
-        summary=summary,
-        units=units,
-        whole=_whole_model(plan.layout),
-        not_drawn=counted(num_not_drawn, "node") if num_not_drawn else "",
-    )
-
-
-def _whole_model(layout: ShardLayout) -> str:
-    if layout.single_device:
-        return "the whole model on one GPU, without FSDP"
-    split = counted(layout.shard_group_size * layout.tensor_parallel_degree, "GPU")
-    return f"{counted(layout.num_replicas, 'replica')} of the model, each split over {split}"
+    pages.filters["counted"] = counted
+    drawn = {"num_colours": NUM_COLOURS, "page_width": PAGE_WIDTH, "nodes": list(_nodes_drawn(plan.layout))}
+    said = {"plan": plan, "advice": advice, "summary": summary, "units": units}
+    return pages.get_template("page.html.jinja").render(drawn | said)
 
 
 def _nodes_drawn(layout: ShardLayout) -> Iterator[dict[str, Any]]:

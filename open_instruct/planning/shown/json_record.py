@@ -25,11 +25,13 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
         "phases": [
             {"name": phase.name, "total_bytes": phase.total_bytes, "parts": dict(phase.parts)} for phase in plan.phases
         ],
+        "host": {"total_bytes": plan.host.total_bytes, "parts": dict(plan.host.parts)},
         "exchanges": [asdict(exchange) for exchange in plan.exchanges],
         "time": asdict(plan.time) | {"step_s": plan.time.step_s, "bound_by": plan.time.bound_by},
         "tokens_per_step": plan.tokens_per_step,
         "tokens_per_second": plan.tokens_per_second,
-        "advice": {"text": text, "to_fit": _change(advice.to_fit), "faster": _change(advice.faster)},
+        "advice": {"text": text}
+        | {name: _change(getattr(advice, name)) for name in ("to_fit", "faster", "exchanges_less")},
         "layouts": [_layout(other) for other in advice.ranked],
     }
 

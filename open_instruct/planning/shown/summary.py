@@ -32,6 +32,9 @@ PURPOSES = {
     ("sync", "broadcast"): "weights to the engines",
 }
 
+# Axes whose groups may leave a node.
+MEANT_TO_CROSS = ("replica", "sync", "metrics")
+
 STAYS = (PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, ENGINE)
 COMES_AND_GOES = (GATHERED, REDUCED, ACTIVATIONS, HEAD, TEMPORARIES, BUFFERS, CUDA)
 LETTERS = dict(zip((*STAYS, *COMES_AND_GOES, TEACHER), "PGOREWSAHTBCF", strict=True))
@@ -85,30 +88,31 @@ def work_lines(plan: Plan) -> Iterator[str]:
     checkpointing = {
         "none": "every activation is kept",
         "full": "whole blocks are recomputed",
+        "offload": "whole blocks are recomputed from inputs on the host",
         "selected_modules": f"recomputed: {', '.join(workload.checkpointing_modules)}",
     }[workload.checkpointing]
     if workload.activation_memory_budget < 1:
         checkpointing = f"the compiler keeps {workload.activation_memory_budget:g} of the activations"
     yield f"computed in {workload.param_dtype}, optimizer {workload.optimizer}, {checkpointing}"
+    if plan.host.parts:
+        parts = ", ".join(f"{gib(num_bytes)} GiB for {label}" for label, num_bytes in plan.host.parts)
+        yield f"host memory of each GPU's process: {parts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """All exchanges of one kind in one kind of group."""
+    """All exchanges of one kind in one kind of group, `first` among them."""
 
     what: str
-    collective: str
     num_calls: int
     num_bytes: int
     sent_bytes: int
-    group_size: int
-    crosses_nodes: bool
-    is_meant_to_cross: bool
+    first: Exchange
 
     @property
     def reach(self) -> str:
         """Among how many GPUs, and whether they leave the node."""
-        return f"{self.group_size} {'across nodes' if self.crosses_nodes else 'in a node'}"
+        return f"{self.first.group_size} {'across nodes' if self.first.crosses_nodes else 'in a node'}"
 
 
 def traffic_rows(plan: Plan) -> list[TrafficRow]:
@@ -117,18 +121,10 @@ def traffic_rows(plan: Plan) -> list[TrafficRow]:
     for exchange in plan.exchanges:
         if exchange.group_size > 1:
             together.setdefault((exchange.axis, exchange.collective, _purpose(exchange)), []).append(exchange)
+    numbers = ("num_calls", "num_bytes", "sent_bytes")
     rows = [
-        TrafficRow(
-            what=what,
-            collective=collective.replace("_", "-"),
-            num_calls=sum(exchange.num_calls for exchange in exchanges),
-            num_bytes=sum(exchange.num_bytes for exchange in exchanges),
-            sent_bytes=sum(exchange.sent_bytes for exchange in exchanges),
-            group_size=exchanges[0].group_size,
-            crosses_nodes=exchanges[0].crosses_nodes,
-            is_meant_to_cross=axis in ("replica", "sync", "metrics"),
-        )
-        for (axis, collective, what), exchanges in together.items()
+        TrafficRow(what=what, first=each[0], **{name: sum(getattr(one, name) for one in each) for name in numbers})
+        for (_, _, what), each in together.items()
     ]
     return sorted(rows, key=lambda row: -row.sent_bytes)
 
@@ -151,13 +147,9 @@ def time_lines(plan: Plan) -> Iterator[str]:
         f"TFLOP/s), exchanges {seconds(time.in_node_s)} within nodes (at {device.in_node_gb_s:g} GB/s) and "
         f"{seconds(time.cross_node_s)} across nodes (at {device.cross_node_gb_s:g} GB/s for each GPU)."
     )
-    if time.waiting_s > 0:
-        yield (
-            f"Arithmetic waits for {seconds(time.waiting_s)} of them ({', '.join(_waited_for(plan))}). The "
-            "others are taken to overlap with it in full, so a real step takes longer."
-        )
-    else:
-        yield "They are taken to overlap in full, so a real step takes longer."
+    waited = f"Arithmetic waits for {seconds(time.waiting_s)} of them ({', '.join(_waited_for(plan))}). "
+    others = f"{waited}The others" if time.waiting_s > 0 else "They"
+    yield f"{others} are taken to overlap with it in full, so a real step takes longer."
     if plan.workload.num_engines:
         yield "That is the learners' part of a step; the engines generate beside it."
 
@@ -170,13 +162,10 @@ def _waited_for(plan: Plan) -> list[str]:
 
 def notes_on(plan: Plan) -> list[str]:
     """What speaks against a layout of the ranking, in few words."""
-    layout = plan.layout
-    notes = [] if plan.fits else ["does not fit"]
-    if layout.straddling(layout.tensor_groups):
-        notes.append("tensor groups across nodes")
-    elif layout.straddles_nodes:
-        notes.append("across nodes")
-    return notes
+    layout, splits_tensors = plan.layout, bool(plan.layout.straddling(plan.layout.tensor_groups))
+    across = "tensor groups across nodes" if splits_tensors else "across nodes"
+    notes = {"does not fit": not plan.fits, across: splits_tensors or layout.straddles_nodes}
+    return [note for note, holds in notes.items() if holds]
 
 
 def unit_of(plan: Plan) -> tuple[str, int]:
@@ -205,10 +194,12 @@ def meaning_of(label: str, plan: Plan) -> str:
     with_copy = f" and {size} in the copy that computes" if (size := cast_copy_bytes(layout, workload)) else ""
     frozen_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
     has_whole_head = not layout.single_device and any(not each.num_values for each in workload.scorings)
+    adds_up = workload.reduces_last and workload.num_microbatches > 1 and split > 1
+    all_of_them = "; all of them until the last microbatch reduces them" if adds_up else ""
     moments = "Muon's one or AdamW's two moments" if workload.optimizer == "muon" else "AdamW's two moments"
     return {
         PARAMETERS: f"the weights that are trained, {share}, {MASTER_BYTES} bytes each{with_copy}",
-        GRADIENTS: f"what the backward pass finds for each weight, {share}, {MASTER_BYTES} bytes each",
+        GRADIENTS: f"what the backward pass finds for each weight, {share}, {MASTER_BYTES} bytes each" + all_of_them,
         OPTIMIZER: f"{moments} of each weight, {share}, {MASTER_BYTES} bytes a moment",
         REFERENCE: f"the weights of the policy that is compared with, {share}, {frozen_bytes} bytes each",
         TEACHER: (

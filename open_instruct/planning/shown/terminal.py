@@ -66,10 +66,9 @@ def _memory(plan: Plan) -> Iterator[Text]:
     """A bar for each phase, its numbers below, and what the letters mean."""
     yield from _title("Memory of one GPU, phase by phase")
     unit_name, unit = summary.unit_of(plan)
+    what = "Each row is one phase of the run on the GPU that needs most; its length is what the GPU holds then, in"
     yield from _wrapped(
-        f"Each row is one phase of the run on the GPU that needs most; its length is what the GPU holds then, in "
-        f"{unit_name}, and ▕ is where its {plan.setting.device.memory_gib:g} GiB end.",
-        style="dim",
+        f"{what} {unit_name}, and ▕ is where its {plan.setting.device.memory_gib:g} GiB end.", style="dim"
     )
     yield Text()
     name_width = max(len(phase.name) for phase in plan.phases)
@@ -80,9 +79,8 @@ def _memory(plan: Plan) -> Iterator[Text]:
         if phase is plan.peak:
             line.append(" ◀ most", style="bold" if plan.fits else "bold red")
         yield line
-        sums = " + ".join(
-            f"{summary.LETTERS[label]} {gib(num_bytes, unit)}" for label, num_bytes in summary.parts_of(phase, plan)
-        )
+        parts = summary.parts_of(phase, plan)
+        sums = " + ".join(f"{summary.LETTERS[label]} {gib(num_bytes, unit)}" for label, num_bytes in parts)
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
     for label in summary.parts_in_any(plan):
@@ -116,7 +114,13 @@ def _traffic(plan: Plan) -> Iterator[Text]:
         return
     yield Text(f"{'':<{WHAT_WIDTH}}{'calls':>7}{'bytes':>11}{'sends':>11}  GPUs", style="dim")
     for row in rows:
-        style = "green" if not row.crosses_nodes else "yellow" if row.is_meant_to_cross else "bold red"
+        style = (
+            "green"
+            if not row.first.crosses_nodes
+            else "yellow"
+            if row.first.axis in summary.MEANT_TO_CROSS
+            else "bold red"
+        )
         numbers = f"{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.sent_bytes):>11}  "
         yield Text.assemble(f"{row.what:<{WHAT_WIDTH}}{numbers}", (row.reach, style))
 

@@ -23,7 +23,7 @@ from open_instruct.records import ShardLayout
 RunConfig = TrainingConfig | GRPOConfig
 GRPO = "grpo"
 REFERENCE, TEACHER = "reference policy", "teacher"
-Checkpointing = Literal["none", "full", "selected_modules"]
+Checkpointing = Literal["none", "full", "selected_modules", "offload"]
 MIB = 2**20
 # Of an engine on CUDA where the flags say nothing; source: `engines/batching.py`, and vLLM's `get_batch_defaults`.
 ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
@@ -34,8 +34,9 @@ class Scoring:
     """Forward passes without gradients: in every step, `num_rounds` over each microbatch of an update.
 
     Those of a frozen model that stands beside the policy, sharded as it is, where `stands_as` names one; else the
-    policy's own. `num_values` are computed of each label: its log-prob, and its entropy if there are two. With 0 the
-    head is not run: its matrix stays whole on every rank, and the policy's head multiplies with it.
+    policy's own. One that `moves` is in checkpoints too. `num_values` are computed of each label: its log-prob, and its
+    entropy if there are two. With 0 the head is not run: its matrix stays whole on every rank, and the policy's head
+    multiplies with it.
 
     Example: the reference policy of GRPO with two mini-batches::
 
@@ -44,6 +45,7 @@ class Scoring:
 
     shape: ModelShape
     stands_as: str = ""
+    moves: bool = False
     num_rounds: int = 1
     num_values: int = 1
 
@@ -53,11 +55,12 @@ class Workload:
     """One rank's share of an optimizer step, at most: documents are taken to have their full length.
 
     Tokens are those of a whole row; a context degree splits them further. `num_values` are computed of each label that
-    is learned: its log-prob, and what the loss reads beside. `num_updates` is above 1 for GRPO alone:
-    mini-batches times epochs, each of `num_microbatches`. `reference_pass_tokens` are those of a microbatch of the pass
-    over the start weights before training, 0 where there is none. `kv_cache_bytes` are an engine's on the
-    learner's own device, those of its steps too: 0 unless they share one. `sync_crosses_nodes` unless engines are
-    known to be on its node.
+    is learned: its log-prob, and what the loss reads beside. `num_updates` is above 1 for GRPO alone: mini-batches by
+    epochs, each of `num_microbatches`; where an update `reduces_last` those add up whole gradients.
+    `reference_pass_tokens` are those of a microbatch of the pass over the start weights before training, 0 where there
+    is none. `kv_cache_bytes` are an engine's on the learner's own device, those of its steps too: 0 unless they share
+    one. `sync_crosses_nodes` unless engines are known to be on its node. A run that `copies_checkpoints` writes them
+    while the training goes on.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
     counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
@@ -75,6 +78,7 @@ class Workload:
     label_tokens_per_microbatch: int
     num_microbatches: int
     num_updates: int = 1
+    reduces_last: bool = False
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
@@ -82,6 +86,7 @@ class Workload:
     checkpointing_modules: tuple[str, ...] = ()
     activation_memory_budget: float = 1.0
     on_cuda: bool = True
+    copies_checkpoints: bool = False
     reference_pass_tokens: int = 0
     scorings: tuple[Scoring, ...] = ()
     num_metrics: tuple[int, int, int] = (1, 0, 0)
@@ -181,6 +186,7 @@ def workload_of(
     return replace(
         workload,
         shared_prefix_tokens=prefix_tokens,
+        reduces_last=config.parallel.gradient_reduction == "last",
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
         **_checkpointing(config.memory),
@@ -208,7 +214,7 @@ def _of_rows(config: TrainingConfig, objective: Objective, shape: ModelShape, pr
     if loss.prepare is not None and (loss.looks_at is None or num_learned < documents_per_row):
         scorings.append(Scoring(shape=shape, num_values=1 + loss.with_entropy))
     if moves:
-        scorings.append(Scoring(shape=shape, stands_as=REFERENCE))
+        scorings.append(Scoring(shape=shape, stands_as=REFERENCE, moves=True))
     # One of whose distributions a part is kept is gone before the first step.
     if teacher is not None and teacher.keep is None:
         scorings.append(Scoring(shape=model_shape(teacher.model_name_or_path), stands_as=TEACHER, num_values=0))
@@ -246,7 +252,7 @@ def _of_rollouts(
     frozen = Scoring(shape=shape, num_rounds=loss.num_mini_batches)
     scorings = [frozen] if num_updates > 1 else []
     if loss.beta > 0:
-        scorings.append(replace(frozen, stands_as=REFERENCE))
+        scorings.append(replace(frozen, stands_as=REFERENCE, moves=loss.ref_policy_update_freq is not None))
     if teacher is not None:
         scorings.append(replace(frozen, stands_as=TEACHER, shape=model_shape(teacher)))
     if chooses_tokens(loss):
@@ -255,6 +261,7 @@ def _of_rollouts(
     on_auto = "ipc" if layout.single_device else "nccl"
     sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
     sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
+    cache_bytes = _cache_bytes(fleet, shape, sync_bytes_per_param, device_memory_bytes) if layout.single_device else 0
     return Workload(
         num_metrics=(num_means, 2 + (num_given > 0), 2),
         algorithm=GRPO,
@@ -275,9 +282,7 @@ def _of_rollouts(
         sync_backend=on_auto if fleet.weight_sync_backend == "auto" else fleet.weight_sync_backend,
         sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
         sync_bytes_per_param=sync_bytes_per_param,
-        kv_cache_bytes=_cache_bytes(fleet, shape, sync_bytes_per_param, device_memory_bytes)
-        if layout.single_device
-        else 0,
+        kv_cache_bytes=cache_bytes,
     )
 
 

@@ -39,7 +39,7 @@ def is_recomputed(workload: Workload, layer: int, module: str) -> bool:
     """Whether "attention" or "feed_forward" of a layer (or "": the whole block) is computed again backwards."""
     if workload.checkpointing == "selected_modules":
         return any(is_wrapped(workload.checkpointing_modules, layer, name) for name in ("", module))
-    return workload.checkpointing == "full"
+    return workload.checkpointing in ("full", "offload")
 
 
 def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
@@ -78,14 +78,6 @@ def _tensor(
         num_swaps = 2 * (layers * (1 + backward) + attention_again)
         for what, width in (("queries", shape.q_width), ("keys", shape.kv_width)):
             yield f"{what} to their norm and back", *_swap(num_tokens * width * number, degree, workload), num_swaps
-
-    # Norms see a part of the tokens each; their gradients are added up.
-    norms = [(shape.d_model, 2 * layers + 1)]
-    if shape.qk_norm != "none":
-        is_head = shape.qk_norm == "head"
-        norms += [(shape.head_dim if is_head else width, layers) for width in (shape.q_width, shape.kv_width)]
-    for width, count in norms:
-        yield "gradients of norms", "all_reduce", width * number, count * backward
 
     chunks = logit_chunks(shape, num_head_positions(layout, workload)) if num_values else ()
     again = backward if len(chunks) > 1 else 0

@@ -60,6 +60,7 @@ def _forward_passes(scoring: Scoring, layout: ShardLayout, workload: Workload, n
 
 def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
     num_updates, num_passes = workload.num_updates, workload.num_updates * workload.num_microbatches
+    num_reductions = num_updates if workload.reduces_last else num_passes
     for what, unit, count in _kinds_of_units(shape):
         # Every unit is freed after its forward pass (`reshard_after_forward`, also of the root), and gathered again
         # in the backward pass; checkpointing does not add to that, since recomputation happens within. Embeddings
@@ -68,14 +69,18 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
         yield from _gathers(layout, workload, what, unit, num_passes * count * num_gathers)
         gradient_bytes = gathered_params(unit.parameters, layout) * REDUCE_BYTES
         if layout.shard_group_size > 1:
-            # FSDP reduces after every microbatch: nothing holds a whole gradient.
-            yield exchange_in(
-                layout, "shard", f"gradients of {what}", "reduce_scatter", gradient_bytes, num_passes * count
-            )
+            num_calls = num_reductions * count
+            yield exchange_in(layout, "shard", f"gradients of {what}", "reduce_scatter", gradient_bytes, num_calls)
         # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
         shard_bytes = gradient_bytes // layout.shard_group_size
         yield exchange_in(layout, "replica", f"gradients of {what}", "all_reduce", shard_bytes, num_updates * count)
     yield from activation_exchanges(shape, layout, workload, num_passes, workload.num_values, trains=True)
+    # Tensor ranks have whole norms, which see a part of the tokens each. Whole gradients are added up in float32.
+    norms = Counter(parameter.num_params for parameter in shape.parameters if parameter.tensor_axis is None)
+    adds_up = workload.reduces_last and workload.num_microbatches > 1
+    for width, count in norms.items() if layout.tensor_parallel_degree > 1 else ():
+        num_bytes = width * (REDUCE_BYTES if adds_up else workload.compute_bytes)
+        yield exchange_in(layout, "tensor", "gradients of norms", "all_reduce", num_bytes, num_reductions * count)
     # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some of them.
     degrees: dict[Axis, int] = {"shard": layout.shard_group_size, "tensor": layout.tensor_parallel_degree}
     for axis, degree in degrees.items():
@@ -102,8 +107,10 @@ def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
 def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
     # A mean travels as two numbers, a maximum as one for each rank.
     num_means, num_sums, num_maxima = workload.num_metrics
-    # With the shares of padding and of what is shared; with the peak of memory and the norm of the gradient.
-    return METRIC_BYTES * (2 * (num_means + 2) + num_sums + (num_maxima + 2) * layout.data_parallel_world_size)
+    # With the shares of padding and of what is shared; with the norm of the gradient and the peak of memory, of a GPU
+    # also of what is reserved, and how often that was short.
+    num_maxima += 4 if workload.on_cuda else 2
+    return METRIC_BYTES * (2 * (num_means + 2) + num_sums + num_maxima * layout.data_parallel_world_size)
 
 
 def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:

@@ -1,0 +1,109 @@
+"""The gradients of a step of DPO, reduced after every microbatch and after the last, in the same ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.learner.olmo_core.policy import build_policy
+from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.models.build import local_part
+from open_instruct.objectives.dpo import DPO
+from open_instruct.objectives.objective import REFERENCE
+from open_instruct.packing.steps import collate
+from open_instruct.parallel.process import stop_process
+from open_instruct.records import Batch, Document, Span, StepBatch
+from open_instruct.run.opened import join_run
+from open_instruct.run.pretrained import open_pretrained
+from tests.ranks.collectives import RecordCollectives
+
+ROWS_OF_MICROBATCHES = (3, 1, 0)
+"""The last one is what a rank has that got no rows: it learns nothing, and all the same reduces what others do."""
+
+Gradients = list[torch.Tensor]
+
+
+def compare_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
+    """Of each case, given by its flags: see `_compare`."""
+    results = []
+    for flags, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        results.append(_compare(parse(DPOConfig, flags)))
+        stop_process()
+    return results
+
+
+def _compare(config: DPOConfig) -> dict[str, Any]:
+    """difference: of a parameter's gradient, the largest relative one; norm: of all, before clipping, both ways.
+
+    leaves_nothing: whether a step without an update before it changes nothing; `reduce_scatters`: both ways.
+    """
+    assert DPO.validate(config) is not None
+    run = join_run(config)
+    pretrained = open_pretrained(
+        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
+    )
+    policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=DPO.bind(config))
+    assert policy.reduces_last
+    policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # the reference log-probs are made up
+    data_rank = dist.get_rank(policy.dp_process_group)
+    microbatches = tuple(
+        _microbatch(num_rows, seed=10 * data_rank + index, multiple_of=run.layout.model_parallel_degree)
+        for index, num_rows in enumerate(ROWS_OF_MICROBATCHES)
+    )
+    num_rows = sum(ROWS_OF_MICROBATCHES) * run.layout.data_parallel_world_size
+    step = StepBatch(microbatches=microbatches, counts={"rows": num_rows, "tokens": 1, "labels": 1})
+    (last, norm, calls), (again, *_) = (_gradients(policy, step, reduces_last=True) for _ in range(2))
+    every, norm_of_every, calls_of_every = _gradients(policy, step, reduces_last=False)
+    relative = [(a - b).norm() / b.norm() for a, b in zip(last, every, strict=True) if b.numel() and b.any()]
+    return {
+        "difference": float(max(relative)),
+        "norm": [norm, norm_of_every],
+        "leaves_nothing": all(torch.equal(a, b) for a, b in zip(last, again, strict=True)),
+        "reduce_scatters": [calls, calls_of_every],
+    }
+
+
+def _gradients(policy: ObjectiveTrainModule, step: StepBatch, *, reduces_last: bool) -> tuple[Gradients, float, int]:
+    """This rank's shards of them, clipped; their norm before that; reduce-scatters that they took."""
+    policy.reduces_last = reduces_last
+    policy.zero_grads()
+    with RecordCollectives() as recorder:
+        policy.forward_backward(step)
+    calls = sum(times for kind, times in recorder.issued.items() if kind.collective == "reduce_scatter")
+    gradients = [local_part(parameter.grad).clone() for parameter in policy.model.parameters()]  # type: ignore[arg-type]
+    return gradients, policy._grad_norm, calls
+
+
+def _microbatch(num_rows: int, *, seed: int, multiple_of: int) -> Batch:
+    """So many pairs of random tokens, which share their prompts."""
+    chance = random.Random(seed)
+
+    def draw(least: int, most: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(3, 250) for _ in range(chance.randint(least, most)))
+
+    rows = []
+    for _ in range(num_rows):
+        prompt, replies = draw(8, 16), (draw(2, 12), draw(2, 12))
+        documents = [
+            Document(token_ids=prompt + reply, responses=(Span(start=len(prompt), stop=len(prompt + reply)),))
+            for reply in replies
+        ]
+        rows.append(tuple(documents))
+    scores = {REFERENCE: np.full((max(num_rows, 1), 2), -30.0, dtype=np.float32)}
+    return collate(
+        rows,
+        tuple(range(num_rows)),
+        packing=True,
+        pad_token_id=0,
+        pad_to_multiple_of=multiple_of,
+        prefix_sharing="on",
+        scores=scores,
+    )

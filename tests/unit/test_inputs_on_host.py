@@ -1,0 +1,129 @@
+"""Inputs of recomputed blocks that wait in host memory: the same gradients, from as little as is planned.
+
+Here the CPU is taken for the device: copies are made as for CUDA, by streams that do nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
+
+from open_instruct.config.sections import MemorySection
+from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.olmo_core.inputs_on_host import InputsOnHost
+from open_instruct.models.build import build_model
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.memory.phases import INPUTS, host_memory, memory_by_phase
+from open_instruct.planning.subject.model import shape_of_fields
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.toys.tiny import Size, tiny_config
+
+CPU = torch.device("cpu")
+SIZE = Size(roughly="", hidden=64, mlp=96, layers=4, heads=4, kv_heads=2, vocab_size=128, window=4096)
+HF_CONFIG = tiny_config("olmo2", SIZE, vocab_size=128, tie=False)
+
+
+def checkpointed_model() -> Any:
+    torch.manual_seed(0)
+    model = build_model(HF_CONFIG, init_device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    model.apply_activation_checkpointing(Mode.full)
+    return model
+
+
+@pytest.fixture
+def inputs() -> InputsOnHost:
+    return InputsOnHost(CPU)
+
+
+@pytest.fixture
+def offloaded(inputs: InputsOnHost) -> Any:
+    model = checkpointed_model()
+    for block in model.blocks.values():
+        inputs.around(block)
+    return model
+
+
+def loss_of(model: Any, num_tokens: int) -> torch.Tensor:
+    ids_BT = (torch.arange(num_tokens) * 7 % 128).unsqueeze(0)
+    loss: torch.Tensor = model(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss
+    return loss
+
+
+def gradients(model: Any, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Of microbatches of these lengths, added up."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    for num_tokens in lengths:
+        loss_of(model, num_tokens).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_gradients_are_the_same_bit_by_bit(offloaded: Any, inputs: InputsOnHost) -> None:
+    lengths = (40, 24, 56)
+    for ours, theirs in zip(gradients(offloaded, lengths), gradients(checkpointed_model(), lengths), strict=True):
+        assert theirs.any() and torch.equal(ours, theirs)
+    assert not inputs._kept
+    # One buffer a block, for all microbatches.
+    assert len(inputs._free) == SIZE.layers
+
+
+def test_nothing_is_kept_where_no_backward_follows(offloaded: Any, inputs: InputsOnHost) -> None:
+    with torch.no_grad():
+        loss_of(offloaded, 40)
+    assert not inputs._kept and not inputs._free
+
+
+def test_a_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
+    """Its inputs are still there when the next one's are asked for."""
+    loss_of(offloaded, 40)
+    with pytest.raises(RuntimeError), torch.no_grad():
+        offloaded.blocks["1"](torch.zeros(1, 8, SIZE.hidden + 1))
+    x = torch.ones(3, requires_grad=True)
+    y = x * x
+    assert y.grad_fn._saved_self is x  # type: ignore[union-attr]  # the hooks are gone, though a block failed
+    for ours, theirs in zip(gradients(offloaded, (24,)), gradients(checkpointed_model(), (24,)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_is_kept_where_is_as_planned(offloaded: Any, inputs: InputsOnHost) -> None:
+    num_tokens = 40
+    shape = shape_of_fields(HF_CONFIG.to_dict(), name="tiny", where="config.json")
+    layout = resolve_layout([1], single_device=True)
+    workload = Workload(
+        algorithm="sft",
+        tokens_per_microbatch=num_tokens,
+        longest_sequence=num_tokens,
+        label_tokens_per_microbatch=num_tokens,
+        num_microbatches=1,
+        param_dtype="float32",
+        checkpointing="offload",
+    )
+    loss = loss_of(offloaded, num_tokens)
+    on_device = [kept.on_device for kept in inputs._kept if kept.on_device is not None]
+    assert len(inputs._kept) == SIZE.layers and len(on_device) == 1
+    kinds: dict[str, dict[str, int]] = {}
+    for mode in ("full", "offload"):
+        phases = memory_by_phase(shape, layout, replace(workload, checkpointing=mode))  # type: ignore[arg-type]
+        kinds[mode] = {phase.name: phase.total_bytes for phase in phases}
+    stream_bytes = on_device[0].nbytes
+    assert kinds["full"]["forward"] - kinds["offload"]["forward"] == (SIZE.layers - 1) * stream_bytes
+    loss.backward()
+    on_host = dict(host_memory(shape, layout, workload).parts)[INPUTS]
+    assert on_host == sum(buffer.nbytes for buffer in inputs._free) >= SIZE.layers * stream_bytes
+    assert not host_memory(shape, layout, replace(workload, on_cuda=False)).parts
+
+
+def test_without_cuda_blocks_are_recomputed_and_that_is_said() -> None:
+    memory = MemorySection(activation_checkpointing="offload")
+    model = build_model(HF_CONFIG)
+    config, warnings = build_activation_checkpointing(memory, model=model, device=CPU)
+    assert config is not None and config.mode == Mode.full
+    assert ["--activation_checkpointing offload" in warning for warning in warnings] == [True]
+    config, warnings = build_activation_checkpointing(memory, model=model, device=torch.device("cuda"))
+    assert config is not None and config.mode == Mode.full and not warnings
