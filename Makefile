@@ -31,12 +31,15 @@ lint: $(STAMP)  ## ruff and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder
+
 # What is quick to answer after a change; `make test` runs everything.
 check: lint  ## lint, types and the quick tests, in two minutes
-	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests/house/test_house.py tests/house/test_architecture.py tests/unit
+	$(PYTEST) -n 2 -m "not slow" tests/house/test_house.py tests/house/test_architecture.py tests/unit
 
+# Three files at a time keep two cores busy: in tests of a fleet, processes wait for each other.
 test: lint  ## lint, then all tests
-	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
+	$(PYTEST) -n 3 tests
 
 format: $(STAMP)  ## what ruff can mend by itself
 	$(PY) -m ruff check --fix .

@@ -1,4 +1,7 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device, but for a rehearsal of them on the CPU."""
+"""In which order tests run, and where those marked `gpu` do.
+
+They are skipped where there is no CUDA device, but for a rehearsal of them on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,23 @@ import pytest
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
 
+# Models here are small, and files run beside each other: threads of one would take the cores of another. It is read
+# when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _begin_with_slow_files(items)
+    _skip_gpu_tests(items)
+
+
+def _begin_with_slow_files(items: list[pytest.Item]) -> None:
+    """So that no worker has one left when the others have ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def _skip_gpu_tests(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests or os.environ.get("REHEARSE_GPU_TESTS"):
         return

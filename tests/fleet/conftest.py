@@ -6,10 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.fleet.forked_workers import python_that_forks
 
 NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
 OBJECT_STORE_BYTES = 128 << 20
@@ -29,7 +32,7 @@ def local_ray() -> Iterator[None]:
 
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=None)
-    with watchdog.marking():
+    with watchdog.marking(), patch.object(sys, "executable", python_that_forks()):
         ray.init(
             address="local",
             num_cpus=NUM_CPU_SLOTS,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.verifiers.verifier import Verifier
+from tests.fleet.forked_workers import python_that_forks
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 
@@ -48,7 +49,7 @@ Process = subprocess.Popen[str] | Forked
 
 @dataclass(kw_only=True)
 class GRPOCase:
-    """One command, run as its users run it; its driver is forked where everything is imported already."""
+    """One command, run as its users run it; driver and Ray's workers are forked where all is imported already."""
 
     model: Path
     prompts: Path
@@ -79,7 +80,12 @@ class GRPOCase:
         return words
 
     def start(self) -> Forked:
-        return programs.start(self.command(), environment={"PYTHONPATH": str(REPOSITORY)}, cwd=self.output_dir.parent)
+        return programs.start(
+            self.command(),
+            environment={"PYTHONPATH": str(REPOSITORY)},
+            cwd=self.output_dir.parent,
+            constants={"sys:executable": python_that_forks()},
+        )
 
     def start_python(self) -> subprocess.Popen[str]:
         """As `start`, but a Python that has imported nothing yet."""

@@ -21,6 +21,7 @@ from open_instruct.cluster.watchdog import MARK_VARIABLE
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.run.run_directory import RunDirectory
+from tests.fleet.forked_workers import python_that_forks
 from tests.fleet.learners import Recruit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -140,6 +141,7 @@ def test_a_constructor_refuses_in_its_own_words(local_ray: None) -> None:
 
 DRIVER = """
 import sys, time
+sys.executable = sys.argv[2]
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
@@ -160,7 +162,7 @@ with start as cluster, cluster.placing(shape) as places:
     Path("/dev/shm", ray.get(read_mark.remote())).touch()
     group.start(Recruit.fail, "freeze", 1)
     RunDirectory(path=Path()).write_pids(driver=0, learners=group.pids(), engines=[])
-    if sys.argv[1] == "wait":
+    if sys.argv[1] == "kill":
         time.sleep(600)
 """
 
@@ -179,9 +181,10 @@ def processes_of(driver: int, folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("end", ["kill", "leave"])
 def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
+    """Workers are what Ray starts for its users where the driver is killed, and are forked where it leaves."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "127.0.0.1:1"}
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, "wait" if end == "kill" else "leave"],
+        [sys.executable, "-c", DRIVER, end, sys.executable if end == "kill" else python_that_forks()],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.DEVNULL,

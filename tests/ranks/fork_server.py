@@ -7,6 +7,7 @@ asked for. What a test then has in hand is used like `subprocess.Popen`.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Read by libraries when they are loaded, and so the same for all that is forked.
 WHEN_LOADED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# What /proc tells of an environment lies where that of the server did, which therefore is a large one.
+ROOM = {"ROOM_FOR_ENVIRONMENT": " " * (1 << 15)}
 
 _server = multiprocessing.get_context("forkserver")
 
@@ -42,9 +45,9 @@ class Forked:
         self._said = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (it goes with the object)
         _server.set_forkserver_preload(["tests.ranks.preloaded"])
         ours = dict(os.environ)
-        os.environ.update(WHEN_LOADED)  # of the server, which the first process starts
+        os.environ.update(WHEN_LOADED | ROOM)  # of the server, which the first process starts
         try:
-            theirs = {**os.environ, **(environment or {})}
+            theirs = {**ours, **WHEN_LOADED, **(environment or {})}
             self._process = _server.Process(target=_become, args=(function, arguments, theirs, cwd, self._said.name))
             self._process.start()
         finally:
@@ -96,8 +99,17 @@ def _become(
     os.dup2(file, 2)
     os.close(file)
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    take_environment(environment)
+    os.chdir(cwd)
+    raise SystemExit(function(*arguments))
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """As the whole environment of this process, forked from the server; in /proc it has no other one either."""
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # the server may have looked it up
-    os.chdir(cwd)
-    raise SystemExit(function(*arguments))
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    shown = b"".join(f"{name}={value}\0".encode(errors="surrogateescape") for name, value in environment.items())
+    assert len(shown) <= end - start, "ROOM is too small"
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)

@@ -7,7 +7,20 @@ import gc
 import torch
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
+from open_instruct.learner import reference_cache, sample_loader  # noqa: F401
+from open_instruct.losses import preference  # noqa: F401
+from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
+from open_instruct.parallel import training_state  # noqa: F401
+from open_instruct.run import plan_check, trackers  # noqa: F401
 from tests.ranks.jobs import checkpoints, grpo_reference, replayed_run, traffic, train_runs, weight_sync  # noqa: F401
+
+# isort: split
+# What transformers imports at its first use.
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
+from transformers.models.olmo2 import modeling_olmo2  # noqa: F401
+from transformers.models.olmo3 import modeling_olmo3  # noqa: F401
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
 assert torch.get_num_threads() == 1, "threads do not live through a fork"
 

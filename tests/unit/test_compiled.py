@@ -96,7 +96,7 @@ def outcome(model: Transformer, batch: PackedBatch, *, learned: bool) -> tuple[A
         return scores.logprobs_N, scores.entropy_N, *gradients
 
 
-@pytest.mark.parametrize("family", ["olmo3", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("olmo3", marks=pytest.mark.slow), "qwen3"])
 def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     plain, model = new_model(family), new_model(family)
     model.apply_compile()

@@ -174,6 +174,7 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     assert state_bytes(shape_of(hf_config), layout, workload) == (parameters, gradients, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -245,6 +245,7 @@ def expected_scores(folder: Path, texts: list[str]) -> list[float]:
     return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placeholder", [None, PLACEHOLDER])
 def test_steps_of_a_file_and_of_a_completion_are_scored(folder: Path, tmp_path: Path, placeholder: str | None) -> None:
     model = exported_to(folder, tmp_path / "prm", placeholder=placeholder)

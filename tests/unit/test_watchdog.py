@@ -29,7 +29,7 @@ resource_tracker.register = lambda name, kind: None
 memory = SharedMemory(create=True, size=4096)
 with open(sys.argv[1], "rb") as file:
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-print(json.dumps({"pid": os.getpid(), "name": memory.name}), flush=True)
+print(json.dumps({"pid": os.getpid(), "name": memory.name}) + "\\n", end="", flush=True)  # whole, between the other's
 time.sleep(600)
 """
 
