@@ -143,8 +143,10 @@ def test_when_products_are_onednns() -> None:
 def test_a_frozen_weight_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "FEWEST_TOKENS", 1)
     linear = torch.nn.Linear(3, 2, bias=False).requires_grad_(False)
-    products.install_products(linear)
+    model = torch.nn.Sequential(linear)
+    products.install_products(model)
+    assert model[0].weight is linear.weight
     x = torch.randn(4, 3, requires_grad=True)
-    linear(x).sum().backward()
+    model(x).sum().backward()
     assert linear.weight.grad is None
     torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(4, 3))

@@ -6,11 +6,9 @@ its weight. PyTorch has a door to it, which has no gradient of its own.
 
 from __future__ import annotations
 
-import types
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,25 +16,32 @@ from torch.distributed.tensor import DTensor
 FEWEST_TOKENS = 1024
 
 
-def install_products(model: nn.Module) -> None:
-    """Let every linear layer of `model` choose at each call; parameters and state dict stay as they are."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
-
-
 def pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether oneDNN is faster: many tokens in float32 on a CPU. A tensor-parallel layer's weight is not one matrix."""
-    if bias is not None or isinstance(weight, DTensor) or isinstance(x, DTensor):
+    if torch.compiler.is_compiling() or bias is not None or isinstance(weight, DTensor) or isinstance(x, DTensor):
         return False
     is_float32_on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in (x, weight))
     return is_float32_on_cpu and x.shape[:-1].numel() >= FEWEST_TOKENS and torch.backends.mkldnn.is_available()
 
 
-def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    if not pays(x, self.weight, self.bias):
-        return F.linear(x, self.weight, self.bias)
-    return cast(torch.Tensor, _Product.apply(x, self.weight))
+class ChoosingLinear(nn.Linear):
+    """A linear layer that chooses at each call. Parameters and their names are those of `nn.Linear`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not pays(x, self.weight, self.bias):
+            return super().forward(x)
+        return cast(torch.Tensor, _Product.apply(x, self.weight))
+
+
+def install_products(model: nn.Module) -> None:
+    """Give `model`, before it is sharded, such layers in place of its own; they take over the parameters."""
+    for module in [*model.modules()]:
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                has_bias = child.bias is not None
+                linear = ChoosingLinear(child.in_features, child.out_features, bias=has_bias, device="meta")
+                linear.weight, linear.bias = child.weight, child.bias
+                setattr(module, name, linear)
 
 
 class _Product(torch.autograd.Function):
