@@ -30,7 +30,7 @@ class ChoosingLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not pays(x, self.weight, self.bias):
             return super().forward(x)
-        return cast(torch.Tensor, _Product.apply(x, self.weight))
+        return by_onednn(x, self.weight)
 
 
 def install_products(model: nn.Module) -> None:
@@ -44,21 +44,26 @@ def install_products(model: nn.Module) -> None:
                 setattr(module, name, linear)
 
 
+def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x times the transpose of `weight`, both float32 on a CPU; with gradient."""
+    return cast(torch.Tensor, _Product.apply(x, weight))
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _by_onednn(x, weight)
+        return _product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad
-        grad_x = _by_onednn(grad, weight.T) if of_x else None
+        grad_x = _product(grad, weight.T) if of_x else None
         return grad_x, grad.flatten(0, -2).T @ x.flatten(0, -2) if of_weight else None
 
 
-def _by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x times the transpose of `weight`."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
