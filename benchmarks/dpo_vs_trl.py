@@ -4,7 +4,10 @@ Both run under torchrun on the same number of gloo ranks, float32, with referenc
 beforehand and not timed. Only real tokens count; steps of warm-up do not. The two take turns, so that a
 busy machine slows both. TRL lives in an environment of its own, made on the first run.
 
-    python benchmarks/dpo_vs_trl.py [--rows FILE] [--num_steps 10] [--num_rounds 2]
+    python benchmarks/dpo_vs_trl.py [--rows FILE] [--num_steps 10] [--num_rounds 2] [--sharded]
+
+Both have a whole copy of the model on each rank, which TRL always has; with --sharded ours has half of it there, as it
+has by default.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ def arguments(description: str | None, rows: str, *, batch: int = 4) -> argparse
     parser.add_argument("--size", default="mini", help="of the tiny model (see open-instruct tiny-model --help)")
     parser.add_argument("--vocab_size", type=int, help="of its tokenizer; default: the size's own")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sharded", action="store_true", help="ours: shards, not a whole copy on each rank")
     parser.add_argument("--batch", type=int, default=batch, help="rows (or pairs) a microbatch")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--max_length", type=int, default=512)
@@ -95,6 +99,7 @@ def run_ours(
         *("--loss_type", name, "--beta", BETA, "--learning_rate", LEARNING_RATE),
         *("--lr_scheduler_type", "constant", "--warmup_ratio", "0"),
         *("--per_device_train_batch_size", args.batch, "--gradient_accumulation_steps", args.accumulation),
+        *([] if args.sharded else ["--fsdp_num_replicas", args.ranks, "--fsdp_shard_degree", 1]),
         *("--max_train_steps", args.num_steps, *layout),
     ]
     torchrun(sys.executable, args.ranks, REPOSITORY / "open_instruct" / f"{name}.py", flags)

@@ -7,7 +7,8 @@ three tensors begin with.
 On a CPU documents of one length are one call of PyTorch's scaled dot product attention, for which causality
 needs no mask at all; on a GPU in 16 bits all documents are one call of PyTorch's variable-length attention.
 Where documents share a prompt they are *segments* (segments.py): on a CPU shared_attention.py computes them; on a
-GPU the same one call does, with the prompt's keys gathered for every response but the first.
+GPU the same one call does, with the prompt's keys gathered for every response but the first. Long documents in
+float32 on a CPU are computed by on_cpu/blocks.py instead, whether they share or not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
 from open_instruct.models.context_parallel import ContextGroup
-from open_instruct.models.segments import QKV, Segments
+from open_instruct.models.on_cpu.blocks import attend_in_blocks, pays
+from open_instruct.models.segments import QKV, Segment, Segments, documents_of
 from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly
 
 MAX_CACHED_MASKS = 4
@@ -121,13 +123,18 @@ class SegmentAttention(AttentionBackend):
         if self.context is not None:
             raise RuntimeError("rows that are split over ranks need their segments")
         num_rows, row_len = qkv_BT.query.shape[:2]
+        if cu_doc_lens is None:
+            rows = tuple(Segment(row * row_len, row_len, 0, 0) for row in range(num_rows))
+            if pays(qkv_BT.query, rows, left):
+                attended_THD = attend_in_blocks(qkv_BT.each(_end_to_end), rows, left=left, scale=self.scale)
+                return attended_THD.unflatten(0, (num_rows, row_len))
         if cu_doc_lens is None and not 0 <= left < row_len - 1:
             return attend(qkv_BT, scale=self.scale).contiguous()
         varlen = _varlen_can_run(qkv_BT.query)
         if cu_doc_lens is None and not varlen:
             return attend_in_window(qkv_BT, left=left, scale=self.scale).contiguous()
 
-        qkv_T = qkv_BT.each(lambda tensor: tensor.flatten(0, 1))
+        qkv_T = qkv_BT.each(_end_to_end)
         if varlen:
             if cu_doc_lens is None:
                 cu_doc_lens = torch.arange(num_rows + 1, dtype=torch.int32, device=qkv_T.query.device) * row_len
@@ -247,6 +254,9 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
 @torch.compiler.disable
 def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: float | None) -> torch.Tensor:
     """What is computed differs with every row's lengths, so it is left out of compiled blocks."""
+    documents = documents_of(segments.lengths, segments.prefix_lengths)
+    if pays(qkv_T.query, documents, left):
+        return attend_in_blocks(qkv_T, documents, left=left, scale=scale)
     if not any(segments.prefix_lengths):
         return attend_by_document(qkv_T, list(segments.lengths), left=left, scale=scale)
     attend_shared = attend_in_tiles if qkv_T.query.device.type == "cpu" else attend_plainly
@@ -279,6 +289,10 @@ def _varlen(
     """`lengths`: where the queries and the keys of each document start, and the most of each."""
     flags: dict[str, Any] = {"window_size": (left, 0)} | (_VARLEN_GQA_FLAG if qkv.shares_heads else {})
     return cast(torch.Tensor, varlen_attn(qkv.query, qkv.key, qkv.value, *lengths, scale=scale, **flags))
+
+
+def _end_to_end(tensor_BT: torch.Tensor) -> torch.Tensor:
+    return tensor_BT.flatten(0, 1)
 
 
 def _stack(documents: list[torch.Tensor]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import install_logprob_head
 from open_instruct.models.heads.value_head import install_value_head
 from open_instruct.models.names import Head, clean_name
+from open_instruct.models.on_cpu.products import install_products
 from open_instruct.models.segments import install_segments
 
 
@@ -45,6 +46,7 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head:
     install_segments(model)
     install_head = install_value_head if head == "score" else install_logprob_head
     install_head(model, config, init_device=init_device)
+    install_products(model)
     # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
     model.apply_compile = types.MethodType(apply_compile, model)  # type: ignore[method-assign]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_instruct.models.segments import QKV, Segments, segments_of
+from open_instruct.models.on_cpu import blocks
+from open_instruct.models.segments import QKV, Segments, documents_of, segments_of
 from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly, tile_batches
 
 CPU = torch.device("cpu")
@@ -57,14 +60,27 @@ def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Segments, lef
     return torch.stack(outputs)
 
 
+def attend_in_small_blocks(qkv_T: QKV, of: Segments, *, left: int) -> torch.Tensor:
+    """Of three tokens each, or two."""
+    return blocks.attend_in_blocks(qkv_T, documents_of(of.lengths, of.prefix_lengths), left=left)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    with patch.multiple(blocks, MOST_QUERIES=6, FEWEST_TOKENS=2):
+        yield
+
+
 @settings(deadline=None, max_examples=30)
-@given(rows, st.sampled_from(LEFTS))
-def test_tiles_and_the_plain_version_are_the_definition(families: list[Any], left: int) -> None:
+@given(rows, st.sampled_from(LEFTS), st.sampled_from([(4, 2), (4, 1), (2, 2)]))
+def test_tiles_blocks_and_the_plain_version_are_the_definition(
+    families: list[Any], left: int, heads: tuple[int, int]
+) -> None:
     of = segments(families)
-    q, k, v = tensors(sum(of.lengths))
+    q, k, v = tensors(sum(of.lengths), heads=heads[0], groups=heads[1])
     grad_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(0))
     results = []
-    for attend in (defined, attend_plainly, attend_in_tiles):
+    for attend in (defined, attend_plainly, attend_in_tiles, attend_in_small_blocks):
         out = attend(q, k, v, of, left) if attend is defined else attend(QKV(q, k, v), of, left=left)
         results.append((out, *torch.autograd.grad(out, (q, k, v), grad_out)))
     for result in results[1:]:
@@ -72,10 +88,11 @@ def test_tiles_and_the_plain_version_are_the_definition(families: list[Any], lef
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+@pytest.mark.parametrize("attend", [attend_in_tiles, attend_in_small_blocks])
+def test_gradients_are_those_of_finite_differences(attend: Any) -> None:
     of = segments([(3, (2, 1)), (2, ())])
     inputs = tensors(8)
-    assert torch.autograd.gradcheck(lambda q, k, v: attend_in_tiles(QKV(q, k, v), of, left=2), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(QKV(q, k, v), of, left=2), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,69 @@
+"""Products of linear layers by oneDNN on a CPU, where PyTorch would take them to MKL.
+
+In float32 oneDNN was the faster for what a layer puts out and for the gradient of its input, and the slower for that of
+its weight. PyTorch has a door to it, which has no gradient of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+# Below, making oneDNN's code for a shape that was not met before takes what it then saves.
+FEWEST_TOKENS = 1024
+
+
+def pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether oneDNN is faster: many tokens in float32 on a CPU. A tensor-parallel layer's weight is not one matrix."""
+    if torch.compiler.is_compiling() or bias is not None or isinstance(weight, DTensor) or isinstance(x, DTensor):
+        return False
+    is_float32_on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in (x, weight))
+    return is_float32_on_cpu and x.shape[:-1].numel() >= FEWEST_TOKENS and torch.backends.mkldnn.is_available()
+
+
+class ChoosingLinear(nn.Linear):
+    """A linear layer that chooses at each call. Parameters and their names are those of `nn.Linear`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not pays(x, self.weight, self.bias):
+            return super().forward(x)
+        return by_onednn(x, self.weight)
+
+
+def install_products(model: nn.Module) -> None:
+    """Give `model`, before it is sharded, such layers in place of its own; they take over the parameters."""
+    for module in [*model.modules()]:
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                has_bias = child.bias is not None
+                linear = ChoosingLinear(child.in_features, child.out_features, bias=has_bias, device="meta")
+                linear.weight, linear.bias = child.weight, child.bias
+                setattr(module, name, linear)
+
+
+def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x times the transpose of `weight`, both float32 on a CPU; with gradient."""
+    return cast(torch.Tensor, _Product.apply(x, weight))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        grad_x = _product(grad, weight.T) if of_x else None
+        return grad_x, grad.flatten(0, -2).T @ x.flatten(0, -2) if of_weight else None
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x times the transpose of `weight`."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product

@@ -1,0 +1,152 @@
+"""What a CPU computes in its own way, attention in blocks and products by oneDNN, is what it is otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.families import FAMILIES
+from open_instruct.learner.forward import token_logprobs
+from open_instruct.models import attention
+from open_instruct.models.on_cpu import blocks, products
+from open_instruct.models.segments import Segment, documents_of
+from open_instruct.packing.documents import pack_documents, pad_documents
+from open_instruct.records import Document, PackedBatch, Span
+from tests.unit.small_models import CPU, VOCAB_SIZE, random_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT, REPLIES = 14, (27, 40, 33)
+
+NEVER = blocks.FEWEST_KEYS * 1000
+
+
+def documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, VOCAB_SIZE, (count,), generator=generator).tolist())
+
+    prompt = ids(PROMPT)
+    return [
+        Document(token_ids=prompt + ids(length), responses=(Span(start=PROMPT, stop=PROMPT + length),))
+        for length in REPLIES
+    ]
+
+
+LAYOUTS: dict[str, Callable[[], PackedBatch]] = {
+    "packed": lambda: pack_documents(documents()),
+    "shared": lambda: pack_documents(documents(), groups=[(0, 1, 2)]),
+    "padded": lambda: pad_documents(documents(), pad_token_id=0),
+}
+
+
+def logprobs_and_gradients(model: Transformer, batch: PackedBatch) -> list[torch.Tensor]:
+    scores = token_logprobs(model, batch, device=CPU)
+    weights = torch.linspace(0.5, 1.5, len(scores.logprobs_N))
+    return [scores.logprobs_N, *torch.autograd.grad((scores.logprobs_N * weights).sum(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_flash_attentions(family: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows (of 7 tokens, in OLMo 3's sliding layers), shared heads and shared prompts; several blocks a document."""
+    model, batch = random_model(family), LAYOUTS[layout]()
+    monkeypatch.setattr(blocks, "FEWEST_KEYS", NEVER)
+    expected = logprobs_and_gradients(model, batch)
+
+    monkeypatch.setattr(blocks, "FEWEST_KEYS", 1)
+    monkeypatch.setattr(blocks, "MOST_SHARED_KEYS", 1.0)
+    monkeypatch.setattr(blocks, "MOST_QUERIES", 20)
+    monkeypatch.setattr(blocks, "FEWEST_TOKENS", 5)
+    calls = []
+
+    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(args)
+        return blocks.attend_in_blocks(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "attend_in_blocks", counted)
+    ours = logprobs_and_gradients(model, batch)
+    assert len(calls) == 4
+    for tensor, other in zip(ours, expected, strict=True):
+        assert (tensor - other).norm() <= 1e-5 * other.norm()
+
+
+def row(*lengths: int) -> tuple[Segment, ...]:
+    return documents_of(lengths, (0,) * len(lengths))
+
+
+PAYS = {
+    "long documents": (row(512, 512), -1, True),
+    "one that is long enough": (row(blocks.FEWEST_KEYS), -1, True),
+    "and one that is not": (row(blocks.FEWEST_KEYS - 1), -1, False),
+    "a few short ones beside long ones": (row(60, 500, 500), -1, True),
+    "many short ones": (row(*[40] * 20, 400), -1, False),
+    "a wide window": (row(2048), 511, True),
+    "a narrow window": (row(2048), 63, False),
+    "a pair with a short prompt": (documents_of((50, 460, 460), (0, 50, 50)), -1, True),
+    "a group behind a long prompt": (documents_of((1000, *[200] * 8), (0, *[1000] * 8)), -1, False),
+}
+
+
+@pytest.mark.parametrize(("documents", "left", "expected"), PAYS.values(), ids=PAYS)
+def test_when_blocks_are_taken(documents: tuple[Segment, ...], left: int, expected: bool) -> None:
+    assert blocks.pays(torch.empty(0, 6, 32), documents, left) is expected
+
+
+def test_only_float32_on_a_cpu() -> None:
+    long = row(1024)
+    assert blocks.pays(torch.empty(1024, 2, 8), long, -1)
+    assert not blocks.pays(torch.empty(1024, 2, 8, dtype=torch.bfloat16), long, -1)
+    assert not blocks.pays(torch.empty(1024, 2, 8, device="meta"), long, -1)
+
+
+def test_no_more_scores_than_a_block_has() -> None:
+    """Nothing as large as a document squared is held: 192 queries, in whole tokens, against the keys they see."""
+    (document,) = row(1000)
+    for left, most_keys in ((-1, 1000), (300, 364)):
+        of_document = [*blocks.blocks_of(document, left, 3)]
+        assert [each.first for each in of_document] == [*range(0, 1000, 64)]
+        assert of_document[-1].end == 1000
+        assert max(each.end_of_keys - each.first_key for each in of_document) == most_keys
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_those_of_plain_products(
+    family: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = random_model(family), LAYOUTS[layout]()
+    expected = logprobs_and_gradients(model, batch)
+    monkeypatch.setattr(products, "FEWEST_TOKENS", 1)
+    calls = []
+    product = products._product
+    monkeypatch.setattr(products, "_product", lambda *args: calls.append(1) or product(*args))
+    ours = logprobs_and_gradients(model, batch)
+    assert len(calls) == 2 * (4 * 7 + 1)  # forward and backward of seven matrices a layer, and the head's
+    for tensor, other in zip(ours, expected, strict=True):
+        assert (tensor - other).norm() <= 1e-5 * other.norm()
+
+
+def test_when_products_are_onednns() -> None:
+    x, weight = torch.empty(1, products.FEWEST_TOKENS, 8), torch.empty(4, 8)
+    assert products.pays(x, weight, None)
+    assert not products.pays(x[:, 1:], weight, None)
+    assert not products.pays(x, weight, torch.empty(4))
+    assert not products.pays(x.bfloat16(), weight.bfloat16(), None)
+    assert not products.pays(x.to("meta"), weight.to("meta"), None)
+
+
+def test_a_frozen_weight_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "FEWEST_TOKENS", 1)
+    linear = torch.nn.Linear(3, 2, bias=False).requires_grad_(False)
+    model = torch.nn.Sequential(linear)
+    products.install_products(model)
+    assert model[0].weight is linear.weight
+    x = torch.randn(4, 3, requires_grad=True)
+    model(x).sum().backward()
+    assert linear.weight.grad is None
+    torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(4, 3))
