@@ -86,7 +86,7 @@ BUDGETS = {
     "config": 1725,
     "data": 1395,
     "engines": 695,
-    "entries": 875,
+    "entries": 900,
     "ground": 305,
     "learner": 1060,
     "learner/olmo_core": 870,
