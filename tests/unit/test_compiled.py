@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from olmo_core.nn.transformer import Transformer
+from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpointingMode
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.olmo_core.inputs_on_host import keep_inputs_on_host
 from open_instruct.models import compiled
 from open_instruct.models.build import build_model, local_part
 from open_instruct.models.heads.logprob_head import losses_of_logits
@@ -57,8 +58,8 @@ def versions_of(function: Any) -> int:
 
 
 def versions_of_blocks(model: Transformer) -> int:
-    forward = type(next(iter(model.blocks.values()))).forward
-    return versions_of(forward)
+    block: Any = next(iter(model.blocks.values()))
+    return versions_of(type(getattr(block, "_checkpoint_wrapped_module", block)).forward)
 
 
 def row(rng: random.Random, *, shares: bool) -> PackedBatch:
@@ -183,3 +184,17 @@ def test_what_the_compiler_differentiates_and_writes_is_the_same(request: pytest
     model.lm_head.compiled_losses = torch.compile(losses_of_logits)
     model.blocks["0"].apply_compile()
     assert_same(results(model, shared), expected)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
+def test_compiled_blocks_are_recomputed_from_inputs_on_the_host() -> None:
+    """What is compiled is within what is recomputed, and that within what keeps its input elsewhere."""
+    plain, model = new_model("qwen3"), new_model("qwen3")
+    model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
+    model.apply_compile()
+    keep_inputs_on_host(model, CPU)
+    rng = random.Random(0)
+    for shares in (True, False):
+        batch = row(rng, shares=shares)
+        assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
+    assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0
