@@ -13,6 +13,7 @@ from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  
 from open_instruct.parallel import training_state  # noqa: F401
 from open_instruct.run import plan_check, trackers  # noqa: F401
 from tests.ranks.jobs import checkpoints, grpo_reference, replayed_run, traffic, train_runs, weight_sync  # noqa: F401
+from tests.ranks.remembered_rules import remember_rules
 
 # isort: split
 # What transformers imports at its first use.
@@ -22,6 +23,7 @@ from transformers.models.olmo2 import modeling_olmo2  # noqa: F401
 from transformers.models.olmo3 import modeling_olmo3  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
+remember_rules()
 assert torch.get_num_threads() == 1, "threads do not live through a fork"
 
 # What is imported stays; ranks that look for garbage in it would only copy its pages.

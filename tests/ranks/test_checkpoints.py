@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import free_ports
 
 JOBS = "tests.ranks.jobs.checkpoints"
@@ -33,12 +33,18 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def grpo_case(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
+    """Of two layers, which are saved as four are."""
+    return GRPOCase(tmp_path_factory.mktemp("checkpoints"), layers=2)
+
+
 def flags_of(case: GRPOCase, name: str, **flags: Any) -> list[str]:
     family = flags.pop("family", None)
     if family is not None:
         # A vocabulary that no number of ranks divides.
         model = case.folder / f"{name}_model"
-        flags["model_name_or_path"] = write_tiny_model(model, family=family, tie=True, vocab_size=389)
+        flags["model_name_or_path"] = write_shallow_model(model, layers=2, family=family, tie=True, vocab_size=389)
     return case.case(name, flags=flags)["flags"]
 
 
