@@ -121,7 +121,7 @@ FOREIGN_FLAGS = {
         "rdzv_id",
     ),
     *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "no_index", "target"),
-    *("help", "version"),
+    *("help", "version", "no_build_isolation"),
 }
 PLACEHOLDERS = {"flag"}
 
