@@ -12,8 +12,8 @@ from open_instruct.config.sections import (
     ModelSection,
     OptimizerSection,
     OptimSection,
-    ParallelSection,
     RunSection,
+    ShardingSection,
 )
 
 
@@ -30,7 +30,7 @@ class LearnerConfig(Protocol):
     def optim(self) -> OptimizerSection: ...
 
     @property
-    def parallel(self) -> ParallelSection: ...
+    def parallel(self) -> ShardingSection: ...
 
     @property
     def memory(self) -> MemorySection: ...

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd, isqrt
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sections import ParallelSection, ShardingSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
 from open_instruct.parallel.wording import counted, one_of
@@ -80,8 +80,18 @@ def resolve_layout(
     )
 
 
-def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-    """`resolve_layout` for the sharding flags of a run."""
+def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+    """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
+    if isinstance(parallel, ParallelSection) and parallel.zero_stage is not None:
+        nodes = _checked_nodes(gpus_per_node)
+        ways = divisors(sum(nodes))
+        if parallel.deepspeed_zpg not in ways:
+            raise InputError(
+                f"--deepspeed_zpg {parallel.deepspeed_zpg} does not divide {_learners(sum(nodes))}; "
+                f"use {_within_and_across(ways, nodes)}"
+            )
+        shard_degree = sum(nodes) if parallel.zero_stage else 1
+        return ShardLayout(gpus_per_node=nodes, shard_degree=shard_degree, num_replicas=sum(nodes) // shard_degree)
     return resolve_layout(
         gpus_per_node,
         fsdp_shard_degree=parallel.fsdp_shard_degree,

@@ -73,6 +73,7 @@ HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBR
 WITHOUT_TORCH = [
     *("errors.py", "families.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
     *("parallel/layout_warnings.py", "parallel/processes.py", "parallel/training_state.py"),
+    "learner/deepspeed/settings.py",
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for path in sorted((PACKAGE / "planning").rglob("*.py"))),
 ]
@@ -83,18 +84,19 @@ MAX_LINES_OF_A_FILE = 500
 BUDGETS = {
     "checkpoints": 580,
     "cluster": 825,
-    "config": 1795,
+    "config": 1845,
     "data": 1430,
     "engines": 750,
     "entries": 940,
     "ground": 305,
-    "learner": 1055,
-    "learner/olmo_core": 785,
+    "learner": 1065,
+    "learner/deepspeed": 335,
+    "learner/olmo_core": 790,
     "losses": 635,
-    "models": 2075,
+    "models": 2105,
     "objectives": 1390,
     "packing": 560,
-    "parallel": 1120,
+    "parallel": 1130,
     "planning": 2420,
     "rollout": 1350,
     "run": 780,
@@ -186,6 +188,13 @@ class TestFiles:
     def test_ray_and_vllm_stay_in_the_fleet(self, path: Path) -> None:
         if room_of(path) not in ("cluster", "engines", "weights", "rollout", "grpo_olmo_core_actor"):
             assert not libraries_of(path) & FLEET_LIBRARIES
+
+    def test_deepspeed_stays_in_its_folder(self, path: Path) -> None:
+        """Where one file loads it, once it is known to be one that will do."""
+        assert "deepspeed" not in libraries_of(path)
+        for name in imports_of(tree_of(path)):
+            from_there = name.startswith("open_instruct.learner.deepspeed.library")
+            assert not from_there or path.parent.name == "deepspeed"
 
     def test_no_file_is_long(self, path: Path) -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES_OF_A_FILE
