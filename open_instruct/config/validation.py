@@ -21,8 +21,8 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 # Each with the first stage of ZeRO that has something for it.
 OF_DEEPSPEED = {"deepspeed_stage": 0, "adam_offload": 1, "deepspeed_zpg": 3, "offload": 3}
 NOT_WITH_DEEPSPEED = {
-    *("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree", "single_gpu_mode"),
-    *("optimizer", "compile_model", "activation_memory_budget", "init_device", "ref_policy_update_freq"),
+    *("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "single_gpu_mode", "init_device"),
+    *("optimizer", "compile_model", "activation_memory_budget", "ref_policy_update_freq"),
 }
 
 

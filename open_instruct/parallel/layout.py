@@ -83,15 +83,15 @@ def resolve_layout(
 def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardLayout:
     """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
     if isinstance(parallel, ParallelSection) and parallel.zero_stage is not None:
-        nodes = _checked_nodes(gpus_per_node)
-        ways = divisors(sum(nodes))
+        shared = {"fsdp_num_replicas": 1} if parallel.zero_stage else {"fsdp_shard_degree": 1}
+        layout = resolve_layout(gpus_per_node, context_parallel_degree=parallel.context_parallel_degree, **shared)
+        ways = divisors(layout.world_size)
         if parallel.deepspeed_zpg not in ways:
             raise InputError(
-                f"--deepspeed_zpg {parallel.deepspeed_zpg} does not divide {_learners(sum(nodes))}; "
-                f"use {_within_and_across(ways, nodes)}"
+                f"--deepspeed_zpg {parallel.deepspeed_zpg} does not divide {_learners(layout.world_size)}; "
+                f"use {_within_and_across(ways, layout.gpus_per_node)}"
             )
-        shard_degree = sum(nodes) if parallel.zero_stage else 1
-        return ShardLayout(gpus_per_node=nodes, shard_degree=shard_degree, num_replicas=sum(nodes) // shard_degree)
+        return replace(layout, warnings=())
     return resolve_layout(
         gpus_per_node,
         fsdp_shard_degree=parallel.fsdp_shard_degree,

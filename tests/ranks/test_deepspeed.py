@@ -25,11 +25,14 @@ def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
     return {"backend": "deepspeed", "deepspeed_stage": stage} | flags
 
 
-def run(case: TrainCase, commands: list[tuple[str, dict[str, Any]]], *, ranks: int, job: str = "run") -> list[Any]:
+def run(
+    case: TrainCase, commands: list[tuple[str, dict[str, Any]]], *, ranks: int, job: str = "run", context: int = 1
+) -> list[Any]:
     """Runs with a name and flags each, one after the other in the same ranks, of two microbatches a step."""
-    words = [case.command(name, ranks=ranks, batch=4 // ranks, **flags) for name, flags in commands]
-    ports = free_ports(len(words))
+    readers = ranks // context  # of different rows
+    words = [case.command(name, ranks=readers, batch=4 // readers, **flags) for name, flags in commands]
     entries = {"entries": ["dpo"] * len(words)} if job == "run" else {}
+    ports = free_ports(len(words))
     return run_ranks(ranks, f"{JOBS}:{job}", timeout_s=60 + 40 * len(words), commands=words, ports=ports, **entries)
 
 
@@ -67,6 +70,14 @@ def test_host_memory_and_second_copies_change_nothing(dpo: TrainCase) -> None:
         ("all_of_it", of_stage(3, deepspeed_zpg=2, **in_host_memory)),
     ]
     run(dpo, commands, ranks=4)
+    for name, _ in commands:
+        assert_same(dpo, name)
+
+
+def test_rows_may_be_split_over_ranks(dpo: TrainCase) -> None:
+    """Of which DeepSpeed knows nothing. A wrong scale would show in the norm alone, the first loss agrees anyway."""
+    commands = [(f"split_{stage}", of_stage(stage, sequence_parallel_size=2)) for stage in (0, 2, 3)]
+    run(dpo, commands, ranks=4, context=2)
     for name, _ in commands:
         assert_same(dpo, name)
 

@@ -52,7 +52,6 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
     [
         (2, "--fsdp_shard_degree 2", "--fsdp_shard_degree 2 cannot go with --backend deepspeed; leave it out"),
         (2, "--tensor_parallel_degree 2", "or use --backend olmo_core"),
-        (2, "--sequence_parallel_size 2", "--context_parallel_degree 2 cannot go with --backend deepspeed"),
         (2, "--optimizer muon", "--optimizer muon cannot go with"),
         (2, "--compile_model", "--compile_model true cannot go with"),
         (2, "--ref_policy_update_freq 4", "--ref_policy_update_freq 4 cannot go with"),
@@ -91,6 +90,10 @@ def test_all_ranks_share_on_whichever_nodes_they_are() -> None:
     assert (by_stage[2].num_replicas, by_stage[2].shard_degree) == (1, 6)
     assert by_stage[2].data_parallel_world_size == 6
     assert layout_of(config_of("--deepspeed_zpg 2", 3).parallel, [4, 4]).shard_degree == 8
+    split = layout_of(config_of("--sequence_parallel_size 2", 3).parallel, [4, 4])
+    assert (split.context_parallel_degree, split.data_parallel_world_size, split.shard_degree) == (2, 4, 4)
+    with pytest.raises(InputError, match="--context_parallel_degree 3 does not divide 8 learner GPUs"):
+        layout_of(config_of("--sequence_parallel_size 3", 3).parallel, [4, 4])
     with pytest.raises(InputError, match=r"--deepspeed_zpg 3 does not divide 8 learner GPUs; use 1, 2 or 4 \(within"):
         layout_of(config_of("--deepspeed_zpg 3", 3).parallel, [4, 4])
 

@@ -6,7 +6,7 @@ import math
 from datetime import timedelta
 
 import torch
-from olmo_core.distributed.parallel import build_world_mesh
+from olmo_core.distributed.parallel import build_world_mesh, get_cp_mesh
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
@@ -19,7 +19,7 @@ from open_instruct.learner.olmo_core.kernels import choose_attention, kernel_war
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import BoundLoss
-from open_instruct.parallel.data_parallel import build_data_parallel_config
+from open_instruct.parallel.data_parallel import build_context_parallel_config, build_data_parallel_config
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
 from open_instruct.run.opened import Run
@@ -68,8 +68,12 @@ def build_policy(
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=device,
     )
-    # Of FSDP2, which shards frozen models that stand beside the policy, over the same ranks.
-    build_world_mesh(dp=build_data_parallel_config(run.layout, param_dtype=model.param_dtype), device_type=device.type)
+    # DeepSpeed is told of none: it averages over all ranks, whichever of them split a row. Frozen models that stand
+    # beside the policy are FSDP2's, over the same ranks.
+    dp, cp = build_data_parallel_config(run.layout), build_context_parallel_config(run.layout)
+    module.world_mesh = build_world_mesh(dp=dp, cp=cp, device_type=device.type)
+    if cp is not None:
+        module.model.apply_cp(get_cp_mesh(module.world_mesh))
     report = stream_load(module.model, pretrained.files, pretrained.names)
     module.masters.changed(num_steps=0)
     run.console.say(
