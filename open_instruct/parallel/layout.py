@@ -83,8 +83,12 @@ def resolve_layout(
 def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardLayout:
     """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
     if isinstance(parallel, ParallelSection) and parallel.zero_stage is not None:
-        shared = {"fsdp_num_replicas": 1} if parallel.zero_stage else {"fsdp_shard_degree": 1}
-        layout = resolve_layout(gpus_per_node, context_parallel_degree=parallel.context_parallel_degree, **shared)
+        layout = resolve_layout(
+            gpus_per_node,
+            fsdp_shard_degree=None if parallel.zero_stage else 1,
+            fsdp_num_replicas=1 if parallel.zero_stage else None,
+            context_parallel_degree=parallel.context_parallel_degree,
+        )
         ways = divisors(layout.world_size)
         if parallel.deepspeed_zpg not in ways:
             raise InputError(

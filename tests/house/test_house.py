@@ -96,7 +96,7 @@ BUDGETS = {
     "models": 2105,
     "objectives": 1390,
     "packing": 560,
-    "parallel": 1130,
+    "parallel": 1135,
     "planning": 2420,
     "rollout": 1350,
     "run": 780,
