@@ -18,7 +18,7 @@ from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
 JOBS = "tests.ranks.jobs.deepspeed_runs"
-RESUMES: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
+RESUMES: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2, "async_checkpoints": "on"}
 
 
 def of_stage(stage: int, **flags: Any) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import RunError
 
 # What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner.deepspeed import policy  # noqa: F401
+from open_instruct.learner.deepspeed import policy
+from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
@@ -22,8 +23,15 @@ from open_instruct.train import train
 from tests.ranks.jobs.train_runs import run_each
 
 
+def nothing_persists(*sections: Any, **more: Any) -> dict[str, Any]:
+    """DeepSpeed leaves what has few values gathered, which is all that a tiny model has."""
+    settings = engine_settings(*sections, **more)
+    return settings | {"zero_optimization": settings["zero_optimization"] | {"stage3_param_persistence_threshold": 0}}
+
+
 def run(entries: list[str], commands: list[list[str]], ports: list[int]) -> None:
-    """Of each command the run of its entry."""
+    """Of each command the run of its entry, where stage 3 shares the smallest parameter too, as it does large ones."""
+    policy.engine_settings = nothing_persists
     for entry, command, port in zip(entries, commands, ports, strict=True):
         run_each([command], [port], entry=entry)
 
