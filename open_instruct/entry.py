@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from open_instruct.config.help import print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sections import ShardingSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
@@ -101,7 +101,7 @@ def run_entry(
     return run_to_exit_code(run, program=program)
 
 
-def check_layout(parallel: ParallelSection, environ: Mapping[str, str]) -> None:
+def check_layout(parallel: ShardingSection, environ: Mapping[str, str]) -> None:
     """Refuse sharding flags that cannot work on the nodes that the launcher tells of.
 
     Nodes of unequal size cannot be told from one process's environment; they are left to the

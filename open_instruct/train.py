@@ -75,7 +75,6 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
-    from open_instruct.learner.olmo_core.policy import build_policy
     from open_instruct.learner.profile import profiling
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
     from open_instruct.learner.reference_policy import Reference, build_reference
@@ -91,6 +90,11 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.run.signals import stopped_by
     from open_instruct.run.start_model import start_model_of
     from open_instruct.run.trackers import logging_steps
+
+    if config.parallel.zero_stage is None:
+        from open_instruct.learner.olmo_core.policy import build_policy
+    else:
+        from open_instruct.learner.deepspeed.policy import build_policy
 
     with open_run(config) as run:
         pretrained = open_pretrained(

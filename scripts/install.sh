@@ -169,6 +169,8 @@ install_ours() {
     if [[ $locked == 1 ]]; then
         say "open-instruct and what it needs, as locked: one to three minutes"
         install_lock base
+        # Of DeepSpeed there are sources alone. It compiles nothing then, so that it needs to look for no CUDA compiler.
+        DS_ACCELERATOR=cpu install_lock deepspeed --no-build-isolation --no-binary deepspeed
         # With the setuptools of the lock; an isolated build would fetch another, by no hash.
         pip_install --no-deps --no-build-isolation --editable .
     else
@@ -176,7 +178,7 @@ install_ours() {
         say "versions are the newest that pyproject.toml allows, by no hash: scripts/locks serves CPython 3.11 to 3.13 on" \
             "Linux (x86_64, aarch64; glibc 2.34 or newer), and this is $("$VENV/bin/python" --version) on" \
             "$(uname -s) $(uname -m)"
-        pip_install --editable '.[dev]'
+        pip_install --editable '.[dev,deepspeed]'
     fi
 }
 

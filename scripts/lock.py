@@ -1,9 +1,10 @@
 """Makes the files of scripts/locks/ anew: `make lock`. Needs the program `uv` on the PATH, and PyPI.
 
-scripts/install.sh installs a build from three of them, in this order: torch_{cpu,cuda}.txt, base.txt (what
-pyproject.toml needs without torch, the tools of `make test` too) and vllm_{cpu,cuda}.txt. wandb.txt is what wandb needs
-beside base.txt. Each holds a version and the hashes of its wheels for the Pythons and machines below, so that pip takes
-no other file, whatever index or mirror it is given. They are complete: pip installs them with `--no-deps`.
+scripts/install.sh installs a build from four of them, in this order: torch_{cpu,cuda}.txt, base.txt (what
+pyproject.toml needs without torch, the tools of `make test` too), deepspeed.txt and vllm_{cpu,cuda}.txt. wandb.txt and
+deepspeed.txt are what these need beside base.txt; what vLLM needs too has one version in both. Each holds a version and
+the hashes of its wheels for the Pythons and machines below, so that pip takes no other file, whatever index or mirror
+it is given. They are complete: pip installs them with `--no-deps`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ GLIBC = (2, 34)  # RHEL 9, Ubuntu 22.04, Debian 12; older ones have no wheels of
 TORCH_AND_CUDA = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 # vLLM's CUDA build refuses newer setuptools; left to itself, uv takes a cuda-python without wheels for Python 3.13.
 CONSTRAINTS = "setuptools<81\ncuda-python>=13\n"
+# Published as sources alone; scripts/install.sh builds them.
+FROM_SOURCE = {"deepspeed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,9 @@ def pin_of(package: Mapping[str, object], platforms: Iterable[Platform] = PLATFO
         return None
     hashes: set[str] = set()
     for platform in needing:
+        if package["name"] in FROM_SOURCE:
+            hashes.add(package["sdist"]["hashes"]["sha256"])  # type: ignore[index]
+            continue
         found = {
             wheel["hashes"]["sha256"]
             for wheel in package.get("wheels", [])  # type: ignore[attr-defined]
@@ -146,7 +152,8 @@ def main(folder: Path) -> None:
     ours = ["--constraint", str(constraints), "--extra", "dev", "pyproject.toml"]
 
     # All at once first, so that what is in two builds has one version in both.
-    together = resolve(folder, torch, vllm, *needs, "wandb", flags=[*ours, "--extra", "wandb"])
+    extras = ["--extra", "wandb", "--extra", "deepspeed"]
+    together = resolve(folder, torch, vllm, *needs, flags=[*ours, *extras])
     lines = (f"{pin.name}=={pin.version}" + (f" ; {pin.marker}" if pin.marker else "") for pin in together)
     constraints.write_text("\n".join(lines) + "\n")
 
@@ -155,6 +162,8 @@ def main(folder: Path) -> None:
     write("base.txt", "What pyproject.toml needs, its extra `dev` too, without torch.", without(base, of_torch))
     write("torch_cuda.txt", "torch as PyPI has it: the CUDA build, and its libraries.", of_torch)
     write("wandb.txt", "What wandb needs beside base.txt.", without(resolve(folder, "wandb", flags=ours), base))
+    of_deepspeed = without(resolve(folder, torch, flags=[*ours, "--extra", "deepspeed"]), base)
+    write("deepspeed.txt", "What DeepSpeed needs beside base.txt; itself from its sources.", of_deepspeed)
     cuda = without(resolve(folder, torch, vllm, flags=ours), base)
     write("vllm_cuda.txt", "vLLM's CUDA build, and what it needs beside base.txt and torch_cuda.txt.", cuda)
     alone = resolve(folder, *on_cpu, flags=["--no-deps"])

@@ -264,10 +264,10 @@ def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], 
     return {name: write_tensors(part / name, tensors)} | of_json
 
 
-def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the other values of a state dict, by their dotted names, in order."""
+def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[str, Any]]:
+    """The tensors, or parts of them, and the other values of a state dict, by their dotted names, in order."""
     leaves = dict(sorted(_leaves(state)))
-    tensors = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor | Part)}
     return tensors, {name: value for name, value in leaves.items() if name not in tensors}
 
 

@@ -17,7 +17,7 @@ from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.errors import InputError
 from open_instruct.whole_file import replace_text
 
-REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers")
+REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers", "deepspeed")
 
 
 def as_flat_dict(config: object) -> dict[str, Any]:

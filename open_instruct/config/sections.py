@@ -188,7 +188,7 @@ class SFTOptimSection(OptimSection):
 
 
 @dataclass(kw_only=True)
-class ParallelSection:
+class ShardingSection:
     """Sharding"""
 
     fsdp_shard_degree: int | None = free_flag(
@@ -207,6 +207,36 @@ class ParallelSection:
         "every",
     )
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
+
+    @property
+    def zero_stage(self) -> int | None:
+        """Of DeepSpeed, where that holds the shards."""
+        return None
+
+
+@dataclass(kw_only=True)
+class ParallelSection(ShardingSection):
+    """Sharding"""
+
+    backend: Literal["olmo_core", "deepspeed"] = flag(
+        "who holds the shards and steps the optimizer: OLMo-core on FSDP2, or DeepSpeed's ZeRO over all ranks",
+        "olmo_core",
+    )
+    deepspeed_stage: int = free_flag(
+        "what ranks share under ZeRO: 0 nothing, 1 the optimizer's states, 2 gradients too, 3 weights too",
+        0,
+        minimum=0,
+        maximum=3,
+    )
+    deepspeed_zpg: int = free_flag(
+        "stage 3: neighbouring ranks that hold a second copy of the weights between them, to gather from", 1, minimum=1
+    )
+    adam_offload: bool = free_flag("from stage 1: the optimizer's states and its step are the CPU's", False)
+    offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
+
+    @property
+    def zero_stage(self) -> int | None:
+        return self.deepspeed_stage if self.backend == "deepspeed" else None
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from open_instruct.config.sections import (
     OptimSection,
     ParallelSection,
     RunSection,
+    ShardingSection,
 )
 
 
@@ -24,7 +25,7 @@ class LearnerConfig:
     model: ModelSection
     data: DataSection | PromptDataSection
     optim: OptimizerSection
-    parallel: ParallelSection
+    parallel: ShardingSection
     memory: MemorySection
     run: RunSection
     logging: LoggingSection
@@ -36,3 +37,4 @@ class TrainingConfig(LearnerConfig):
 
     data: DataSection
     optim: OptimSection
+    parallel: ParallelSection

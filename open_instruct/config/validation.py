@@ -12,12 +12,19 @@ from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.flags import flags_of, sections_of, spelled
-from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection, PrefixSharing
+from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, PrefixSharing, ShardingSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "tensorboard")
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
+# Each with the first stage of ZeRO that has something for it.
+OF_DEEPSPEED = {"deepspeed_stage": 0, "adam_offload": 1, "deepspeed_zpg": 3, "offload": 3}
+NOT_WITH_DEEPSPEED = {
+    *("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "single_gpu_mode", "init_device"),
+    *("optimizer", "compile_model", "activation_memory_budget", "ref_policy_update_freq"),
+    "gradient_reduction",
+}
 
 
 def changed(config: object, *names: str) -> list[str]:
@@ -75,7 +82,7 @@ def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterat
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
 
 
-def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
+def parallel_problems(parallel: ShardingSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
     if parallel.single_gpu_mode:
         for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
@@ -83,6 +90,26 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
                 yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
         if parallel.gradient_reduction == "last":
             yield "--gradient_reduction last: with --single_gpu_mode nothing is reduced; leave one of them out"
+
+
+def backend_problems(config: TrainingConfig) -> Iterator[str]:
+    """What DeepSpeed's flags and the others ask of each other."""
+    if config.parallel.zero_stage is None:
+        for given in changed(config, *OF_DEEPSPEED):
+            yield f"{given} is read only with --backend deepspeed; add that, or leave it out"
+        return
+    stage = config.parallel.zero_stage
+    for given in changed(config, *sorted(NOT_WITH_DEEPSPEED & flags_of(type(config)).keys())):
+        yield f"{given} cannot go with --backend deepspeed; leave it out, or use --backend olmo_core"
+    if stage == 0 and config.model.param_dtype == "bfloat16":
+        yield (
+            "--deepspeed_stage 0 keeps no float32 weights beside the bfloat16 ones, and small updates are lost; use "
+            "--deepspeed_stage 1, 2 or 3, or --param_dtype float32"
+        )
+    for name, least in OF_DEEPSPEED.items():
+        if stage < least:
+            for given in changed(config, name):
+                yield f"{given}: --deepspeed_stage {stage} does not share what that is about; use {least} or more"
 
 
 def memory_problems(memory: MemorySection) -> Iterator[str]:
@@ -141,6 +168,7 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
+    yield from backend_problems(config)
     if not config.data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)

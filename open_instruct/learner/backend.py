@@ -5,7 +5,7 @@ A learner knows no algorithm: it is given an objective's loss. Every method is c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,11 +13,25 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module import TrainModule
 
+from open_instruct.errors import InputError
 from open_instruct.objectives.objective import BoundLoss, TokenLogprobs
 from open_instruct.records import Batch, StepBatch
 
 Metrics = Mapping[str, float | torch.Tensor]
 """Numbers of an update, the same on every rank; a tensor is one number that the host has not waited for."""
+
+OF_ZERO = "zero"
+"""What DeepSpeed's part of a checkpoint is called; the other backend's has several."""
+
+
+def refuse_other_backend(names: Iterable[str], *, own: str) -> None:
+    """:raises InputError: the checkpoint that has `names` in it is not of the backend `own`."""
+    theirs = "deepspeed" if any(name.startswith(f"{OF_ZERO}.") for name in names) else "olmo_core"
+    if theirs != own:
+        raise InputError(
+            f"the checkpoints in --output_dir are of --backend {theirs}, and --backend {own} cannot go on from them: "
+            f"give --backend {theirs} again, or start in another --output_dir from the hf_model such a run ends with"
+        )
 
 
 class Learner(Protocol):

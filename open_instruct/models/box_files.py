@@ -62,8 +62,10 @@ class WrittenFile:
     xxh3: str
 
 
-def part_of(tensor: torch.Tensor) -> Part:
+def part_of(tensor: torch.Tensor | Part) -> Part:
     """An ordinary tensor is a part that is the whole, the same on every rank."""
+    if isinstance(tensor, Part):
+        return tensor
     start = tuple(cut.start for cut in own_box(tensor))
     return Part(local=local_part(tensor).detach(), start=start, shape=tuple(tensor.shape))
 

@@ -10,7 +10,6 @@ from olmo_core.nn.attention import Attention
 from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import get_default_device
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from open_instruct.models.attention import install_segment_attention
@@ -19,9 +18,10 @@ from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import install_logprob_head
 from open_instruct.models.heads.value_head import install_value_head
-from open_instruct.models.names import Head, clean_name
+from open_instruct.models.names import Head
 from open_instruct.models.on_cpu.products import install_products
 from open_instruct.models.segments import install_segments
+from open_instruct.models.shards import held_of, local_part
 
 
 def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary") -> Transformer:
@@ -76,6 +76,10 @@ def materialize(
         local_part(parameter).fill_(float("nan"))
     if model.tie_word_embeddings:
         model._tie_weights()  # to_empty gave the two ends of the tie storage of their own
+    warm_up_rope(model, max_seq_len=max_seq_len, device=device)
+
+
+def warm_up_rope(model: Transformer, *, max_seq_len: int | None, device: torch.device) -> None:
     if max_seq_len is not None:
         for block in model.blocks.values():
             rope = cast(Attention, block.attention).rope
@@ -90,17 +94,12 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
     NaN is also what stands where nothing was read into.
     """
     found = {}
-    for name, parameter in model.named_parameters():
-        local = local_part(parameter)
+    for name, held in held_of(model).items():
+        local = local_part(held)
         if local.numel() == 0:
             continue
         # The ends of the range pass NaN on, and need no mask of the tensor's size.
         ends = torch.stack(local.aminmax())
         if not bool(ends.isfinite().all()):
-            found[clean_name(name)] = "NaN" if bool(ends.isnan().any()) else "inf"
+            found[name] = "NaN" if bool(ends.isnan().any()) else "inf"
     return found
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of `tensor` that this rank holds; an ordinary tensor itself. Shares storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

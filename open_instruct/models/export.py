@@ -40,8 +40,8 @@ from open_instruct.models.export_files import (
 )
 from open_instruct.models.hf_config import without_code
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
-from open_instruct.models.names import HF_LM_HEAD, TensorNames, clean_name
-from open_instruct.models.shards import Delivery, deliver, reshard
+from open_instruct.models.names import HF_LM_HEAD, TensorNames
+from open_instruct.models.shards import Delivery, deliver, held_of, reshard
 
 MAX_FILE_BYTES = 2 * 2**30
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
@@ -158,7 +158,7 @@ def export_hf(
     reshard(model)
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     source, out = Path(source_folder), Path(out_folder).absolute()
-    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = held_of(model)
     dtypes = {name: dtype or parameter.dtype for name, parameter in parameters.items()}
     plan = plan_files(names, parameter_shapes(model), dtypes, max_file_bytes=max_file_bytes, num_ranks=num_ranks)
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)

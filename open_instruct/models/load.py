@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from open_instruct.errors import InputError
-from open_instruct.models.build import find_not_finite, local_part
+from open_instruct.models.build import find_not_finite
 from open_instruct.models.checkpoint_files import CheckpointFiles
-from open_instruct.models.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, clean_name, is_harmless_extra
-from open_instruct.models.shards import Box, own_box
+from open_instruct.models.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, is_harmless_extra
+from open_instruct.models.shards import FlatRange, Held, held_of, local_part, own_box
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 8 * 2**20
@@ -42,7 +42,7 @@ class LoadReport:
 
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter by its OLMo-core name; works on meta and on sharded models."""
-    shapes = {clean_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(held.shape) for name, held in held_of(model).items()}
     if getattr(model, "tie_word_embeddings", False):
         shapes.pop(LM_HEAD, None)
     return shapes
@@ -123,13 +123,11 @@ def stream_load(
     """
     started_s = time.perf_counter()
     num_bytes_read, loaded = 0, []
-    for name, parameter in model.named_parameters():
-        name = clean_name(name)
+    for name, held in held_of(model).items():
         if names.tied and name == LM_HEAD:
             continue
-        local, box = local_part(parameter), own_box(parameter)
-        assert files.shapes[names.hf_name(name)] == tuple(parameter.shape), f"{name}: call check_cover first"
-        for target, stored in _chunks(local, box, files, names.hf_name(name), chunk_bytes):
+        assert files.shapes[names.hf_name(name)] == tuple(held.shape), f"{name}: call check_cover first"
+        for target, stored in _chunks(held, files, names.hf_name(name), chunk_bytes):
             target.copy_(stored)
             num_bytes_read += stored.numel() * stored.element_size()
         files.forget(names.hf_name(name))
@@ -150,23 +148,26 @@ def stream_load(
 
 
 def _chunks(
-    local: torch.Tensor, box: Box, files: CheckpointFiles, hf_name: str, chunk_bytes: int
+    held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs (some rows of the shard, the same rows in the file), of at most `chunk_bytes` but at least one row."""
+    local = local_part(held)
     if local.numel() == 0:
         return
+    box, whole = own_box(held), files.read(hf_name)
+    if isinstance(held, FlatRange):
+        whole = whole.view(-1)
     row_bytes = math.prod(local.shape[1:]) * max(local.element_size(), files.dtypes[hf_name].itemsize)
     num_rows = max(1, chunk_bytes // row_bytes)
     for start in range(0, local.shape[0], num_rows):
         stop = min(start + num_rows, local.shape[0])
         rows = slice(box[0].start + start, box[0].start + stop)
-        yield local[start:stop], files.read(hf_name, (rows, *box[1:]))
+        yield local[start:stop], whole[(rows, *box[1:])]
 
 
 def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
     """A problem, if the file's own lm_head differs from the embeddings that were loaded in its place."""
-    embeddings = next(p for name, p in model.named_parameters() if clean_name(name) == EMBEDDINGS)
-    pairs = _chunks(local_part(embeddings), own_box(embeddings), files, HF_LM_HEAD, chunk_bytes)
+    pairs = _chunks(held_of(model)[EMBEDDINGS], files, HF_LM_HEAD, chunk_bytes)
     if all(torch.equal(ours, stored.to(device=ours.device, dtype=ours.dtype)) for ours, stored in pairs):
         return []
     return [

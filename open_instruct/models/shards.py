@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from open_instruct.models.names import clean_name
+
 Box = tuple[slice, ...]
 """One range for every dim of a tensor."""
 
@@ -45,8 +47,17 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
 
 
-def own_box(tensor: torch.Tensor) -> Box:
-    """The part of `tensor` that this rank holds: of an ordinary tensor, the whole."""
+def local_part(tensor: Held) -> torch.Tensor:
+    """What this rank holds of `tensor`; an ordinary tensor itself. Shares storage."""
+    if isinstance(tensor, FlatRange):
+        return tensor.local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def own_box(tensor: Held) -> Box:
+    """The part of `tensor` that this rank holds: of an ordinary tensor, the whole. A range is one of a single row."""
+    if isinstance(tensor, FlatRange):
+        return (slice(*tensor.ranges[tensor.rank]),)
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -68,11 +79,43 @@ def reshard(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlatRange:
+    """What this rank holds of a tensor of `shape`: a run of its values, counted row by row. `ranges` are all ranks'.
+
+    Example: the last two of three values on rank 1, `FlatRange(local=…, shape=(3,), ranges=((0, 1), (1, 3)), rank=1)`.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    ranges: Sequence[tuple[int, int]]
+    rank: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+
+Held = torch.Tensor | FlatRange
+"""What a rank holds of a parameter: the whole, the box of a DTensor, or a range."""
+
+
+def held_of(model: nn.Module) -> dict[str, Held]:
+    """What this rank holds of each parameter: the parameter itself, or the `flat_range` that it has beside it."""
+    return {
+        clean_name(name): getattr(parameter, "flat_range", parameter) for name, parameter in model.named_parameters()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """A tensor that is to come together, cast to `dtype`, on the CPU of global rank `owner`."""
 
     owner: int
-    tensor: torch.Tensor
+    tensor: Held
     dtype: torch.dtype
 
 
@@ -92,22 +135,23 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for delivery in deliveries:
         tensor = delivery.tensor
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor | FlatRange):
             if rank == delivery.owner:
                 whole = tensor.detach().to("cpu", delivery.dtype).contiguous()
             continue
         boxes = boxes_beside(tensor, delivery.owner)
         if rank not in boxes:
             continue
-        local = tensor.to_local()
+        local = local_part(tensor)
         if rank != delivery.owner:
             if local.numel() > 0:
                 sent = local.to(delivery.dtype).contiguous()
                 posted.append(dist.P2POp(dist.isend, _as_bytes(sent), delivery.owner))
             continue
         whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
+        target = whole.view(-1) if isinstance(tensor, FlatRange) else whole
         for peer, box in boxes.items():
-            part = whole[box]
+            part = target[box]
             if peer == rank:
                 part.copy_(local)
             elif part.numel() > 0:
@@ -124,12 +168,14 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
     return whole
 
 
-def boxes_beside(tensor: DTensor, owner: int) -> dict[int, Box]:
+def boxes_beside(tensor: DTensor | FlatRange, owner: int) -> dict[int, Box]:
     """The box of every rank that shares one copy of `tensor` with `owner`; none if this mesh has no `owner`.
 
     (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and the
     owner gathers in its own.)
     """
+    if isinstance(tensor, FlatRange):
+        return {rank: (slice(*both),) for rank, both in enumerate(tensor.ranges)}
     ranks = tensor.device_mesh.mesh
     places = {int(ranks[tuple(place)]): tuple(place) for place in (ranks >= 0).nonzero().tolist()}
     if owner not in places:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd, isqrt
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sections import ParallelSection, ShardingSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
 from open_instruct.parallel.wording import counted, one_of
@@ -80,8 +80,22 @@ def resolve_layout(
     )
 
 
-def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-    """`resolve_layout` for the sharding flags of a run."""
+def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+    """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
+    if isinstance(parallel, ParallelSection) and parallel.zero_stage is not None:
+        layout = resolve_layout(
+            gpus_per_node,
+            fsdp_shard_degree=None if parallel.zero_stage else 1,
+            fsdp_num_replicas=1 if parallel.zero_stage else None,
+            context_parallel_degree=parallel.context_parallel_degree,
+        )
+        ways = divisors(layout.world_size)
+        if parallel.deepspeed_zpg not in ways:
+            raise InputError(
+                f"--deepspeed_zpg {parallel.deepspeed_zpg} does not divide {_learners(layout.world_size)}; "
+                f"use {_within_and_across(ways, layout.gpus_per_node)}"
+            )
+        return replace(layout, warnings=())
     return resolve_layout(
         gpus_per_node,
         fsdp_shard_degree=parallel.fsdp_shard_degree,

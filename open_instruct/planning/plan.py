@@ -161,8 +161,11 @@ def plan_of(setting: Setting) -> Plan:
     """The plan of a setting.
 
     Raises:
-        InputError: the layout cannot be, the model cannot be split so, or its layers are not recomputed alike.
+        InputError: the layout cannot be, the model cannot be split so, its layers are not recomputed alike, or it is
+            DeepSpeed's.
     """
+    if setting.config.parallel.zero_stage is not None:
+        raise InputError("--backend deepspeed: what a run needs under ZeRO is not planned; plan it without that flag")
     layout, shape = setting.layout, setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)

@@ -53,16 +53,20 @@ def open_run(config: LearnerConfig) -> Iterator[Run]:
         log_to(directory.log, rank=process.rank)
         for warning in layout.warnings:
             console.warn(warning)
-        console.say(
-            f"{counted(layout.world_size, 'rank')}: {layout.num_replicas} x {layout.shard_degree} "
-            "(replicas x shard degree)"
-            + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
-            + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
-            + f" on {process.device.type}"
-        )
+        _say_layout(layout, process, console, config.parallel.zero_stage)
         yield Run(process=process, layout=layout, directory=directory, console=console)
         # Not after a failure: the peers may be gone, and leaving the group would wait for them.
         stop_process()
+
+
+def _say_layout(layout: ShardLayout, process: Process, console: Console, zero_stage: int | None) -> None:
+    degrees = f"{layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
+    console.say(
+        f"{counted(layout.world_size, 'rank')}: {degrees if zero_stage is None else f'DeepSpeed ZeRO-{zero_stage}'}"
+        + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
+        + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
+        + f" on {process.device.type}"
+    )
 
 
 def join_run(config: LearnerConfig) -> Run:

@@ -73,6 +73,7 @@ HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBR
 WITHOUT_TORCH = [
     *("errors.py", "families.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
     *("parallel/layout_warnings.py", "parallel/processes.py", "parallel/training_state.py"),
+    "learner/deepspeed/settings.py",
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for path in sorted((PACKAGE / "planning").rglob("*.py"))),
 ]
@@ -83,18 +84,19 @@ MAX_LINES_OF_A_FILE = 500
 BUDGETS = {
     "checkpoints": 585,
     "cluster": 800,
-    "config": 1725,
+    "config": 1780,
     "data": 1395,
     "engines": 695,
-    "entries": 900,
+    "entries": 905,
     "ground": 305,
-    "learner": 1060,
-    "learner/olmo_core": 870,
+    "learner": 1070,
+    "learner/deepspeed": 335,
+    "learner/olmo_core": 875,
     "losses": 635,
-    "models": 2265,
+    "models": 2295,
     "objectives": 1330,
     "packing": 560,
-    "parallel": 1100,
+    "parallel": 1110,
     "planning": 2420,
     "rollout": 1290,
     "run": 770,
@@ -121,7 +123,7 @@ FOREIGN_FLAGS = {
         "rdzv_id",
     ),
     *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "no_index", "target"),
-    *("help", "version"),
+    *("help", "version", "no_build_isolation"),
 }
 PLACEHOLDERS = {"flag"}
 
@@ -186,6 +188,13 @@ class TestFiles:
     def test_ray_and_vllm_stay_in_the_fleet(self, path: Path) -> None:
         if room_of(path) not in ("cluster", "engines", "weights", "rollout", "grpo_olmo_core_actor"):
             assert not libraries_of(path) & FLEET_LIBRARIES
+
+    def test_deepspeed_stays_in_its_folder(self, path: Path) -> None:
+        """Where one file loads it, once it is known to be one that will do."""
+        assert "deepspeed" not in libraries_of(path)
+        for name in imports_of(tree_of(path)):
+            from_there = name.startswith("open_instruct.learner.deepspeed.library")
+            assert not from_there or path.parent.name == "deepspeed"
 
     def test_no_file_is_long(self, path: Path) -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES_OF_A_FILE

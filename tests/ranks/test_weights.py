@@ -33,6 +33,7 @@ HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
 REPLICAS_4 = {"replicas": 4, "shards": 1, "tensor": 1, "checkpointing": False}
 FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
 REPLICAS_2_TP_2 = {"replicas": 2, "shards": 1, "tensor": 2, "checkpointing": False}
+RANGES = "ranges"
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 
@@ -107,6 +108,7 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
         ("olmo3_tied_fp16", FSDP_2),
         ("olmo2_fp32", TP_2),
         ("qwen3_tied_bf16", TP_2),
+        ("olmo3_tied_fp16", RANGES),
     ],
     4: [
         ("olmo2_odd_bf16", FSDP_4),
@@ -117,6 +119,7 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
         ("olmo2_fp32", FSDP_2_TP_2),
         ("qwen3_tied_bf16", FSDP_2_TP_2),
         ("llama_fp32", REPLICAS_2_TP_2),
+        ("olmo2_odd_bf16", RANGES),
     ],
 }
 

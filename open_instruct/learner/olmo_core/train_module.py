@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.errors import RunError
-from open_instruct.learner.backend import Metrics
+from open_instruct.learner.backend import Metrics, refuse_other_backend
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.reference_policy import Reference
@@ -126,6 +126,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         return state
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
+        refuse_other_backend(metadata.state_dict_metadata, own="olmo_core")
         state = super().state_dict_to_load(metadata, optim=optim)
         if self.reference is not None:
             state |= self.reference.state_to_load(metadata, self.state_dict_load_opts)
@@ -281,27 +282,40 @@ class ObjectiveTrainModule(TransformerTrainModule):
                 with self._clock.timing("forward"):
                     outputs = self.microbatch_loss(microbatch, step.counts)
                 with self._clock.timing("backward"):
-                    (outputs.loss * gradient_scale).backward()
+                    self.backward(outputs.loss * gradient_scale)
             sums.add(outputs.metrics)
             packed = microbatch.packed
             sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
         self.model.post_batch()
 
-        # Clipped here and not in `update`: so the norm is read together with the loss, in one wait for the device.
-        assert self.max_grad_norm is not None
-        norm = self._clip_grad_norm(self.max_grad_norm)
-        maxima: dict[str, float | torch.Tensor] = {**memory_so_far(self.device), GRAD_NORM: norm}
-        of_rank = sums.means() | {name: Metric(value=value, reduction="max") for name, value in maxima.items()}
+        maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
+        of_rank = sums.means() | maxima | self.clipped()
         reduced = reduce_metrics(of_rank, group=self.dp_process_group, device=self.device)
         self._check(reduced["loss"], step.counts)
         for name in self.loss.never_negative:
             if reduced[name] < -NEGATIVE_BY_ROUNDING:
                 raise RunError(f"{name} is {reduced[name]:.6f}, but can never be below 0: {self.loss.remedy}")
-        self._grad_norm = reduced.pop(GRAD_NORM)
-        self._check_gradient(self._grad_norm)
+        if GRAD_NORM in reduced:
+            self._grad_norm = reduced.pop(GRAD_NORM)
+            self._check_gradient(self._grad_norm)
         if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
             self.optim.latest_loss = torch.tensor(reduced["loss"])
         return reduced if self.loss.derive is None else self.loss.derive(reduced)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def clipped(self) -> dict[str, Metric]:
+        """Clip the gradient; its norm, where that is known before the optimizer's step.
+
+        Here and not in `update`: so it is read together with the loss, in one wait for the device.
+        """
+        assert self.max_grad_norm is not None
+        return {GRAD_NORM: Metric(value=self._clip_grad_norm(self.max_grad_norm), reduction="max")}
+
+    def take_step(self) -> None:
+        assert self.optim is not None
+        self.optim.step()
 
     def update(self) -> Metrics:
         """Update the weights; not from a gradient that is not finite, after which a skip-step optimizer goes on.
@@ -321,7 +335,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if isinstance(self.optim, SkipStepOptimizer):
             self.optim.latest_grad_norm = torch.tensor(self._grad_norm)
         with self._clock.timing("optimizer"):
-            self.optim.step()
+            self.take_step()
             self.model.post_optim_step()
             self.refresh_copy()
         if isinstance(self.optim, SkipStepOptimizer):

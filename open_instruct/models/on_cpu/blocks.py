@@ -25,7 +25,7 @@ MAX_CACHED_MASKS = 8
 
 # Of their own documents, as tokens see them on average: from here on blocks are faster. Then, beside those, of prompts
 # that are shared: flash attention takes all branches of a prompt together.
-FEWEST_KEYS, MOST_SHARED_KEYS = 320, 0.25
+FEWEST_KEYS, MOST_SHARED_KEYS = 448, 0.25
 
 
 class Block(NamedTuple):

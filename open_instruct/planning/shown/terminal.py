@@ -114,13 +114,8 @@ def _traffic(plan: Plan) -> Iterator[Text]:
         return
     yield Text(f"{'':<{WHAT_WIDTH}}{'calls':>7}{'bytes':>11}{'sends':>11}  GPUs", style="dim")
     for row in rows:
-        style = (
-            "green"
-            if not row.first.crosses_nodes
-            else "yellow"
-            if row.first.axis in summary.MEANT_TO_CROSS
-            else "bold red"
-        )
+        is_meant = row.first.axis in summary.MEANT_TO_CROSS
+        style = "green" if not row.first.crosses_nodes else "yellow" if is_meant else "bold red"
         numbers = f"{row.num_calls:>7,}{amount(row.num_bytes):>11}{amount(row.sent_bytes):>11}  "
         yield Text.assemble(f"{row.what:<{WHAT_WIDTH}}{numbers}", (row.reach, style))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import signal
 from typing import Any
@@ -28,8 +29,8 @@ from open_instruct.models.export import check_exportable, export_hf
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
-from open_instruct.models.names import TensorNames, clean_name
-from open_instruct.models.shards import own_box
+from open_instruct.models.names import TensorNames
+from open_instruct.models.shards import FlatRange, held_of, local_part, own_box
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 12
@@ -76,6 +77,18 @@ def unsharded(hf_config: Any, *, dtype: str) -> Any:
     return model
 
 
+def in_ranges(hf_config: Any, *, dtype: str) -> Any:
+    """Whose parameters are nowhere: beside each is a range of it, of unequal lengths and for some ranks empty."""
+    model, rank, num_ranks = build_model(hf_config), dist.get_rank(), dist.get_world_size()
+    for parameter in model.parameters():
+        ends = [parameter.numel() * index**2 // num_ranks**2 for index in range(num_ranks + 1)]
+        local = torch.full((ends[rank + 1] - ends[rank],), float("nan"), dtype=getattr(torch, dtype))
+        parameter.flat_range = FlatRange(  # type: ignore[attr-defined]
+            local=local, shape=tuple(parameter.shape), ranges=list(itertools.pairwise(ends)), rank=rank
+        )
+    return model
+
+
 def _logits(model: Any) -> list[list[float]]:
     logits = model((torch.arange(NUM_TOKENS) % 7 + 2).unsqueeze(0))
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
@@ -86,10 +99,13 @@ def _logits(model: Any) -> list[list[float]]:
 def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[str]:
     """Parameters whose own shard, or whose gathered whole, is not bit for bit what the file holds."""
     differing = []
-    for name, parameter in model.named_parameters():
-        if names.tied and clean_name(name) == "lm_head.w_out.weight":
+    for name, parameter in held_of(model).items():
+        if names.tied and name == "lm_head.w_out.weight":
             continue
         stored = files.read(names.hf_name(name)).to(parameter.dtype)
+        if isinstance(parameter, FlatRange):
+            differing += [] if torch.equal(parameter.local, stored.view(-1)[own_box(parameter)]) else [name]
+            continue
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         box = own_box(parameter) if isinstance(parameter, DTensor) else ()
@@ -107,15 +123,20 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         hf_config = load_hf_config(case["folder"])
         names = TensorNames(hf_config)
         layout, dtype = case["layout"], case.get("dtype", "float32")
-        model = unsharded(hf_config, dtype=dtype) if layout is None else sharded(hf_config, dtype=dtype, **layout)
+        if layout == "ranges":
+            model = in_ranges(hf_config, dtype=dtype)
+        else:
+            model = unsharded(hf_config, dtype=dtype) if layout is None else sharded(hf_config, dtype=dtype, **layout)
         with CheckpointFiles.open(case["folder"]) as files:
             check_cover(names, files, parameter_shapes(model))
             check_exportable(names, parameter_shapes(model))
             report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))
             differing = _differing(model, files, names)
             fingerprint = weights_fingerprint(files)
-        num_params = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
-        logits = _logits(model)  # also leaves FSDP's root module gathered, in the compute dtype
+        num_params = sum(local_part(held).numel() for held in held_of(model).values())
+        logits = (
+            None if layout == "ranges" else _logits(model)
+        )  # also leaves FSDP's root module gathered, in the compute dtype
         stored = case.get("export_dtype")
         export = export_hf(
             model,

@@ -1,0 +1,155 @@
+"""What a rank holds under ZeRO: weights that are partitioned before they exist, and what the optimizer steps.
+
+What is trained are float32 weights that the optimizer holds flat, a range of each parameter on each rank. A parameter
+has its range beside it (`flat_range`), so that loading, saving and exporting read and write those, and never gather.
+What the forward pass computes with are copies of them, in its own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from olmo_core.nn.transformer import Transformer
+from torch import nn
+
+from open_instruct.learner.deepspeed.library import deepspeed
+from open_instruct.models.build import warm_up_rope
+from open_instruct.models.names import clean_name
+from open_instruct.models.shards import FlatRange
+from open_instruct.parallel.process import gathered
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def partition(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..., None]:
+    """What stands in for `Transformer.init_weights` under stage 3: every parameter is a shard from the start.
+
+    `deepspeed.zero.Init` partitions modules while they are constructed, and by patching torch for the whole process.
+    It is used for what it knows of one parameter, and never entered.
+    """
+
+    def init_weights(model: Transformer, *, max_seq_len: int | None = None, device: torch.device, **_: object) -> None:
+        init = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype)
+        shard_of: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        for module in model.modules():
+            for name, whole in module._parameters.items():
+                if whole is not None:
+                    if whole not in shard_of:
+                        shard_of[whole] = _shard(whole, init, dtype)
+                    module._parameters[name] = shard_of[whole]
+        warm_up_rope(model, max_seq_len=max_seq_len, device=device)
+
+    return init_weights
+
+
+def _shard(whole: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of which this rank has its part, not yet filled, and nothing was ever whole."""
+    shard: Any = nn.Parameter(torch.empty((), dtype=dtype).expand(whole.shape), requires_grad=whole.requires_grad)
+    init._convert_to_deepspeed_param(shard)
+    size = -(-shard.ds_numel // shard.ds_zero_partition_world_size)
+    start, stop = _range_of(shard, size)
+    part: Any = torch.zeros(size, dtype=dtype, device=init.remote_device)
+    part[: stop - start].fill_(float("nan"))  # what is not read must be noticed
+    available = deepspeed.runtime.zero.partition_parameters.PartitionedParamStatus.AVAILABLE
+    part.ds_numel, part.status, part.final_location = size, available, None
+    shard.ds_tensor, shard.ds_numel_aligned = part, size * shard.ds_zero_partition_world_size
+    init._partition_param(shard)
+    return shard
+
+
+def _range_of(shard: Any, size: int) -> tuple[int, int]:
+    """The last ranks' parts are filled up, or are nothing else than that."""
+    rank = shard.ds_zero_partition_rank
+    return min(rank * size, shard.ds_numel), min((rank + 1) * size, shard.ds_numel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Master:
+    """What this rank's optimizer holds of a parameter: values from `start` on, and its moments of them.
+
+    Example: `Master(start=4096, weights=…, moments={"exp_avg": …, "exp_avg_sq": …})`.
+    """
+
+    start: int
+    weights: torch.Tensor
+    moments: Mapping[str, torch.Tensor]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.weights.numel()
+
+
+class Masters:
+    """All that this rank's optimizer holds, as views. Collective."""
+
+    def __init__(self, engine: Any, *, rank: int) -> None:
+        self._engine = engine
+        stage = engine.zero_optimization_stage()
+        self._optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
+        named = {clean_name(name): parameter for name, parameter in engine.module.named_parameters()}
+        self.shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named.items()}
+        name_of = {parameter: name for name, parameter in named.items()}
+        self.own = {
+            name_of[parameter]: self._master(flat, at, start, stop)
+            for parameter, flat, at, start, stop in _places(engine)
+        }
+        of_ranks = gathered({name: (master.start, master.stop) for name, master in self.own.items()})
+        if stage:
+            nothing = torch.empty(0, device=engine.device)
+            for name, parameter in named.items():
+                ranges = [ranges.get(name, (0, 0)) for ranges in of_ranks]
+                local = self.own[name].weights if name in self.own else nothing
+                parameter.flat_range = FlatRange(local=local, shape=self.shapes[name], ranges=ranges, rank=rank)
+
+    def _master(self, flat: torch.Tensor, at: int, start: int, stop: int) -> Master:
+        state = self._optimizer.state[flat]
+        if not state:  # what the first step would make, so that it can be saved and loaded before
+            step = torch.tensor(0.0, device=flat.device if self._optimizer.defaults["fused"] else "cpu")
+            state |= {"step": step} | {moment: torch.zeros_like(flat.detach()) for moment in MOMENTS}
+        views = [values.detach().view(-1)[at : at + stop - start] for values in (flat, *(state[m] for m in MOMENTS))]
+        return Master(start=start, weights=views[0], moments=dict(zip(MOMENTS, views[1:], strict=True)))
+
+    @property
+    def num_steps(self) -> float:
+        """Taken by the optimizer."""
+        return float(next(iter(self._optimizer.state.values()))["step"])
+
+    def changed(self, *, num_steps: float) -> None:
+        """After weights and moments were written from outside: have the forward pass compute with them."""
+        for state in self._optimizer.state.values():
+            state["step"].fill_(num_steps)
+        zero, stage = self._engine.optimizer, self._engine.zero_optimization_stage()
+        if stage in (1, 2):
+            zero.update_lp_params()
+        elif stage == 3:
+            for group in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            zero.empty_partition_cache()
+            zero.invalidate_secondary_tensor()
+
+
+def _places(engine: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, int, int]]:
+    """Of each parameter that this rank has a part of: the flat tensor, where in it, and its first and last values."""
+    stage, zero = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0:
+        for group in zero.param_groups:
+            for parameter in group["params"]:
+                yield parameter, parameter, 0, 0, parameter.numel()
+    elif stage < 3:
+        in_bfloat16 = hasattr(zero, "fp32_groups_flat_partition")  # at stage 1 it takes another optimizer for that
+        flats = zero.fp32_groups_flat_partition if in_bfloat16 else zero.single_partition_of_fp32_groups
+        for flat, parameters in zip(flats, zero.bf16_groups if in_bfloat16 else zero.bit16_groups, strict=True):
+            for parameter in parameters:
+                if (mapping := parameter._hp_mapping) is not None:
+                    there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    yield parameter, flat, here.start, there.start, there.start + there.numel
+    else:
+        for flat, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+            at = 0
+            for parameter in parameters:
+                start, stop = _range_of(parameter, parameter.ds_tensor.ds_numel)
+                yield parameter, flat, at, start, stop
+                at += parameter.ds_tensor.ds_numel

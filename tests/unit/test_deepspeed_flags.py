@@ -1,0 +1,156 @@
+"""The flags of the learner on DeepSpeed: what is refused and why, and what they make of its own configuration."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.config.upstream_flags import SYNONYMS
+from open_instruct.errors import InputError
+from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.parallel.layout import layout_of
+from open_instruct.planning.plan import plan_of
+from open_instruct.planning.request import parse_request
+
+REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+
+
+def config_of(words: str, stage: int | None = 2) -> DPOConfig:
+    flags = [] if stage is None else ["--backend", "deepspeed", "--deepspeed_stage", str(stage)]
+    return parse(DPOConfig, [*REQUIRED, *flags, *words.split()])
+
+
+def refusal(words: str, stage: int | None = 2) -> str:
+    with pytest.raises(InputError) as caught:
+        validate_dpo(config_of(words, stage))
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def settings_of(words: str, stage: int = 2, *, on_cuda: bool = False) -> dict[str, Any]:
+    config = config_of(words, stage)
+    validate_dpo(config)
+    return engine_settings(config.parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage: int) -> None:
+    assert settings_of("--param_dtype float32", stage)["zero_optimization"] == {"stage": stage}
+    if stage == 0:
+        assert "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32" in refusal("", stage)
+    else:
+        assert settings_of("", stage)["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "told"),
+    [
+        (2, "--fsdp_shard_degree 2", "--fsdp_shard_degree 2 cannot go with --backend deepspeed; leave it out"),
+        (2, "--tensor_parallel_degree 2", "or use --backend olmo_core"),
+        (2, "--optimizer muon", "--optimizer muon cannot go with"),
+        (2, "--compile_model", "--compile_model true cannot go with"),
+        (2, "--ref_policy_update_freq 4", "--ref_policy_update_freq 4 cannot go with"),
+        (1, "--deepspeed_zpg 2", "--deepspeed_stage 1 does not share what that is about; use 3 or more"),
+        (2, "--offload", "--offload true: --deepspeed_stage 2 does not share what that is about; use 3"),
+        (0, "--param_dtype float32 --adam_offload", "--adam_offload true: --deepspeed_stage 0 does not share"),
+        (None, "--deepspeed_stage 2", "--deepspeed_stage 2 is read only with --backend deepspeed; add that"),
+        (None, "--adam_offload", "--adam_offload true is read only with --backend deepspeed"),
+    ],
+)
+def test_refusals_say_what_would_work(stage: int | None, words: str, told: str) -> None:
+    assert told in refusal(words, stage)
+
+
+def test_stages_beyond_the_last_are_refused() -> None:
+    assert "--deepspeed_stage 4: must be at least 0 and at most 3" in refusal("", stage=4)
+
+
+def test_upstreams_names_are_known() -> None:
+    known = {"deepspeed_stage": "3", "deepspeed_zpg": "2", "adam_offload": "true", "offload": "true"}
+    for theirs, ours in SYNONYMS.items():
+        if ours in known:
+            config = config_of(f"--{theirs} {known[ours]}", stage=None)
+            assert str(getattr(config.parallel, ours)).lower() == known[ours]
+    assert {"zero_stage", "zpg", "offload_optimizer", "offload_param"} <= SYNONYMS.keys()
+
+
+def test_grpo_has_none_of_them_and_shards_as_before() -> None:
+    with pytest.raises(InputError, match="--backend is not a flag"):
+        parse(GRPOConfig, ["--backend", "deepspeed"])
+
+
+def test_all_ranks_share_on_whichever_nodes_they_are() -> None:
+    by_stage = {stage: layout_of(config_of("", stage).parallel, [2, 4]) for stage in (0, 2)}
+    assert (by_stage[0].num_replicas, by_stage[0].shard_degree) == (6, 1)
+    assert (by_stage[2].num_replicas, by_stage[2].shard_degree) == (1, 6)
+    assert by_stage[2].data_parallel_world_size == 6
+    assert layout_of(config_of("--deepspeed_zpg 2", 3).parallel, [4, 4]).shard_degree == 8
+    split = layout_of(config_of("--sequence_parallel_size 2", 3).parallel, [4, 4])
+    assert (split.context_parallel_degree, split.data_parallel_world_size, split.shard_degree) == (2, 4, 4)
+    with pytest.raises(InputError, match="--context_parallel_degree 3 does not divide 8 learner GPUs"):
+        layout_of(config_of("--sequence_parallel_size 3", 3).parallel, [4, 4])
+    with pytest.raises(InputError, match=r"--deepspeed_zpg 3 does not divide 8 learner GPUs; use 1, 2 or 4 \(within"):
+        layout_of(config_of("--deepspeed_zpg 3", 3).parallel, [4, 4])
+
+
+def test_its_configuration_has_the_scaling_and_the_clipping_that_are_exact() -> None:
+    settings = settings_of("--max_grad_norm 0.5 --param_dtype float32")
+    assert settings["gradient_accumulation_steps"] == settings["train_micro_batch_size_per_gpu"] == 1
+    assert settings["managed_gradient_accumulation"] is False
+    assert settings["gradient_clipping"] == 0.5
+    assert "bf16" not in settings and "communication_data_type" not in settings
+    # There the learner clips: DeepSpeed would, and keep the norm to itself.
+    assert settings_of("--max_grad_norm 0.5 --param_dtype float32", 0)["gradient_clipping"] == 0
+
+
+def test_gradients_add_up_in_float32_where_bfloat16_is_computed_with() -> None:
+    settings = settings_of("")
+    assert settings["communication_data_type"] == "fp32"
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_offload_and_second_copies_reach_it() -> None:
+    sharing = settings_of("--adam_offload --offload --deepspeed_zpg 4", 3, on_cuda=True)["zero_optimization"]
+    in_host_memory = {"device": "cpu", "pin_memory": True}
+    assert sharing == {
+        "stage": 3,
+        "zero_hpz_partition_size": 4,
+        "offload_optimizer": in_host_memory,
+        "offload_param": in_host_memory,
+    }
+    assert settings_of("--adam_offload", 1)["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
+
+
+@pytest.mark.parametrize("version", [None, "0.9.5", "0.19.7", "0.20.0", "0.100.0"])
+def test_another_version_is_refused(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older."""
+    from open_instruct.learner.deepspeed import library
+
+    told = "is not installed" if version is None else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is needed"
+    with pytest.raises(InputError, match=told) as caught:
+        library.refuse_unfit(version)
+    assert "pip install 'open-instruct[deepspeed]'" in str(caught.value)
+    # And nothing of it is imported then.
+    monkeypatch.setattr(library, "installed_version", lambda: version)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(InputError, match=told):
+        library._loaded()
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.19.8+unknown"])
+def test_the_versions_that_were_asked_for_will_do(version: str) -> None:
+    from open_instruct.learner.deepspeed import library
+
+    library.refuse_unfit(version)
+
+
+def test_a_plan_of_zero_is_refused() -> None:
+    words = ["dpo", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--backend", "deepspeed"]
+    request = parse_request([*words, "--deepspeed_stage", "3"])
+    with pytest.raises(InputError, match="--backend deepspeed: what a run needs under ZeRO is not planned"):
+        plan_of(request.setting)
