@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    from open_instruct.train import run_objective
-
     if name in OBJECTIVES:
+        from open_instruct.train import run_objective
+
         return run_objective(objective_named(name), words)
     module, _, function = COMMANDS[name][1].partition(":")
     return getattr(importlib.import_module(module), function)(words)

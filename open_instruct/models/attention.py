@@ -25,7 +25,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
 from open_instruct.models.context_parallel import ContextGroup
-from open_instruct.models.on_cpu.blocks import attend_in_blocks, pays
+from open_instruct.models.on_cpu.blocks import attend_in_blocks, can_pay, pays
 from open_instruct.models.segments import QKV, Segment, Segments, documents_of
 from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly
 
@@ -123,7 +123,7 @@ class SegmentAttention(AttentionBackend):
         if self.context is not None:
             raise RuntimeError("rows that are split over ranks need their segments")
         num_rows, row_len = qkv_BT.query.shape[:2]
-        if cu_doc_lens is None:
+        if cu_doc_lens is None and can_pay(qkv_BT.query, left):
             rows = tuple(Segment(row * row_len, row_len, 0, 0) for row in range(num_rows))
             if pays(qkv_BT.query, rows, left):
                 attended_THD = attend_in_blocks(qkv_BT.each(_end_to_end), rows, left=left, scale=self.scale)
@@ -254,9 +254,10 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
 @torch.compiler.disable
 def _attend_piece_by_piece(qkv_T: QKV, segments: Segments, *, left: int, scale: float | None) -> torch.Tensor:
     """What is computed differs with every row's lengths, so it is left out of compiled blocks."""
-    documents = documents_of(segments.lengths, segments.prefix_lengths)
-    if pays(qkv_T.query, documents, left):
-        return attend_in_blocks(qkv_T, documents, left=left, scale=scale)
+    if can_pay(qkv_T.query, left):
+        documents = documents_of(segments.lengths, segments.prefix_lengths)
+        if pays(qkv_T.query, documents, left):
+            return attend_in_blocks(qkv_T, documents, left=left, scale=scale)
     if not any(segments.prefix_lengths):
         return attend_by_document(qkv_T, list(segments.lengths), left=left, scale=scale)
     attend_shared = attend_in_tiles if qkv_T.query.device.type == "cpu" else attend_plainly

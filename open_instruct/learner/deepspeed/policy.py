@@ -14,10 +14,9 @@ from open_instruct.errors import InputError
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule, HeldAdamWConfig
-from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.olmo_core.inputs_on_host import keep_inputs_on_host
-from open_instruct.learner.olmo_core.kernels import choose_attention, kernel_warnings
+from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.learner.olmo_core.policy import choose_kernels
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.parallel.data_parallel import build_context_parallel_config, build_data_parallel_config
@@ -52,11 +51,7 @@ def build_policy(
             f"--param_dtype {model.param_dtype}: the matrix of the score stays float32, and DeepSpeed takes one dtype "
             "for all; use --param_dtype float32, or --backend olmo_core"
         )
-    checkpointing, warnings = build_activation_checkpointing(config.memory, model=transformer, device=device)
-    for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=model.param_dtype, device=device)]:
-        run.console.warn(warning)
-    if said := choose_attention(device, param_dtype=model.param_dtype):
-        run.console.say(said)
+    checkpointing = choose_kernels(transformer, run=run, config=config)
     module = DeepSpeedTrainModule(
         settings=engine_settings(parallel, model=model, optim=optim, on_cuda=device.type == "cuda"),
         loss=loss,
@@ -75,8 +70,7 @@ def build_policy(
     module.world_mesh = build_world_mesh(dp=dp, cp=cp, device_type=device.type)
     if cp is not None:
         module.model.apply_cp(get_cp_mesh(module.world_mesh))
-    if config.memory.activation_checkpointing == "offload" and device.type == "cuda":
-        keep_inputs_on_host(module.model, device)
+    offload_inputs(module.model, config.memory, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
     module.masters.changed(num_steps=0)
     run.console.say(

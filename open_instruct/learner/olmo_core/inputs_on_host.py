@@ -15,7 +15,8 @@ from olmo_core.nn.transformer import Transformer
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from open_instruct.models.build import local_part
+from open_instruct.config.sections import MemorySection
+from open_instruct.models.shards import local_part
 
 
 @dataclass(eq=False, slots=True)
@@ -97,6 +98,12 @@ class InputsOnHost:
             size, is_pinned = 1 << (num_bytes - 1).bit_length(), self._device.type == "cuda"
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
         return buffer
+
+
+def offload_inputs(model: Transformer, memory: MemorySection, device: torch.device) -> None:
+    """`keep_inputs_on_host` where the flags say so and the host is not the device itself."""
+    if memory.activation_checkpointing == "offload" and device.type == "cuda":
+        keep_inputs_on_host(model, device)
 
 
 def keep_inputs_on_host(model: Transformer, device: torch.device) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+from olmo_core.nn.transformer import Transformer
+from olmo_core.train.train_module.transformer import TransformerActivationCheckpointingConfig
+
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.olmo_core.inputs_on_host import keep_inputs_on_host
+from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
 from open_instruct.learner.olmo_core.kernels import choose_attention, compiles, kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.olmo_core.replica import build_replica
@@ -24,6 +27,19 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 
+def choose_kernels(
+    model: Transformer, *, run: Run, config: LearnerConfig
+) -> TransformerActivationCheckpointingConfig | None:
+    """Whose attention runs, and what is recomputed, which is returned. The console says what is not as it was asked."""
+    device, param_dtype = run.process.device, config.model.param_dtype
+    checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
+    for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:
+        run.console.warn(warning)
+    if said := choose_attention(device, param_dtype=param_dtype):
+        run.console.say(said)
+    return checkpointing
+
+
 def build_policy(
     pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int, loss: BoundLoss
 ) -> ObjectiveTrainModule:
@@ -31,21 +47,16 @@ def build_policy(
     doing("loading the start model")
     model, optim, memory = config.model, config.optim, config.memory
     max_seq_length = config.data.max_seq_length
-    transformer = pretrained.build(init_device=model.init_device)
-    checkpointing, warnings = build_activation_checkpointing(memory, model=transformer, device=run.process.device)
     device = run.process.device
-    warnings += kernel_warnings(memory, param_dtype=model.param_dtype, device=device)
-    for warning in warnings:
-        run.console.warn(warning)
-    if said := choose_attention(device, param_dtype=model.param_dtype):
-        run.console.say(said)
+    transformer = pretrained.build(init_device=model.init_device)
+    checkpointing = choose_kernels(transformer, run=run, config=config)
     # FSDP gathers in the dtype that is computed in; on a single device a copy computes.
     has_copy = run.layout.single_device and model.param_dtype != "float32"
     module = ObjectiveTrainModule(
         loss=loss,
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
-        optim=build_optimizer_config(optim, device=run.process.device),
+        optim=build_optimizer_config(optim, device=device),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
@@ -56,12 +67,11 @@ def build_policy(
         ac_config=None if has_copy else checkpointing,
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
-        device=run.process.device,
+        device=device,
     )
     if has_copy:
         module.compute_with(build_replica(pretrained, run=run, config=config, checkpointing=checkpointing))
-    if memory.activation_checkpointing == "offload" and device.type == "cuda":
-        keep_inputs_on_host(module.computing_model, device)
+    offload_inputs(module.computing_model, memory, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
     module.refresh_copy()
     run.console.say(

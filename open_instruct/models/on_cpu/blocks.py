@@ -37,9 +37,14 @@ class Block(NamedTuple):
     end_of_keys: int
 
 
+def can_pay(query: torch.Tensor, left: int) -> bool:
+    """Whether `pays` depends on the documents at all: in float32 on a CPU, where no window is narrow."""
+    return query.device.type == "cpu" and query.dtype == torch.float32 and not 0 <= left < FEWEST_KEYS - 1
+
+
 def pays(query_THD: torch.Tensor, documents: tuple[Segment, ...], left: int) -> bool:
-    """Whether `attend_in_blocks` is faster than flash attention: in float32 on a CPU, where documents are long."""
-    if query_THD.device.type != "cpu" or query_THD.dtype != torch.float32 or 0 <= left < FEWEST_KEYS - 1:
+    """Whether `attend_in_blocks` is faster than flash attention: where it can be, if documents are long."""
+    if not can_pay(query_THD, left):
         return False
     num_tokens = sum(document.length for document in documents)
     own_keys = sum(document.length**2 for document in documents)
