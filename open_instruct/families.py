@@ -24,6 +24,7 @@ class Family:
         norm_after: whether a block normalises what a sublayer puts out, not what goes in.
         qk_norm: what the query-key norm spans: nothing, each head by itself, or all of them.
         in_float32: whether the norm's weight is multiplied, and RoPE applied, before rounding to the model's dtype.
+        qkv_bias: whether queries, keys and values have a bias each; nothing else ever does.
         has_windows: whether config.json may give layers a sliding window (`layer_types`).
         default_head_dim: of a config.json that gives none; None: hidden_size / num_attention_heads.
 
@@ -37,6 +38,7 @@ class Family:
     qk_norm: QKNorm
     norm_after: bool = False
     in_float32: bool = False
+    qkv_bias: bool = False
     has_windows: bool = False
     default_head_dim: int | None = None
 
@@ -53,6 +55,7 @@ FAMILIES = {
     "olmo3": Family(
         name="OLMo 3", config_class="Olmo3Config", qk_norm="full", norm_after=True, in_float32=True, has_windows=True
     ),
+    "qwen2": Family(name="Qwen 2.5", config_class="Qwen2Config", qk_norm="none", qkv_bias=True),
     "qwen3": Family(name="Qwen 3", config_class="Qwen3Config", qk_norm="head", default_head_dim=128),
     "llama": Family(name="Llama 3", config_class="LlamaConfig", qk_norm="none"),
 }

@@ -42,6 +42,9 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head:
     if head == "score":
         config.tie_word_embeddings = False
     model = config.build(init_device=init_device)
+    for block in model.blocks.values():
+        # OLMo-core knows a bias on all four projections, or on none; no family has one here.
+        cast(Attention, block.attention).w_out.register_parameter("bias", None)
     install_segment_attention(model)
     install_segments(model)
     install_head = install_value_head if head == "score" else install_logprob_head

@@ -177,7 +177,7 @@ def _block(
             n_heads=hf_config.num_attention_heads,
             n_kv_heads=hf_config.num_key_value_heads,
             head_dim=head_dim(hf_config),
-            bias=False,
+            bias=family.qkv_bias,
             rope=_rope(hf_config, family, layer_type),
             qk_norm=None if family.qk_norm == "none" else norm,
             use_head_qk_norm=family.qk_norm == "head",

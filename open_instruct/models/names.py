@@ -39,6 +39,7 @@ _QK_NORM = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
 }
+_QKV_BIAS = {f"attention.w_{one}.bias": f"self_attn.{one}_proj.bias" for one in "qkv"}
 # OLMo normalises what a sublayer puts out, the others what goes in; "post_attention" names a different norm in each.
 _NORM_AFTER = {
     "attention_norm.weight": "post_attention_layernorm.weight",
@@ -92,9 +93,12 @@ class TensorNames:
         self.hf_config = hf_config
         self.head = head
         self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)
+        self.has_biases = family.qkv_bias
         block = _BLOCK | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
         if family.qk_norm != "none":
             block |= _QK_NORM
+        if self.has_biases:
+            block |= _QKV_BIAS
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer in range(hf_config.num_hidden_layers):
             pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}

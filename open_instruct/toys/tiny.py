@@ -184,9 +184,9 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Norms start at one everywhere: with noise on them, two that were swapped are told apart.
+        # Norms start at one everywhere, biases at zero: with noise on them, two that were swapped are told apart.
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(".bias"):
                 parameter += 0.1 * torch.randn_like(parameter)
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one file, written at once
@@ -229,6 +229,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
+        # Never met; the class that transformers takes for Qwen 2.5, whatever a file says, would add one of its own.
+        unk_token=PAD,
         additional_special_tokens=list(ROLE_TOKENS),
         clean_up_tokenization_spaces=False,
         padding_side="right",

@@ -19,7 +19,7 @@ FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "backend"), [("olmo2", "shm"), ("qwen3", "gloo")])
+@pytest.mark.parametrize(("family", "backend"), [("olmo2", "shm"), ("qwen2", "shm"), ("qwen3", "gloo")])
 def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str) -> None:
     """Also after an update that broke in the middle of a layer."""
     pytest.importorskip("vllm", reason="needs vLLM")

@@ -12,7 +12,7 @@ import pytest
 from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.train_case import TrainCase, free_ports
 
-FAMILIES = ("olmo3", "qwen3", "llama")
+FAMILIES = ("olmo3", "qwen2", "qwen3", "llama")
 JOB = "tests.ranks.jobs.train_runs:run_each"
 
 

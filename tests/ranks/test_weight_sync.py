@@ -28,6 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds: dict[str, dict[str, Any]] = {
         "olmo2": {"vocab_size": 531},  # shards of unequal size
         "olmo3": {"tie": True},
+        "qwen2": {},
         "qwen3": {"tie": True, "dtype": "bfloat16"},
         "llama": {},
     }
@@ -46,7 +47,7 @@ CASES: dict[int, list[tuple[str, Any, str, str]]] = {
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
         ("olmo3", HSDP_2X2, "shm", "float32"),
         ("qwen3", FSDP_2_TP_2, "shm", "bfloat16"),
-        ("olmo2", FSDP_2_TP_2, "gloo", "float32"),
+        ("qwen2", FSDP_2_TP_2, "gloo", "float32"),
         ("olmo2", CONTEXT_2_REPLICAS_2, "gloo", "float32"),
     ],
 }

@@ -30,7 +30,9 @@ def hf_config(family: str) -> transformers.PretrainedConfig:
         return transformers.Olmo3Config(sliding_window=WINDOW, **fields)
     if family == "olmo2":
         return transformers.Olmo2Config(**fields)
-    return transformers.Qwen3Config(head_dim=24, **fields) if family == "qwen3" else transformers.LlamaConfig(**fields)
+    if family == "qwen3":
+        return transformers.Qwen3Config(head_dim=24, **fields)
+    return transformers.Qwen2Config(**fields) if family == "qwen2" else transformers.LlamaConfig(**fields)
 
 
 def with_random_weights(model: Transformer) -> Transformer:

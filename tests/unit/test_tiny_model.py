@@ -119,7 +119,7 @@ def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("", "the first word is the folder to write"),
         ("--family llama", "the first word is the folder to write"),
         ("NEW", "missing: --family"),
-        ("NEW --family gpt2", "--family takes one of olmo2, olmo3, qwen3, llama, not 'gpt2'"),
+        ("NEW --family gpt2", "--family takes one of olmo2, olmo3, qwen2, qwen3, llama, not 'gpt2'"),
         ("NEW --family llama --size huge", "--size takes one of tiny, mini, small, base, olmo2-1b, not 'huge'"),
         ("NEW --family llama --vocab_size 12", "--vocab_size 12: too small"),
         ("NEW --family llama --vocab_size many", "--vocab_size takes a whole number, or none, not 'many'"),

@@ -190,14 +190,15 @@ class TestOptimizers:
 
     def test_weight_decay_spares_norms_and_embeddings(self) -> None:
         model = torch.nn.ModuleDict(
-            {"embeddings": torch.nn.Embedding(3, 2), "w": torch.nn.Linear(2, 2, False), "norm": torch.nn.RMSNorm(2)}
+            {"embeddings": torch.nn.Embedding(3, 2), "w": torch.nn.Linear(2, 2), "norm": torch.nn.RMSNorm(2)}
         )
-        config = build_optimizer_config(OptimSection(weight_decay=0.1), device=CPU)
+        config = build_optimizer_config(OptimSection(weight_decay=0.1), device=CPU, has_biases=True)
         optimizer = config.build(model)
         decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         assert {name: decays[id(p)] for name, p in model.named_parameters()} == {
             "embeddings.weight": 0.0,
             "w.weight": 0.1,
+            "w.bias": 0.0,
             "norm.weight": 0.0,
         }
 

@@ -56,7 +56,9 @@ def build_policy(
         settings=engine_settings(parallel, model=model, optim=optim, on_cuda=device.type == "cuda"),
         loss=loss,
         model=transformer,
-        optim=HeldAdamWConfig(**vars(build_optimizer_config(optim, device=device))),
+        optim=HeldAdamWConfig(
+            **vars(build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases))
+        ),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,

@@ -23,6 +23,7 @@ from open_instruct.learner.olmo_core.muon import MuonWithAdamW
 
 # Patterns of parameter names that are never decayed.
 NOT_DECAYED = ["embeddings.*", "*norm.weight"]
+BIASES = "*.bias"
 
 
 @dataclass
@@ -74,14 +75,20 @@ class HostSkipStepAdamWConfig(SkipStepAdamWConfig):
         return HostSkipStepAdamW
 
 
-def build_optimizer_config(optim: OptimizerSection, *, device: torch.device) -> OptimConfig[Any]:
-    """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA."""
+def build_optimizer_config(
+    optim: OptimizerSection, *, device: torch.device, has_biases: bool = False
+) -> OptimConfig[Any]:
+    """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
+
+    :param has_biases: whether the model has any. OLMo-core refuses a pattern that names nothing.
+    """
     betas = (optim.adam_beta1, optim.adam_beta2)
     common: dict[str, Any] = {"lr": optim.learning_rate, "betas": betas, "weight_decay": optim.weight_decay}
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
     if optim.weight_decay > 0:
-        common["group_overrides"] = [OptimGroupOverride(params=NOT_DECAYED, opts={"weight_decay": 0.0})]
+        not_decayed = [*NOT_DECAYED, BIASES] if has_biases else NOT_DECAYED
+        common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)
     return AdamWConfig(fused=device.type == "cuda", **common)

@@ -56,7 +56,7 @@ def build_policy(
         loss=loss,
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
-        optim=build_optimizer_config(optim, device=device),
+        optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,

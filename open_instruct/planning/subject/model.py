@@ -87,24 +87,25 @@ class ModelShape:
         d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
         norms = {"none": None, "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
         block: list[tuple[str, tuple[int, ...], int | None]] = [
-            ("attention.w_q", (q_width, d_model), 0),
-            ("attention.w_k", (kv_width, d_model), 0),
-            ("attention.w_v", (kv_width, d_model), 0),
-            ("attention.w_out", (d_model, q_width), 1),
+            (f"attention.w_{one}.{kind}", size, 0)
+            for one, width in (("q", q_width), ("k", kv_width), ("v", kv_width))
+            for kind, size in (("weight", (width, d_model)), ("bias", (width,)))
+            if kind == "weight" or FAMILIES[self.family].qkv_bias
         ]
+        block += [("attention.w_out.weight", (d_model, q_width), 1)]
         if norms is not None:
-            block += [("attention.q_norm", (norms[0],), None), ("attention.k_norm", (norms[1],), None)]
+            block += [("attention.q_norm.weight", (norms[0],), None), ("attention.k_norm.weight", (norms[1],), None)]
         block += [
-            ("attention_norm", (d_model,), None),
-            ("feed_forward.w1", (d_ff, d_model), 0),
-            ("feed_forward.w2", (d_model, d_ff), 1),
-            ("feed_forward.w3", (d_ff, d_model), 0),
-            ("feed_forward_norm", (d_model,), None),
+            ("attention_norm.weight", (d_model,), None),
+            ("feed_forward.w1.weight", (d_ff, d_model), 0),
+            ("feed_forward.w2.weight", (d_model, d_ff), 1),
+            ("feed_forward.w3.weight", (d_ff, d_model), 0),
+            ("feed_forward_norm.weight", (d_model,), None),
         ]
         vocabulary = (self.vocab_size, d_model)
         parameters = [ParameterShape(name="embeddings.weight", shape=vocabulary, tensor_axis=0)]
         parameters += [
-            ParameterShape(name=f"blocks.{layer}.{name}.weight", shape=size, layer=layer, tensor_axis=axis)
+            ParameterShape(name=f"blocks.{layer}.{name}", shape=size, layer=layer, tensor_axis=axis)
             for layer in range(self.num_layers)
             for name, size, axis in block
         ]
