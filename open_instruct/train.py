@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.teacher import OpenedTeacher, compare_with
+    from open_instruct.models.lora.adapters import adapters_off
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
@@ -104,10 +106,13 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             layout=run.layout,
             head=objective.head,
             seed=config.optim.seed,
+            adapters=config.adapters,
         )
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
         check_plan_of_run(config, run, pretrained.folder)
         loss = objective.bound(config, pretrained.tokenizer)
+        if pretrained.adapter is not None:
+            loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
         start_model = start_model_of(pretrained, run)
         form = objective.rows_of(config)
         taught = objective.teacher(config)
@@ -141,11 +146,12 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             if policy.loss.ld_alpha is not None:
                 folder /= f"ld-{policy.loss.ld_alpha}"
             cache = open_reference_cache(folder, pretrained, model=config.model, shape=shape)
-            if not moves.get("update_freq"):
-                scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
-            if heldout_rows is not None:
-                title = "held-out reference log-probs"
-                heldout_reference_ND = reference_logprobs(scorer, heldout_rows, cache=cache, title=title)
+            with adapters_off(policy.model):
+                if not moves.get("update_freq"):
+                    scores[REFERENCE] = reference_logprobs(scorer, rows, cache=cache, title="reference log-probs")
+                if heldout_rows is not None:
+                    title = "held-out reference log-probs"
+                    heldout_reference_ND = reference_logprobs(scorer, heldout_rows, cache=cache, title=title)
             if objective.only_scores(config):
                 run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
                 return 0

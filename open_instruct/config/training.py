@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import (
     DataSection,
@@ -30,6 +31,11 @@ class LearnerConfig:
     run: RunSection
     logging: LoggingSection
 
+    @property
+    def adapters(self) -> LoRASection | None:
+        """Where only those are trained."""
+        return None
+
 
 @dataclass(kw_only=True)
 class TrainingConfig(LearnerConfig):
@@ -38,3 +44,8 @@ class TrainingConfig(LearnerConfig):
     data: DataSection
     optim: OptimSection
     parallel: ParallelSection
+    lora: LoRASection = field(default_factory=LoRASection)
+
+    @property
+    def adapters(self) -> LoRASection | None:
+        return self.lora if self.lora.use_lora else None

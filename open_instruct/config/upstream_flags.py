@@ -11,6 +11,7 @@ SYNONYMS: dict[str, str] = {
     "sequence_parallel_size": "context_parallel_degree",
     "advantages": "advantage_normalization_type",
     "zero_stage": "deepspeed_stage",
+    "lora_rank": "lora_r",
     **dict.fromkeys(("zpg", "zero_hpz_partition_size"), "deepspeed_zpg"),
     **dict.fromkeys(("offload_optimizer", "deepspeed_offload_optimizer"), "adam_offload"),
     **dict.fromkeys(("offload_param", "deepspeed_offload_param"), "offload"),

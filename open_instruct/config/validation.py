@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from open_instruct.config.flags import flags_of, sections_of, spelled
+from open_instruct.config.lora import LoRASection, target_problems
 from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, PrefixSharing, ShardingSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
@@ -112,6 +113,29 @@ def backend_problems(config: TrainingConfig) -> Iterator[str]:
                 yield f"{given}: --deepspeed_stage {stage} does not share what that is about; use {least} or more"
 
 
+def lora_problems(config: TrainingConfig) -> Iterator[str]:
+    """What the flags of adapters and the others ask of each other."""
+    if config.adapters is None:
+        for given in changed(config, *(each.name for each in fields(LoRASection) if each.name != "use_lora")):
+            yield f"{given} is read only with --use_lora; add that, or leave it out"
+        return
+    yield from target_problems(config.adapters)
+    remedies = {
+        "--backend deepspeed": (config.parallel.zero_stage is not None, "use --backend olmo_core"),
+        "--optimizer muon": (config.optim.optimizer == "muon", "it is for whole matrices; use adamw"),
+        f"--lora_dropout {config.adapters.lora_dropout}": (
+            config.adapters.lora_dropout > 0 and config.parallel.tensor_parallel_degree > 1,
+            "ranks that split a matrix would each leave out others; use 0, or --tensor_parallel_degree 1",
+        ),
+    }
+    for given, (is_problem, remedy) in remedies.items():
+        if is_problem:
+            yield f"{given} cannot go with --use_lora: {remedy}"
+    moves = changed(config, "ref_policy_update_freq") if "ref_policy_update_freq" in flags_of(type(config)) else []
+    for given in moves:
+        yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
+
+
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
     if memory.activation_memory_budget < 1 and memory.activation_checkpointing != "none":
@@ -169,6 +193,7 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
     yield from backend_problems(config)
+    yield from lora_problems(config)
     if not config.data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)

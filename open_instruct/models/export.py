@@ -41,7 +41,7 @@ from open_instruct.models.export_files import (
 from open_instruct.models.hf_config import without_code
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
 from open_instruct.models.names import HF_LM_HEAD, TensorNames
-from open_instruct.models.shards import Delivery, deliver, held_of, reshard
+from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
 
 MAX_FILE_BYTES = 2 * 2**30
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
@@ -134,6 +134,7 @@ def export_hf(
     tokenizer_folder: str | Path | None = None,
     chat_template: str | None = None,
     more_config: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Held] | None = None,
 ) -> ExportReport:
     """Write `model` as a Hugging Face folder. Collective: every rank calls it, `out_folder` is seen by all.
 
@@ -149,6 +150,7 @@ def export_hf(
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
         more_config: fields of config.json beside those of the source, or in their place; None leaves one out.
+        weights: what is written of each parameter; default: `held_of(model)`.
 
     Raises:
         InputError: `out_folder` is the source, cannot be written, or is something other than an export.
@@ -175,7 +177,7 @@ def export_hf(
         for entries in writing_rounds(plan):
             whole = deliver(
                 [
-                    Delivery(owner=file.owner, tensor=parameters[tensor.name], dtype=tensor.dtype)
+                    Delivery(owner=file.owner, tensor=(weights or parameters)[tensor.name], dtype=tensor.dtype)
                     for file, tensor in entries
                 ]
             )

@@ -13,6 +13,7 @@ EMBEDDINGS = "embeddings.weight"
 LM_HEAD = "lm_head.w_out.weight"
 HF_LM_HEAD = "lm_head.weight"
 HF_SCORE = "score.weight"
+ADAPTER = ("lora_A", "lora_B")
 
 # What a model says at a position: something of every word, or one number.
 Head = Literal["vocabulary", "score"]
@@ -56,6 +57,11 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter's name is an adapter's."""
+    return name.rpartition(".")[2] in ADAPTER
 
 
 def names_module(patterns: Iterable[str], name: str) -> bool:

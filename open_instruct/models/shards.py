@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from open_instruct.models.names import clean_name
+from open_instruct.models.names import clean_name, is_of_adapter
 
 Box = tuple[slice, ...]
 """One range for every dim of a tensor."""
@@ -104,9 +104,14 @@ Held = torch.Tensor | FlatRange
 
 
 def held_of(model: nn.Module) -> dict[str, Held]:
-    """What this rank holds of each parameter: the parameter itself, or the `flat_range` that it has beside it."""
+    """What this rank holds of each parameter: the parameter itself, or the `flat_range` that it has beside it.
+
+    Adapters are no part of the model that a checkpoint is read into, and written from.
+    """
     return {
-        clean_name(name): getattr(parameter, "flat_range", parameter) for name, parameter in model.named_parameters()
+        clean_name(name): getattr(parameter, "flat_range", parameter)
+        for name, parameter in model.named_parameters()
+        if not is_of_adapter(name)
     }
 
 

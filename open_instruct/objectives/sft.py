@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.config.sections import SFTOptimSection
+from open_instruct.config.training import TrainingConfig
+from open_instruct.config.validation import refuse, training_problems, training_warnings
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
@@ -16,6 +19,28 @@ if TYPE_CHECKING:
     import numpy as np
 
     from open_instruct.data.token_dataset import TokenDataset
+
+
+@dataclass(kw_only=True)
+class SFTConfig(TrainingConfig):
+    """Train a model on conversations, every assistant turn of them, sharded as HSDP, and export it."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "torchrun --nproc_per_node 8 open_instruct/sft.py configs/sft/olmo3_7b_8gpu.yaml --output_dir runs/olmo3_sft",
+        "open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm",
+    )
+
+    optim: SFTOptimSection
+
+
+def validate_sft(config: SFTConfig) -> list[str]:
+    """Check everything that the flags alone can tell, and return warnings.
+
+    Raises:
+        InputError: listing every problem, each with its remedy.
+    """
+    refuse(training_problems(config))
+    return list(training_warnings(config))
 
 
 def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:

@@ -162,10 +162,12 @@ def plan_of(setting: Setting) -> Plan:
 
     Raises:
         InputError: the layout cannot be, the model cannot be split so, its layers are not recomputed alike, or it is
-            DeepSpeed's.
+            DeepSpeed's, or has adapters.
     """
     if setting.config.parallel.zero_stage is not None:
         raise InputError("--backend deepspeed: what a run needs under ZeRO is not planned; plan it without that flag")
+    if setting.config.adapters is not None:
+        raise InputError("--use_lora: what a run with adapters needs is not planned; plan it without that flag")
     layout, shape = setting.layout, setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from olmo_core.nn.transformer import Transformer
 from transformers import PretrainedConfig
 
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import ModelSection
 from open_instruct.data.chat import load_tokenizer
 from open_instruct.errors import InputError
@@ -22,6 +24,7 @@ from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.heads.value_head import ScoreFiles
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes
+from open_instruct.models.lora.files import open_adapter
 from open_instruct.models.names import Head, TensorNames
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
@@ -43,6 +46,7 @@ class Pretrained:
     files: CheckpointFiles
     names: TensorNames
     tokenizer: PreTrainedTokenizerFast
+    adapter: Mapping[str, torch.Tensor] | None = None
 
     def build(self, *, init_device: str) -> Transformer:
         """The model, without weights."""
@@ -83,12 +87,13 @@ def open_pretrained(
     layout: ShardLayout | None = None,
     head: Head = "vocabulary",
     seed: int = 0,
+    adapters: LoRASection | None = None,
 ) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
     That the trained model can be written to `export_folder` in the end is checked now too, and that the ranks of
     `layout` can share its heads. `length_flag` is what `max_seq_length` comes from. A model that is to score may start
-    from one that does not; its head is drawn from `seed`.
+    from one that does not; its head is drawn from `seed`. With `adapters`, the adapter that they name is opened too.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
@@ -118,10 +123,14 @@ def open_pretrained(
         )
     names = TensorNames(hf_config, head=head)
     files = ScoreFiles.open_or_draw(folder, hf_config, seed=seed) if head == "score" else CheckpointFiles.open(folder)
-    shapes = parameter_shapes(build_model(hf_config, init_device="meta", head=head))
+    bare = build_model(hf_config, init_device="meta", head=head)
+    shapes = parameter_shapes(bare)
     check_cover(names, files, shapes)
     check_exportable(names, shapes)
     check_destination(folder, export_folder)
+    adapter = None
+    if adapters is not None and adapters.adapter_name_or_path is not None:
+        adapter = open_adapter(local_folder(adapters.adapter_name_or_path), bare, names, adapters)
     return Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
@@ -129,6 +138,7 @@ def open_pretrained(
         files=files,
         names=names,
         tokenizer=tokenizer,
+        adapter=adapter,
     )
 
 

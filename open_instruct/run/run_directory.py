@@ -40,6 +40,7 @@ class RunDirectory:
     evaluations = _Inside("eval.jsonl")
     pids = _Inside("pids.json")
     hf_model = _Inside("hf_model")
+    adapter = _Inside("adapter")
 
     def create(self) -> None:
         """Make the folder.
@@ -65,7 +66,7 @@ class RunDirectory:
             for step in self.path.glob("step*"):
                 if step.name.removeprefix("step").split("-")[0].isdigit():
                     shutil.rmtree(step)
-            for folder in (self.hf_model, self.path / "tensorboard", self.path / "traces"):
+            for folder in (self.hf_model, self.adapter, self.path / "tensorboard", self.path / "traces"):
                 shutil.rmtree(folder, ignore_errors=True)
             own_files = self.config, self.layout, self.log, self.metrics, self.evaluations, self.pids
             for file in (*own_files, self.path / "wandb_id"):

@@ -16,7 +16,7 @@ from rich.console import Console
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.config.sft import SFTConfig, validate_sft
+from open_instruct.objectives.sft import SFTConfig, validate_sft
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PROGRAMS = ["demo_dpo", "demo_grpo"]

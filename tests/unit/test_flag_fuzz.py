@@ -16,9 +16,9 @@ from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
-from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.errors import InputError
 from open_instruct.objectives.kto import KTOConfig, validate_kto
+from open_instruct.objectives.sft import SFTConfig, validate_sft
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.planning import command as plan_command

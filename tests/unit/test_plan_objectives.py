@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from open_instruct.config.sections import (
     DataSection, LoggingSection, MemorySection, ModelSection, OptimSection, ParallelSection, RunSection, flag
 )
-from open_instruct.config.sft import validate_sft
+from open_instruct.objectives.sft import validate_sft
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import OBJECTIVES

@@ -11,7 +11,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.parser import parse
-from open_instruct.config.sft import SFTConfig, validate_sft
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template
 from open_instruct.data.chat_templates import CHAT_TEMPLATES
 from open_instruct.data.messages import Message
@@ -20,6 +19,7 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
+from open_instruct.objectives.sft import SFTConfig, validate_sft
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document
 from open_instruct.toys.tiny import train_tokenizer

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module.transformer import TransformerActivationCheckpointingConfig
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
@@ -15,6 +17,7 @@ from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, b
 from open_instruct.learner.olmo_core.replica import build_replica
 from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.models.load import stream_load
+from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.parallel.data_parallel import (
     build_context_parallel_config,
@@ -25,6 +28,16 @@ from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+
+# Of what is frozen nothing is in a checkpoint.
+STATE_OF_ADAPTERS = {
+    "state_dict_save_opts": StateDictOptions(
+        flatten_optimizer_state_dict=True, cpu_offload=True, ignore_frozen_params=True
+    ),
+    "state_dict_load_opts": StateDictOptions(
+        flatten_optimizer_state_dict=True, strict=False, ignore_frozen_params=True
+    ),
+}
 
 
 def choose_kernels(
@@ -49,9 +62,12 @@ def build_policy(
     max_seq_length = config.data.max_seq_length
     device = run.process.device
     transformer = pretrained.build(init_device=model.init_device)
+    lora = config.adapters
+    if lora is not None:
+        adapt(transformer, lora, dtype=getattr(torch, model.param_dtype))
     checkpointing = choose_kernels(transformer, run=run, config=config)
-    # FSDP gathers in the dtype that is computed in; on a single device a copy computes.
-    has_copy = run.layout.single_device and model.param_dtype != "float32"
+    # FSDP gathers in the dtype that is computed in; on a single device a copy computes, but for a model that is frozen.
+    has_copy = run.layout.single_device and model.param_dtype != "float32" and lora is None
     module = ObjectiveTrainModule(
         loss=loss,
         reduces_last=config.parallel.gradient_reduction == "last",
@@ -68,11 +84,14 @@ def build_policy(
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=device,
+        **({} if lora is None else STATE_OF_ADAPTERS),
     )
     if has_copy:
         module.compute_with(build_replica(pretrained, run=run, config=config, checkpointing=checkpointing))
     offload_inputs(module.computing_model, memory, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
+    if lora is not None:
+        fill_adapter(module.model, lora, seed=optim.seed, start=pretrained.adapter)
     module.refresh_copy()
     run.console.say(
         f"loaded {counted(report.num_tensors, 'tensor')} ({module.model.num_params / 1e6:,.1f}M parameters) "

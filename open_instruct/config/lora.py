@@ -1,0 +1,65 @@
+"""The flags of low-rank adapters (LoRA), and what they ask of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from open_instruct.config.sections import flag, free_flag
+
+# The matrices of a block by the names that peft's `target_modules` and config files have for them.
+MODULES_OF_TARGETS = {
+    "q_proj": "attention.w_q",
+    "k_proj": "attention.w_k",
+    "v_proj": "attention.w_v",
+    "o_proj": "attention.w_out",
+    "gate_proj": "feed_forward.w1",
+    "down_proj": "feed_forward.w2",
+    "up_proj": "feed_forward.w3",
+}
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(kw_only=True)
+class LoRASection:
+    """Low-rank adapters"""
+
+    use_lora: bool = flag(
+        "train low-rank adapters beside the matrices of the blocks, and leave all else as it is", False
+    )
+    lora_r: int = flag("rank of the adapters", 16, minimum=1)
+    lora_alpha: float = flag("what an adapter adds is multiplied by this, divided by the rank", 32.0, above=0)
+    use_rslora: bool = flag("divide by the square root of the rank in place of the rank", False)
+    lora_dropout: float = flag("share of an adapter's inputs left out while training", 0.0, minimum=0, below=1)
+    lora_target_modules: list[str] = flag(
+        f"matrices that get one: of {', '.join(MODULES_OF_TARGETS)}; or {ALL_LINEAR}, all of them", [ALL_LINEAR]
+    )
+    lora_init: Literal["kaiming", "gaussian"] = flag(
+        "what an adapter's first matrix is drawn from; its second begins at zero", "kaiming"
+    )
+    adapter_name_or_path: str | None = flag("folder of an adapter, as peft writes them, to go on from", None)
+    export: Literal["both", "merged", "adapter"] = free_flag(
+        "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both"
+    )
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732, section 3)."""
+        return self.lora_alpha / (math.sqrt(self.lora_r) if self.use_rslora else self.lora_r)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """By peft's names, in the order of a block."""
+        wanted = MODULES_OF_TARGETS if ALL_LINEAR in self.lora_target_modules else self.lora_target_modules
+        return tuple(name for name in MODULES_OF_TARGETS if name in wanted)
+
+
+def target_problems(lora: LoRASection) -> Iterator[str]:
+    known = (*MODULES_OF_TARGETS, ALL_LINEAR)
+    for name in lora.lora_target_modules:
+        if name not in known:
+            yield f"--lora_target_modules {name}: only matrices of the blocks get adapters; use {', '.join(known)}"
+    if not lora.lora_target_modules:
+        yield f"--lora_target_modules names nothing: use {ALL_LINEAR}, or some of {', '.join(MODULES_OF_TARGETS)}"

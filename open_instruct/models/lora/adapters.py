@@ -1,0 +1,192 @@
+"""Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021, arXiv:2106.09685, section 4.1).
+
+`adapt` puts them in before the model is sharded. An adapter is two parameters of the layer whose matrix it is beside:
+it moves, and is sharded, with that layer. Adapters are float32 and trained; everything else is frozen, but for the
+matrix of a score. What reads and writes checkpoints (`held_of`) sees the model as it was without them.
+
+Legend of the shape suffixes: O features that a layer puts out, I features that it takes, R rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from olmo_core.nn.transformer import Transformer
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
+from open_instruct.models.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
+from open_instruct.models.on_cpu.products import ChoosingLinear
+from open_instruct.models.shards import FlatRange, Held, held_of, local_part, own_box, reshard
+
+A, B = ADAPTER
+
+
+class AdaptedLinear(ChoosingLinear):
+    """A linear layer that adds `scale * B A x` to what it puts out; it takes over the parameters of another."""
+
+    lora_A: nn.Parameter  # (R, I)
+    lora_B: nn.Parameter  # (O, R)
+
+    def __init__(self, stands_for: nn.Linear, lora: LoRASection) -> None:
+        super().__init__(stands_for.in_features, stands_for.out_features, bias=False, device="meta")
+        self.weight, self.bias = stands_for.weight, stands_for.bias
+        self.rank, self.scale, self.is_off = lora.lora_r, lora.scale, False
+        self._dropped_share = lora.lora_dropout
+        self.register_adapter()
+
+    def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None:
+        """Without values. Under tensor parallelism cut as the matrix is: what it puts out, or what it takes."""
+        device = self.weight.device
+        a_RI = torch.empty(self.rank, self.in_features, device=device)
+        b_OR = torch.empty(self.out_features, self.rank, device=device)
+        if tp_mesh is not None:
+            assert isinstance(self.weight, DTensor)
+            cuts_out = self.weight.placements[0].is_shard(0)
+            a_RI = distribute_tensor(a_RI, tp_mesh, [Replicate() if cuts_out else Shard(1)])
+            b_OR = distribute_tensor(b_OR, tp_mesh, [Shard(0) if cuts_out else Replicate()])
+        self.lora_A, self.lora_B = nn.Parameter(a_RI), nn.Parameter(b_OR)
+        # A module, as OLMo-core looks for one: only then are random numbers the same when a block is recomputed.
+        self.dropout = nn.Dropout(self._dropped_share)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.is_off:
+            return y
+        low = F.linear(self.dropout(x), self.lora_A.to(x.dtype))
+        return y + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
+
+
+def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
+    """Give `model`, before it is sharded, adapters; its own parameters are frozen, and from now on of `dtype`."""
+    wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
+    for block in model.blocks.values():
+        for name in sorted(wanted):
+            parent, leaf = block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            setattr(parent, leaf, AdaptedLinear(parent.get_submodule(leaf), lora))  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if not is_of_adapter(name) and not _is_score(model, name):
+            parameter.data = parameter.data.to(dtype)
+    _freeze(model)
+    model.apply_tp = types.MethodType(_apply_tensor_parallel, model)  # type: ignore[method-assign]
+
+
+def _apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
+    """Stands in for `Transformer.apply_tp`, which would cut both matrices of an adapter along the same axis, and looks
+    for one in each module of a layer."""
+    layers = layers_of(model).values()
+    for layer in layers:
+        del layer.lora_A, layer.lora_B, layer.dropout
+    Transformer.apply_tp(model, tp_mesh, float8_enabled=float8_enabled)
+    for layer in layers:
+        layer.register_adapter(tp_mesh)
+    _freeze(model)  # norms were made anew, to be trained
+
+
+def _freeze(model: Transformer) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_of_adapter(name) or _is_score(model, name))
+
+
+def _is_score(model: Transformer, name: str) -> bool:
+    """A new head cannot be learned through adapters: it is trained whole."""
+    return clean_name(name) == LM_HEAD and model.lm_head.w_out.out_features == 1
+
+
+def layers_of(model: nn.Module) -> dict[str, AdaptedLinear]:
+    """The layers that have adapters, by OLMo-core's names: `blocks.3.attention.w_q`."""
+    return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within, `model` computes what it did before it had adapters."""
+    layers = layers_of(model).values()
+    for layer in layers:
+        layer.is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
+
+
+@torch.no_grad()
+def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mapping[str, torch.Tensor] | None) -> None:
+    """Give this rank's parts their first values: of `start` by names in OLMo-core's way, or drawn, with B zero.
+
+    Each matrix is drawn whole, from a seed of its name, so that it is the same on any number of ranks.
+    """
+    layers = layers_of(model)
+    for full_name, parameter in model.named_parameters():
+        name, part = clean_name(full_name), local_part(parameter)
+        if start is not None and parameter.requires_grad:
+            part.copy_(start[name][own_box(parameter)])
+        elif name.endswith(A):
+            layer = name.removesuffix(f".{A}")
+            part.copy_(_drawn(layers[layer], layer, lora, seed)[own_box(parameter)])
+        elif name.endswith(B):
+            part.zero_()
+
+
+def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
+    """peft's two: uniform within 1 / sqrt(I), or normal with standard deviation 1 / R."""
+    digest = hashlib.sha256(f"{name} {seed}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    a_RI = torch.empty(layer.rank, layer.in_features)
+    if lora.lora_init == "gaussian":
+        return a_RI.normal_(std=1 / layer.rank, generator=generator)
+    bound = 1 / math.sqrt(layer.in_features)
+    return a_RI.uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that is trained, each matrix whole, by OLMo-core's names. Collective: all ranks walk to the end."""
+    reshard(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield clean_name(name), parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class MergedWeights(Mapping[str, Held]):
+    """What `held_of` gives, each matrix with its adapter added, in float32. Collective to make, and not to read.
+
+    Each is made when it is asked for: beside the shards a rank holds one of them, and the first half of all adapters.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._held = held_of(model)
+        self._layers = layers_of(model)
+        # Of B a rank has the rows that it has of the matrix.
+        self._a_RI = {name: whole for name, whole in whole_adapter(model) if name.endswith(A)}
+
+    def __getitem__(self, name: str) -> Held:
+        held, layer = self._held[name], self._layers.get(name.removesuffix(".weight"))
+        if layer is None or not name.endswith(".weight"):
+            return held
+        assert not isinstance(held, FlatRange)
+        rows, columns = own_box(held)
+        assert own_box(layer.lora_B)[0] == rows
+        a_RI, b_OR = self._a_RI[name.replace("weight", A)], local_part(layer.lora_B)
+        merged = torch.addmm(local_part(held).float(), b_OR, a_RI[:, columns], alpha=layer.scale)
+        if not isinstance(held, DTensor):
+            return merged
+        return DTensor.from_local(
+            merged, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)

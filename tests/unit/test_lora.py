@@ -1,0 +1,171 @@
+"""What adapters ask of flags and folders, and how they begin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.lora import LoRASection
+from open_instruct.config.parser import parse
+from open_instruct.errors import InputError
+from open_instruct.models.build import build_model
+from open_instruct.models.lora.adapters import (
+    MergedWeights,
+    adapt,
+    adapters_off,
+    fill_adapter,
+    layers_of,
+    whole_adapter,
+)
+from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, file_name_of, open_adapter
+from open_instruct.models.names import TensorNames, clean_name
+from open_instruct.models.shards import held_of
+from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = torch.arange(3, 43).unsqueeze(0)
+
+
+def adapted(lora: LoRASection, *, family: str = "llama", seed: int = 0) -> Any:
+    model = build_model(hf_config(family))
+    adapt(model, lora, dtype=torch.float32)
+    model.init_weights(device=CPU, max_seq_len=64)
+    with_random_weights(model)
+    fill_adapter(model, lora, seed=seed, start=None)
+    return model
+
+
+def test_a_new_adapter_adds_nothing() -> None:
+    model, plain = adapted(LoRASection()), new_model("llama")
+    plain.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(model(IDS), plain(IDS))
+
+
+def test_switched_off_it_is_the_model_that_it_was() -> None:
+    model = adapted(LoRASection(lora_r=3))
+    plain = model(IDS)
+    with torch.no_grad():
+        for layer in layers_of(model).values():
+            layer.lora_B.normal_(std=0.1)
+    assert (model(IDS) - plain).abs().max() > 1e-2
+    with adapters_off(model):
+        assert torch.equal(model(IDS), plain)
+    merged, without = MergedWeights(model), held_of(model)
+    assert list(merged) == list(without)
+    layer = model.blocks["1"].feed_forward.w2
+    torch.testing.assert_close(
+        merged["blocks.1.feed_forward.w2.weight"], layer.weight + layer.scale * layer.lora_B @ layer.lora_A
+    )
+    assert merged["blocks.1.attention_norm.weight"] is without["blocks.1.attention_norm.weight"]
+
+
+def test_only_adapters_are_trained_and_float32() -> None:
+    model = build_model(hf_config("qwen2"))
+    adapt(model, LoRASection(lora_target_modules=["o_proj", "q_proj"]), dtype=torch.bfloat16)
+    trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {
+        f"blocks.{layer}.attention.{matrix}.lora_{half}"
+        for layer in range(4)
+        for matrix in ("w_q", "w_out")
+        for half in "AB"
+    }
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
+
+
+def test_the_matrix_of_a_score_is_trained_whole() -> None:
+    model = build_model(hf_config("llama"), head="score")
+    adapt(model, LoRASection(), dtype=torch.bfloat16)
+    whole = [name for name, each in model.named_parameters() if each.requires_grad and "lora" not in name]
+    assert whole == ["lm_head.w_out.weight"]
+    assert model.lm_head.w_out.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("init", "spread"), [("kaiming", 1 / (3 * 32) ** 0.5), ("gaussian", 1 / 16)])
+def test_what_it_begins_with_is_drawn_by_name(init: Any, spread: float) -> None:
+    lora = LoRASection(lora_init=init)
+    first, again, other = (dict(whole_adapter(adapted(lora, seed=seed))) for seed in (0, 0, 1))
+    names = [name for name in first if name.endswith("w_q.lora_A")]
+    assert torch.cat([first[name].flatten() for name in names]).std() == pytest.approx(spread, rel=0.1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first[names[0]], other[names[0]])
+    assert not torch.equal(first[names[0]], first[names[1]])
+
+
+def test_the_scale() -> None:
+    assert LoRASection(lora_r=16, lora_alpha=32).scale == 2
+    assert LoRASection(lora_r=16, lora_alpha=32, use_rslora=True).scale == 8
+
+
+FLAGS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--lora_r 8", "--lora_r 8 is read only with --use_lora"),
+        ("--use_lora --lora_r 0", "--lora_r 0"),
+        ("--use_lora --lora_target_modules lm_head", "--lora_target_modules lm_head: only matrices of the blocks"),
+        ("--use_lora --optimizer muon", "--optimizer muon cannot go with --use_lora"),
+        ("--use_lora --backend deepspeed", "--backend deepspeed cannot go with --use_lora: use --backend olmo_core"),
+        ("--use_lora --lora_dropout 0.1 --tensor_parallel_degree 2", "--lora_dropout 0.1 cannot go with --use_lora"),
+        ("--use_lora --ref_policy_update_freq 5", "the reference is the model without its adapters"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        validate_dpo(parse(DPOConfig, [*FLAGS, *flags.split()]))
+
+
+def stored(folder: Path, lora: LoRASection, **changes: Any) -> Path:
+    folder.mkdir()
+    names = TensorNames(hf_config("llama"))
+    tensors = {file_name_of(name, names): whole for name, whole in whole_adapter(adapted(lora))}
+    save_file(tensors, folder / WEIGHTS_NAME)
+    targets = list(lora.targets)
+    fields = {"peft_type": "LORA", "r": lora.lora_r, "lora_alpha": lora.lora_alpha, "target_modules": targets}
+    (folder / CONFIG_NAME).write_text(json.dumps(fields | changes))
+    return folder
+
+
+def opened(folder: Path, lora: LoRASection) -> dict[str, torch.Tensor]:
+    config = hf_config("llama")
+    return open_adapter(folder, build_model(config), TensorNames(config), lora)
+
+
+def test_an_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
+    lora = LoRASection(lora_target_modules=["up_proj", "v_proj"])
+    written = dict(whole_adapter(adapted(lora)))
+    read = opened(stored(tmp_path / "adapter", lora), lora)
+    assert written.keys() == read.keys()
+    assert all(torch.equal(read[name], written[name]) for name in read)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    lora = LoRASection(lora_target_modules=["up_proj"])
+    with pytest.raises(InputError, match=r"there is no adapter_config\.json in it"):
+        opened(tmp_path, lora)
+    with pytest.raises(InputError, match="use_dora = True is not supported"):
+        opened(stored(tmp_path / "dora", lora, use_dora=True), lora)
+    with pytest.raises(InputError, match=r"target_modules = \['lm_head'\]"):
+        opened(stored(tmp_path / "head", lora, target_modules=["lm_head"]), lora)
+    with pytest.raises(InputError, match="with other flags: give --lora_r 4"):
+        opened(stored(tmp_path / "rank", lora, r=4), lora)
+    with pytest.raises(InputError, match="r and lora_alpha must be numbers"):
+        opened(stored(tmp_path / "word", lora, r="many"), lora)
+    both = LoRASection(lora_target_modules=["up_proj", "q_proj"])
+    with pytest.raises(InputError, match=r"has no tensor base_model.*other --lora_target_modules"):
+        opened(stored(tmp_path / "fewer", lora, target_modules=["up_proj", "q_proj"]), both)
+    with pytest.raises(InputError, match=r"expected \(5, 32\)"):
+        opened(stored(tmp_path / "shape", lora, r=5), LoRASection(lora_r=5, lora_target_modules=["up_proj"]))
+    folder = stored(tmp_path / "cut", lora)
+    (folder / WEIGHTS_NAME).write_bytes((folder / WEIGHTS_NAME).read_bytes()[:-4])
+    with pytest.raises(InputError, match=WEIGHTS_NAME):
+        opened(folder, lora)
