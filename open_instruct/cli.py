@@ -42,6 +42,7 @@ COMMANDS = {
         "take one step of a GRPO run again, under its own or under other settings of the loss",
         "open_instruct.replay:main",
     ),
+    "merge": ("add an adapter to the model that it was trained beside", "open_instruct.merge:main"),
     "score": ("score the conversations of a file, or their steps, with a reward model", "open_instruct.score:main"),
     "tiny-model": (
         "write a small random checkpoint with a tokenizer, to try things on",

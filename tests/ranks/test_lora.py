@@ -12,9 +12,10 @@ import torch
 from olmo_core.nn.transformer import Transformer
 from safetensors.torch import load_file
 
+from open_instruct import merge
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.checkpoint_files import SINGLE_NAME, CheckpointFiles
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off, fill_adapter
@@ -174,3 +175,13 @@ def test_a_reward_models_head_is_saved_with_its_adapter(runs: dict[str, TrainCas
         model.config.pad_token_id = 0
     scored = peft.PeftModel.from_pretrained(base, folder / "adapter")(IDS).logits
     torch.testing.assert_close(merged(IDS).logits, scored, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_is_merged_by_itself(runs: dict[str, TrainCase], tmp_path: Path) -> None:
+    case = runs["llama"]  # whose embeddings are tied
+    folder = case.folder / "alone"
+    words = ["--model_name_or_path", case.model, "--adapter_name_or_path", folder / "adapter", "--output_dir", tmp_path]
+    assert merge.main([str(word) for word in words]) == 0
+    ours, of_run = load_file(tmp_path / SINGLE_NAME), load_file(folder / "hf_model" / SINGLE_NAME)
+    assert ours.keys() == of_run.keys()
+    assert all(torch.equal(ours[name], of_run[name]) for name in ours)
