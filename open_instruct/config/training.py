@@ -14,7 +14,6 @@ from open_instruct.config.sections import (
     OptimSection,
     ParallelSection,
     RunSection,
-    ShardingSection,
 )
 
 
@@ -25,7 +24,7 @@ class LearnerConfig:
     model: ModelSection
     data: DataSection | PromptDataSection
     optim: OptimizerSection
-    parallel: ShardingSection
+    parallel: ParallelSection
     memory: MemorySection
     run: RunSection
     logging: LoggingSection
@@ -37,4 +36,3 @@ class TrainingConfig(LearnerConfig):
 
     data: DataSection
     optim: OptimSection
-    parallel: ParallelSection
