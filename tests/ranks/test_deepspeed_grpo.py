@@ -39,17 +39,22 @@ def test_every_stage_takes_the_steps_of_one_process(grpo_case: GRPOCase, one_pro
         assert_same_trajectory(rows, one_process[name.partition("_")[0]])
 
 
-def test_rows_may_be_split_over_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
+def test_split_rows_second_copies_and_host_memory_change_nothing(
+    grpo_case: GRPOCase, one_process: dict[str, Rows]
+) -> None:
+    """Second copies are those of before an update, until they are made again: also where it is only looked at."""
+    in_host_memory = {"deepspeed_zpg": 2, "adam_offload": True, "offload": True}
     runs = {
-        f"{way}_split": of_stage(stage, sequence_parallel_size=2, **WAYS[way])
-        for way, stage in (("plain", 2), ("minibatches", 3))
+        "plain_split": of_stage(2, sequence_parallel_size=2, **WAYS["plain"]),
+        "minibatches_split": of_stage(3, sequence_parallel_size=2, **WAYS["minibatches"]),
+        "minibatches_copied": of_stage(3, **in_host_memory, **WAYS["minibatches"]),
     }
     for name, rows in run(grpo_case, 4, runs).items():
         assert_same_trajectory(rows, one_process[name.partition("_")[0]])
 
 
 def test_engines_get_the_masters_part_by_part(grpo_case: GRPOCase, tmp_path: Path) -> None:
-    """In the engines' dtype, be it finer than what learners compute in, after every step, each value once."""
+    """In the engines' dtype, be it finer than what learners compute in; each value once."""
     ways = [(0, "float32", "gloo", "bfloat16"), (1, "bfloat16", "shm", "bfloat16")]
     ways += [(2, "float32", "shm", "float32"), (3, "bfloat16", "gloo", "float32")]
     cases = []

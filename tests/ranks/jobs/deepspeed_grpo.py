@@ -37,10 +37,10 @@ def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folde
         out, info_path = Path(folder, str(number)), Path(folder, f"{number}.told")
         if own_rank() < num_learners:
             os.environ["MASTER_PORT"] = str(port)
-            _send_three(**case, info_path=info_path, out=out)
+            _send_twice(**case, info_path=info_path, out=out)
             continue
         incoming = IncomingWeights(told(info_path), index=0, device=CPU)
-        *_, before, last = [received(incoming) for _ in range(3)]
+        before, last = received(incoming), received(incoming)
         with CheckpointFiles.open(out) as files:
             assert set(last) == set(files)
             assert all(not torch.equal(before[name], last[name]) for name in files)
@@ -48,8 +48,8 @@ def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folde
     return differing
 
 
-def _send_three(flags: list[str], way: str, dtype: str, info_path: Path, out: Path) -> None:
-    learner = grpo_steps.Learner(flags, num_steps=2)
+def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Path) -> None:
+    learner = grpo_steps.Learner(flags, num_steps=1)
     model, names, engines_dtype = learner.policy.model, learner.pretrained.names, getattr(torch, dtype)
     sender = WeightSender(model, names, backend=way, dtype=engines_dtype, bucket_bytes=100_000, timeout_s=60)
     # Every value is brought once, and where there is something shared every rank brings some.
@@ -59,11 +59,9 @@ def _send_three(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
     offer(sender, 1, info_path)
     sender.join()
     sender.send(0)
-    for version in (1, 2):
-        learner.take_step(NUM_COMPLETIONS)
-        if version == 2:
-            export_hf(model, names.hf_config, names, source_folder=str(flags[1]), out_folder=out, dtype=engines_dtype)
-        sender.send(version)
+    learner.take_step(NUM_COMPLETIONS)
+    export_hf(model, names.hf_config, names, source_folder=flags[1], out_folder=out, dtype=engines_dtype)
+    sender.send(1)
     sender.close()
     stop_process()
 
