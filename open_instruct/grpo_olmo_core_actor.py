@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,34 +23,42 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.entry import leave, run_entry
 
 if TYPE_CHECKING:
+    from open_instruct.cluster.learner_process import LearnerProcess
     from open_instruct.packing.rollouts import RankStep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the flags in `argv` (default: the command line) and return the exit code."""
+    return run_grpo(GRPOConfig, PolicyTrainerOLMoCoreProcess, argv, program="grpo_olmo_core_actor.py")
+
+
+def run_grpo(
+    config_class: type[GRPOConfig], learner_class: type[LearnerProcess], argv: Sequence[str] | None, *, program: str
+) -> int:
+    """Run with the flags in `argv`, whose learners are `learner_class`es, and return the exit code."""
     return run_entry(
-        GRPOConfig,
-        train,
+        config_class,
+        partial(train, learner_class=learner_class),
         argv,
-        program="grpo_olmo_core_actor.py",
+        program=program,
         validate=validate_grpo,
         gpus_per_node=lambda config: config.parallel.num_learners_per_node,
     )
 
 
-def train(config: GRPOConfig) -> int:
+def train(config: GRPOConfig, *, learner_class: type[LearnerProcess]) -> int:
     """The whole run, as the driver walks it. Returns the exit code."""
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
     from open_instruct.rollout.checked_run import open_rollout_run
     from open_instruct.rollout.driver import Driver
     from open_instruct.rollout.fleet import start_fleet
 
-    with open_rollout_run(config) as run, start_fleet(PolicyTrainerOLMoCoreProcess, run) as fleet:
+    with open_rollout_run(config) as run, start_fleet(learner_class, run) as fleet:
         return Driver(run, fleet).fit()
 
 
 class PolicyTrainerOLMoCoreProcess:
-    """A learner: one process, one device, one rank of the sharded policy. Usable once constructed.
+    """A learner: one process, one device, one rank of the sharded policy, on --backend. Usable once constructed.
 
     Ray makes one of each rank, with torchrun's variables in its environment. Every method is collective: the driver
     calls it on all ranks at once.
@@ -116,7 +125,7 @@ class PolicyTrainerOLMoCoreProcess:
         """Wait until every engine has connected."""
         self.sender.join()
 
-    def send_weights(self, version: int) -> None:
+    def broadcast_to_vllm(self, version: int) -> None:
         """Stream the policy from its shards to the engines."""
         self.sender.send(version)
 

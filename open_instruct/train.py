@@ -73,6 +73,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
+    from open_instruct.learner.deepspeed.choice import policy_builder
     from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
@@ -93,11 +94,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.run.start_model import start_model_of
     from open_instruct.run.trackers import logging_steps
 
-    if config.parallel.zero_stage is None:
-        from open_instruct.learner.olmo_core.policy import build_policy
-    else:
-        from open_instruct.learner.deepspeed.policy import build_policy
-
+    build_policy = policy_builder(config.parallel)
     with open_run(config) as run:
         pretrained = open_pretrained(
             config.model,

@@ -15,7 +15,7 @@ class LearnerProcess(Protocol):
     """One rank of the learners, as `PolicyTrainerOLMoCoreProcess` is; every method is called on all ranks at once.
 
     A call names its method, and which class answers is the run's choice:
-    `learners.start(LearnerProcess.send_weights, 3).result(timeout_s)`.
+    `learners.start(LearnerProcess.broadcast_to_vllm, 3).result(timeout_s)`.
     """
 
     def step(self, work: RankStep) -> dict[str, float]:
@@ -39,7 +39,7 @@ class LearnerProcess(Protocol):
     def join_weight_channel(self) -> None:
         """Wait until every engine has connected."""
 
-    def send_weights(self, version: int) -> None:
+    def broadcast_to_vllm(self, version: int) -> None:
         """Stream the policy from its shards to the engines."""
 
 

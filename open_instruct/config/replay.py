@@ -126,7 +126,9 @@ def on_one_process(config: GRPOConfig) -> GRPOConfig:
     """The same mathematics without shards, and without what only pays over many steps."""
     return replace(
         config,
-        parallel=LearnerParallelSection(single_gpu_mode=config.parallel.single_gpu_mode),
+        parallel=LearnerParallelSection(
+            **{name: getattr(config.parallel, name) for name in ("single_gpu_mode", "backend", "deepspeed_stage")}
+        ),
         memory=replace(config.memory, compile_model=False, activation_memory_budget=1.0),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from open_instruct.config.losses import ADVANTAGES, OVER_TOKENS, POLICY_LOSSES
-from open_instruct.config.sections import PrefixSharing, RunSection, ShardingSection, flag, free_flag
+from open_instruct.config.sections import ParallelSection, PrefixSharing, RunSection, flag, free_flag
 
 # vLLM's `_MAX_TEMP`: samples are drawn as if nothing above 0 and below this had been asked for.
 LEAST_TEMPERATURE = 0.01
@@ -174,7 +174,7 @@ class PolicyLossSection:
 
 
 @dataclass(kw_only=True)
-class LearnerParallelSection(ShardingSection):
+class LearnerParallelSection(ParallelSection):
     """Sharding"""
 
     num_learners_per_node: list[int] = free_flag("learner processes on each node, such as '8 8' or '2 4'", [1])

@@ -208,11 +208,6 @@ class ShardingSection:
     )
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
 
-    @property
-    def zero_stage(self) -> int | None:
-        """Of DeepSpeed, where that holds the shards."""
-        return None
-
 
 @dataclass(kw_only=True)
 class ParallelSection(ShardingSection):
@@ -236,6 +231,7 @@ class ParallelSection(ShardingSection):
 
     @property
     def zero_stage(self) -> int | None:
+        """Of DeepSpeed, where that holds the shards."""
         return self.deepspeed_stage if self.backend == "deepspeed" else None
 
 

@@ -15,7 +15,6 @@ from open_instruct.config.sections import (
     OptimSection,
     ParallelSection,
     RunSection,
-    ShardingSection,
 )
 
 
@@ -26,7 +25,7 @@ class LearnerConfig:
     model: ModelSection
     data: DataSection | PromptDataSection
     optim: OptimizerSection
-    parallel: ShardingSection
+    parallel: ParallelSection
     memory: MemorySection
     run: RunSection
     logging: LoggingSection
@@ -43,9 +42,12 @@ class TrainingConfig(LearnerConfig):
 
     data: DataSection
     optim: OptimSection
+<<<<<<< HEAD
     parallel: ParallelSection
     lora: LoRASection = field(default_factory=LoRASection)
 
     @property
     def adapters(self) -> LoRASection | None:
         return self.lora if self.lora.use_lora else None
+=======
+>>>>>>> ds-grpo

@@ -93,7 +93,7 @@ def parallel_problems(parallel: ShardingSection) -> Iterator[str]:
             yield "--gradient_reduction last: with --single_gpu_mode nothing is reduced; leave one of them out"
 
 
-def backend_problems(config: TrainingConfig) -> Iterator[str]:
+def backend_problems(config: LearnerConfig) -> Iterator[str]:
     """What DeepSpeed's flags and the others ask of each other."""
     if config.parallel.zero_stage is None:
         for given in changed(config, *OF_DEEPSPEED):
@@ -173,6 +173,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Those of any config that trains, GRPO's too."""
     yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
     yield from parallel_problems(config.parallel)
+    yield from backend_problems(config)
     yield from memory_problems(config.memory)
     mode = config.memory.activation_checkpointing
     if mode != "selected_modules":
@@ -192,7 +193,6 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
-    yield from backend_problems(config)
     yield from lora_problems(config)
     if not config.data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"

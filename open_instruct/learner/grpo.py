@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.learner.deepspeed.choice import policy_builder
 from open_instruct.learner.loop import Loop
-from open_instruct.learner.olmo_core.policy import build_policy
 from open_instruct.learner.profile import profiling
 from open_instruct.learner.reference_policy import Reference, build_reference, open_teacher
 from open_instruct.objectives.policy_gradient import bind
@@ -49,7 +49,7 @@ class GRPOLearner:
         self.run = run
         self.pretrained = pretrained
         self.drivers = DriversState()
-        self.policy = build_policy(
+        self.policy = policy_builder(config.parallel)(
             pretrained,
             run=run,
             config=config,

@@ -1,9 +1,9 @@
 """What travels, in which order and where in a bucket: the same on every side.
 
 A bucket is a run of whole tensors that together have at most `bucket_bytes`, or a piece of a larger one: as many of
-the rows of every rank, so that each brings its share of every piece. Within a bucket lie first all parts that rank 0
-brings, then all that rank 1 brings, and so on: what a rank brings is one message, and receivers put the tensors
-together.
+the rows of every rank (or of the values, where ranks hold runs of those), so that each brings its share of every piece.
+Within a bucket lie first all parts that rank 0 brings, then all that rank 1 brings, and so on: what a rank brings is
+one message, and receivers put the tensors together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from open_instruct.models.shards import Box, box_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank brings of a tensor: `num_bytes` from `start` of the bucket. `own` is its place in what it holds."""
+    """What one rank brings of a tensor: `num_bytes` from `start` of the bucket. `own` is its place in what it holds.
+
+    A `box` of one range is, of any tensor, a run of its values, counted row by row.
+    """
 
     box: Box
     own: Box
@@ -94,7 +97,7 @@ class Bucket:
             flat: bytes of the bucket, from `first_byte` on.
         """
         for name, part in self.parts.get(rank, {}).items():
-            whole = wholes[name]
+            whole = wholes[name] if len(part.box) == wholes[name].dim() else wholes[name].view(-1)
             whole[part.box].copy_(part.view(flat, whole.dtype, first_byte))
 
 

@@ -146,7 +146,7 @@ class WeightPublisher:
         engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if not is_connected:
             self._connect(engines, timeout_s)
-        sending = self._learners.start(LearnerProcess.send_weights, version)
+        sending = self._learners.start(LearnerProcess.broadcast_to_vllm, version)
         self._wait_for_both(sending, engines.start_all(timeout_s, Engine.receive_weights))
         engines.call_all(timeout_s, Engine.finish_update, version)
         self._is_connected = True

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.names import TensorNames, clean_name
-from open_instruct.models.shards import Box, boxes_beside, reshard
+from open_instruct.models.names import TensorNames
+from open_instruct.models.shards import Box, FlatRange, Held, boxes_beside, held_of, local_part, own_box, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.outgoing import Outgoing, PartBroadcaster, SharedMemoryWriter
@@ -80,7 +80,7 @@ class WeightSender:
         """Plan; nothing is allocated before `open`.
 
         Args:
-            model: on any mesh: FSDP, HSDP, tensor parallel, or plain.
+            model: on any mesh: FSDP, HSDP, tensor parallel, or plain; or with ranges of ZeRO beside its parameters.
             names: the model's names.
             backend: as `choose_backend` gives it.
             dtype: that travels: the engines'.
@@ -92,7 +92,7 @@ class WeightSender:
         """
         reshard(model)
         self._model = model
-        self._places = _places(model, names)
+        self._names = names
         self._rank = dist.get_rank()
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
@@ -100,10 +100,10 @@ class WeightSender:
         self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
         if backend in ON_DEVICE and self._device.type != "cuda":
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
-        parameters = self._parameters()
+        held = self._held()
         self.manifest = WeightManifest(
-            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
-            {name: _boxes(parameter) for name, parameter in parameters.items()},
+            {name: tuple(tensor.shape) for name, tensor in held.items()},
+            {name: _boxes(tensor) for name, tensor in held.items()},
             dtype=dtype,
             bucket_bytes=bucket_bytes,
         )
@@ -163,7 +163,7 @@ class WeightSender:
         if progress is None or outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
-        tensors = {name: _local(parameter) for name, parameter in self._parameters().items()}
+        tensors = {name: local_part(tensor) for name, tensor in self._held().items()}
         buckets, first = self.manifest.buckets, self._position
         taking = f"of {len(buckets)} of version {version}"
         try:
@@ -234,9 +234,10 @@ class WeightSender:
             self._outgoing.close()
             self._outgoing = None
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        """By the names that travel."""
-        return {hf_name: getattr(module, name) for hf_name, (module, name) in self._places.items()}
+    def _held(self) -> dict[str, Held]:
+        """By the names that travel: what this rank has of the parameters, whichever objects they are by now."""
+        held = held_of(self._model)
+        return {hf_name: held[name] for name, hf_name in self._names}
 
     def _remove_file(self) -> None:
         if self._path is not None:
@@ -244,22 +245,6 @@ class WeightSender:
             self._path = None
 
 
-def _places(model: nn.Module, names: TensorNames) -> dict[str, tuple[nn.Module, str]]:
-    """By the names that travel: where the model keeps the parameter, whichever object it is by then."""
-    places = {
-        clean_name(f"{path}.{name}"): (module, name)
-        for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
-    return {hf_name: places[name] for name, hf_name in names}
-
-
-def _boxes(parameter: torch.Tensor) -> dict[int, Box]:
-    """What each of the ranks that share a copy of the parameter with rank 0 brings."""
-    if isinstance(parameter, DTensor):
-        return boxes_beside(parameter, HOST_RANK)
-    return {HOST_RANK: tuple(slice(0, size) for size in parameter.shape)}
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _boxes(tensor: Held) -> dict[int, Box]:
+    """What each of the ranks that share a copy of the tensor with rank 0 brings."""
+    return boxes_beside(tensor, HOST_RANK) if isinstance(tensor, DTensor | FlatRange) else {HOST_RANK: own_box(tensor)}

@@ -54,6 +54,7 @@ class GRPOCase:
     model: Path
     prompts: Path
     output_dir: Path
+    script: str = "grpo_olmo_core_actor.py"
     flags: dict[str, Any] = field(default_factory=dict)
 
     def command(self) -> list[str]:
@@ -74,7 +75,7 @@ class GRPOCase:
             "async_steps": 0,
             "output_dir": self.output_dir,
         } | self.flags
-        words = [str(REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py")]
+        words = [str(REPOSITORY / "open_instruct" / self.script)]
         for name, value in flags.items():
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
         return words

@@ -277,6 +277,27 @@ def test_a_killed_engine_and_a_killed_learner_are_replaced(
     assert_same_weights(case, undisturbed)
 
 
+def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
+    variant: Callable[..., GRPOCase], undisturbed: GRPOCase
+) -> None:
+    """Under ZeRO-3: one is killed, all start again from the last checkpoint, and engines get what they have trained."""
+    case = replace(variant(num_learners_per_node=2, deepspeed_stage=3), script="grpo_fast.py")
+    process = case.start()
+    case.when_step(3, process, lambda: os.kill(case.pids()["learners"][1], signal.SIGKILL))
+    said = finished(process, exit_code=0)
+    assert "2 learners" in said and "starting the learners again from the last checkpoint (1 of 3)" in said
+    rows = case.rows()
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    # The last step's tokens are of the third version that learners have sent.
+    assert max(row["logprob_diff/max"] for row in rows) < 1e-4
+    for ours, theirs in zip(rows, undisturbed.rows(), strict=True):
+        assert ours["reward"] == theirs["reward"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    for name, tensor in weights(undisturbed).items():
+        torch.testing.assert_close(weights(case)[name], tensor, rtol=0, atol=1e-4)
+
+
 def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_resume(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:

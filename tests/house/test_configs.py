@@ -85,7 +85,8 @@ def launch_words(path: Path) -> tuple[list[str], list[str]]:
     commands = re.findall(r"^(?:torchrun|python|sbatch) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
     (command,) = (command for command in commands if "open_instruct/" in command)
     words = shlex.split(command.replace("\\\n", " "))
-    script = words.index(KINDS[path.parent.name].script)
+    on_deepspeed = path in GRPO_FILES and read(path).parallel.zero_stage is not None
+    script = words.index("open_instruct/grpo_fast.py" if on_deepspeed else KINDS[path.parent.name].script)
     return words[:script], words[script + 1 :]
 
 

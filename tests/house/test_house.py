@@ -60,6 +60,7 @@ FLOORS = [
         "merge",
         "score",
         "sft",
+        "grpo_fast",
         "grpo_olmo_core_actor",
         "kto",
         "notebook",
@@ -74,11 +75,14 @@ HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBR
 WITHOUT_TORCH = [
     *("errors.py", "families.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
     *("parallel/layout_warnings.py", "parallel/processes.py", "parallel/training_state.py"),
-    "learner/deepspeed/settings.py",
+    *("learner/deepspeed/grpo_flags.py", "learner/deepspeed/settings.py"),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for path in sorted((PACKAGE / "planning").rglob("*.py"))),
 ]
-LIGHT_TO_IMPORT = ["dpo.py", "prm.py", "reward_model.py", "score.py", "sft.py", "grpo_olmo_core_actor.py", "replay.py"]
+LIGHT_TO_IMPORT = [
+    *("dpo.py", "grpo_fast.py", "grpo_olmo_core_actor.py", "prm.py", "replay.py", "reward_model.py", "score.py"),
+    "sft.py",
+]
 
 MAX_LINES_OF_A_FILE = 500
 # Code lines of each room; what stands in no room counts as one. A room that is full is split by idea, or trimmed.

@@ -25,10 +25,10 @@ WORKER: type[WeightWorker] = WeightReceiver
 def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) -> None:
     assert_type(learners.start_each(LearnerProcess.step, work).result(1.0), list[dict[str, float]])
     assert_type(learners.start(LearnerProcess.open_weight_channel, 2).result(1.0), list[dict[str, Any]])
-    learners.start(LearnerProcess.send_weights, "3")  # type: ignore[arg-type]
-    learners.start(LearnerProcess.send_weights)  # type: ignore[call-arg]
+    learners.start(LearnerProcess.broadcast_to_vllm, "3")  # type: ignore[arg-type]
+    learners.start(LearnerProcess.broadcast_to_vllm)  # type: ignore[call-arg]
     learners.start_each(LearnerProcess.step, [3])  # type: ignore[arg-type]
-    learners.start("send_weights", 3)  # type: ignore[arg-type]
+    learners.start("broadcast_to_vllm", 3)  # type: ignore[arg-type]
     learners.start(Engine.health)  # type: ignore[arg-type]
 
 

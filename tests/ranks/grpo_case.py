@@ -45,8 +45,8 @@ class GRPOCase:
             words.extend(str(word) for word in (value if isinstance(value, list) else [value]))
         return {"flags": words, "completions": completions} | job
 
-    def run(self, run_ranks: RunRanks, num_ranks: int, cases: dict[str, dict]) -> dict[str, Rows]:
-        results = run_ranks(num_ranks, JOB, timeout_s=240, cases=list(cases.values()), ports=free_ports(len(cases)))
+    def run(self, run_ranks: RunRanks, num_ranks: int, cases: dict[str, dict], *, job: str = JOB) -> dict[str, Rows]:
+        results = run_ranks(num_ranks, job, timeout_s=240, cases=list(cases.values()), ports=free_ports(len(cases)))
         for rank in range(1, num_ranks):
             for ours, first in zip(results[rank], results[0], strict=True):
                 # Every rank tells the same, but for what tensor-parallel ranks measure of themselves.

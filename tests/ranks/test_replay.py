@@ -37,6 +37,8 @@ MOVING = {
     "loss_fn": "grpo",
     "optimizer": "skip_step_adamw",
 }
+ON_TWO = {"num_learners_per_node": 2}
+OF_ZERO = {"backend": "deepspeed", "deepspeed_stage": 2, "beta": 0.05, "num_mini_batches": 2, "loss_fn": "grpo"}
 OTHER = ["--loss_fn", "gspo", "--beta", "0.05", "--no_filter_zero_std_samples", "--pack_length", "48"]
 
 
@@ -54,7 +56,8 @@ class Replays:
 def replays(grpo_case: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Replays:
     plain = run_of(grpo_case, "plain")
     # Several updates a step, so that the optimizer's state counts, and a reference policy that is in the checkpoints.
-    moving = run_of(grpo_case, "moving", num_learners_per_node=2, **MOVING)
+    moving = run_of(grpo_case, "moving", **(ON_TWO | MOVING))
+    zero = run_of(grpo_case, "zero", **(ON_TWO | OF_ZERO))
     without_step2 = grpo_case.folder / "without_step2"
     shutil.copytree(plain, without_step2, ignore=lambda folder, names: {"step2"} & set(names))
     before = files_of(plain)
@@ -62,6 +65,7 @@ def replays(grpo_case: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Re
         "first": [plain, "--step", 1],
         "second": [plain, "--step", 2],
         "moving": [moving, "--step", 3],
+        "zero": [zero, "--step", 3, "--loss_fn", "gspo"],
         "other": [plain, "--step", 2, *OTHER],
         "older": [without_step2, "--step", 3],
         "given": [moving, "--step", 2, "--weights", grpo_case.model],
@@ -119,6 +123,15 @@ def test_a_run_of_two_ranks_with_optimizer_and_reference_in_its_checkpoints(repl
     # Ranks add up in another order, and in the loss advantages of both signs nearly cancel.
     assert_same_step(report, loss_abs=1e-7)
     assert report["recorded"]["kl"] > 1e-4
+
+
+def test_a_run_on_deepspeed_is_replayed_on_it(replays: Replays) -> None:
+    """From its own checkpoints, and under another loss in the same process."""
+    report = replays.reports["zero"]
+    assert report["weights"]["are_the_steps_own"]
+    assert_same_step(report, loss_abs=1e-7)
+    assert report["recorded"]["kl"] > 1e-6
+    assert report["changed"]["grad_norm"] != pytest.approx(report["recomputed"]["grad_norm"], rel=1e-3)
 
 
 def test_another_loss_gives_other_numbers_and_the_run_is_left_alone(replays: Replays) -> None:

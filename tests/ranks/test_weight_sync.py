@@ -42,6 +42,7 @@ CASES: dict[int, list[tuple[str, Any, str, str]]] = {
         ("qwen3", FSDP_2, "gloo", "bfloat16"),
         ("llama", TP_2, "shm", "float32"),
         ("olmo3", TP_2, "gloo", "float32"),
+        ("olmo2", "ranges", "shm", "bfloat16"),
     ],
     4: [
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
@@ -49,6 +50,7 @@ CASES: dict[int, list[tuple[str, Any, str, str]]] = {
         ("qwen3", FSDP_2_TP_2, "shm", "bfloat16"),
         ("qwen2", FSDP_2_TP_2, "gloo", "float32"),
         ("olmo2", CONTEXT_2_REPLICAS_2, "gloo", "float32"),
+        ("qwen3", "ranges", "gloo", "float32"),
     ],
 }
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from open_instruct import grpo_fast
 from open_instruct.config.dpo import DPOConfig, validate_dpo
-from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.upstream_flags import SYNONYMS
-from open_instruct.errors import InputError
+from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.plan import plan_of
@@ -79,9 +84,60 @@ def test_upstreams_names_are_known() -> None:
     assert {"zero_stage", "zpg", "offload_optimizer", "offload_param"} <= SYNONYMS.keys()
 
 
-def test_grpo_has_none_of_them_and_shards_as_before() -> None:
-    with pytest.raises(InputError, match="--backend is not a flag"):
-        parse(GRPOConfig, ["--backend", "deepspeed"])
+GRPO_REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+
+
+def grpo_refusal(words: str, config_class: type[GRPOConfig] = GRPOFastConfig) -> str:
+    with pytest.raises(InputError) as caught:
+        validate_grpo(parse(config_class, [*GRPO_REQUIRED, *words.split()]))
+    return str(caught.value)
+
+
+def test_both_entries_of_grpo_take_either_backend() -> None:
+    """What differs is the default."""
+    for config_class, default, other in (
+        (GRPOConfig, "olmo_core", "deepspeed"),
+        (GRPOFastConfig, "deepspeed", "olmo_core"),
+    ):
+        for given, backend in (([], default), (["--backend", other], other)):
+            config = parse(config_class, [*GRPO_REQUIRED, "--param_dtype", "float32", *given])
+            assert validate_grpo(config) == [] and config.parallel.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"),
+        ("--deepspeed_stage 2 --single_gpu_mode", "--single_gpu_mode true cannot go with --backend deepspeed"),
+        ("--deepspeed_stage 2 --tensor_parallel_degree 2", "--tensor_parallel_degree 2 cannot go with"),
+        ("--deepspeed_stage 2 --beta 0.1 --ref_policy_update_freq 2", "--ref_policy_update_freq 2 cannot go with"),
+        ("--deepspeed_stage 2 --optimizer skip_step_adamw", "--optimizer skip_step_adamw cannot go with"),
+        ("--deepspeed_stage 2 --offload", "--offload true: --deepspeed_stage 2 does not share"),
+        ("--backend olmo_core --deepspeed_stage 2", "--deepspeed_stage 2 is read only with --backend deepspeed"),
+    ],
+)
+def test_grpo_refuses_what_cannot_be(words: str, told: str) -> None:
+    assert told in grpo_refusal(words)
+    if "olmo_core" not in words:
+        assert told in grpo_refusal(f"--backend deepspeed {words}", GRPOConfig)
+
+
+def test_a_refused_run_of_grpo_starts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither for its flags and layout, nor where there is no DeepSpeed that will do."""
+    out = [*GRPO_REQUIRED[:-1], str(tmp_path / "out"), "--deepspeed_stage", "3"]
+    assert grpo_fast.main([*out, "--deepspeed_zpg", "4", "--num_learners_per_node", "2", "4"]) == EXIT_INPUT
+    assert "--deepspeed_zpg 4 does not divide 6 learner GPUs" in capsys.readouterr().err
+    for name in ("policy", "library"):
+        monkeypatch.delitem(sys.modules, f"open_instruct.learner.deepspeed.{name}", raising=False)
+    versions = {"deepspeed": "0.9.5"}
+    with patch(
+        "importlib.metadata.version", lambda name, version=metadata.version: versions.get(name) or version(name)
+    ):
+        assert grpo_fast.main([*out, "--param_dtype", "float32"]) == EXIT_INPUT
+    assert "pip install 'open-instruct[deepspeed]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_all_ranks_share_on_whichever_nodes_they_are() -> None:

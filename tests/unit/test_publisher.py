@@ -20,7 +20,7 @@ from open_instruct.weights import publisher as publisher_module
 from open_instruct.weights.publisher import WeightPublisher
 from tests.unit.fake_engine import TIMEOUT_S, InProcessEngine, eventually, request
 
-SEND = "send_weights"
+SEND = "broadcast_to_vllm"
 
 
 class FakeLearners:

@@ -6,9 +6,9 @@ import math
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from olmo_core.distributed.parallel import build_world_mesh, get_cp_mesh
 
-from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.deepspeed.library import deepspeed
@@ -42,7 +42,6 @@ def build_policy(
     """Build without weights, share, then stream the checkpoint into the shards of what is trained."""
     doing("loading the start model")
     parallel, model, optim = config.parallel, config.model, config.optim
-    assert isinstance(parallel, ParallelSection)
     join_deepspeed(timeout_s=parallel.dist_timeout_s)
     device, max_seq_length = run.process.device, config.data.max_seq_length
     transformer = pretrained.build(init_device="meta").to(getattr(torch, model.param_dtype))
@@ -75,6 +74,7 @@ def build_policy(
     offload_inputs(module.model, config.memory, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
     module.masters.changed(num_steps=0)
+    dist.barrier()  # no rank is ready before all are
     run.console.say(
         f"loaded {counted(report.num_tensors, 'tensor')} ({report.num_bytes_read / 1e6:,.1f} MB on this rank) "
         f"in {report.wall_time_s:.1f} s"

@@ -47,7 +47,8 @@ def partition(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..
 
 def _shard(whole: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
     """A parameter of which this rank has its part, not yet filled, and nothing was ever whole."""
-    shard: Any = nn.Parameter(torch.empty((), dtype=dtype).expand(whole.shape), requires_grad=whole.requires_grad)
+    nowhere = torch.empty((), dtype=dtype, device=init.local_device).expand(whole.shape)
+    shard: Any = nn.Parameter(nowhere, requires_grad=whole.requires_grad)
     init._convert_to_deepspeed_param(shard)
     size = -(-shard.ds_numel // shard.ds_zero_partition_world_size)
     start, stop = _range_of(shard, size)

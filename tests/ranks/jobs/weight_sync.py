@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from pathlib import Path
@@ -20,13 +21,14 @@ from open_instruct.models.export import export_hf
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import stream_load
 from open_instruct.models.names import TensorNames
+from open_instruct.models.shards import held_of, local_part
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document, Span
 from open_instruct.weights import receiver
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender, abandon
 from tests.ranks.files import tell, told
-from tests.ranks.jobs.weights import sharded, unsharded
+from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
 
 CPU = torch.device("cpu")
 DOCUMENT = Document(token_ids=tuple(i % 7 + 2 for i in range(12)), responses=(Span(start=4, stop=12),))
@@ -41,9 +43,12 @@ def start_learner(num_learners: int) -> None:
     dist.init_process_group("gloo")
 
 
-def load(folder: str, layout: dict[str, Any] | None) -> tuple[Any, TensorNames]:
+def load(folder: str, layout: dict[str, Any] | str | None) -> tuple[Any, TensorNames]:
     hf_config = load_hf_config(folder)
-    model = unsharded(hf_config, dtype="float32") if layout is None else sharded(hf_config, **layout)
+    if isinstance(layout, dict):
+        model = sharded(hf_config, **layout)
+    else:
+        model = (unsharded if layout is None else in_ranges)(hf_config, dtype="float32")
     names = TensorNames(hf_config)
     with CheckpointFiles.open(folder) as files:
         stream_load(model, files, names)
@@ -90,18 +95,20 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
     model, names = load(case["folder"], case["layout"])
     dtype = getattr(torch, case["dtype"])
     export_hf(model, names.hf_config, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
-    token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
+    if case["layout"] != "ranges":
+        token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
     sender = WeightSender(
         model, names, backend=case["backend"], dtype=dtype, bucket_bytes=case["bucket_bytes"], timeout_s=30
     )
     assert len(sender.manifest.buckets) >= case["min_buckets"]
     assert any(bucket.num_pieces > 1 for bucket in sender.manifest.buckets)
     assert sender.manifest.largest_bucket_bytes < 1.1 * case["bucket_bytes"]
+    assert sender.manifest.num_bytes == sum(math.prod(held.shape) for held in held_of(model).values()) * dtype.itemsize
     offer(sender, num_receivers, info_path)
     sender.join()
     sender.send(1)
-    for parameter in model.parameters():
-        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(2)
+    for held in held_of(model).values():
+        local_part(held).mul_(2)
     sender.send(2)
     sender.close()
 

@@ -1,0 +1,28 @@
+"""The flags of `grpo_fast.py`: those of GRPO, from where --backend deepspeed is set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.rollout_sections import LearnerParallelSection
+from open_instruct.config.sections import flag
+
+
+@dataclass(kw_only=True)
+class ZeroLearnerSection(LearnerParallelSection):
+    """Sharding"""
+
+    backend: Literal["olmo_core", "deepspeed"] = flag("who holds the shards and steps the optimizer", "deepspeed")
+
+
+@dataclass(kw_only=True)
+class GRPOFastConfig(GRPOConfig):
+    """Train a policy on verifiable rewards: vLLM engines generate, learners on DeepSpeed train, weights flow back."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "python open_instruct/grpo_fast.py configs/grpo/cpu_tiny_deepspeed.yaml --output_dir runs/zero",
+    )
+
+    parallel: ZeroLearnerSection

@@ -1,0 +1,86 @@
+"""GRPO's learner steps on DeepSpeed, what goes to engines between them, and what a stopped run goes on from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from open_instruct.learner.deepspeed import policy
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.export import export_hf
+from open_instruct.parallel.process import stop_process
+from open_instruct.weights.receiver import IncomingWeights
+from open_instruct.weights.sender import WeightSender
+from tests.ranks.files import told
+from tests.ranks.grpo_case import is_computed
+from tests.ranks.jobs import grpo_steps
+from tests.ranks.jobs.deepspeed_runs import nothing_persists, weights_of
+from tests.ranks.jobs.weight_sync import CPU, offer, own_rank, received
+
+NUM_COMPLETIONS = 9
+
+
+def run_each(**arguments: Any) -> list[list[dict[str, float]]]:
+    policy.engine_settings = nothing_persists
+    return grpo_steps.run_each(**arguments)
+
+
+def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folder: str) -> list[list[str]]:
+    """For each case, what the receiver, which is the last rank, got other than an export of the masters."""
+    policy.engine_settings = nothing_persists
+    os.environ.update(WORLD_SIZE=str(num_learners), LOCAL_WORLD_SIZE=str(num_learners))
+    differing = []
+    for number, (case, port) in enumerate(zip(cases, ports, strict=True)):
+        out, info_path = Path(folder, str(number)), Path(folder, f"{number}.told")
+        if own_rank() < num_learners:
+            os.environ["MASTER_PORT"] = str(port)
+            _send_twice(**case, info_path=info_path, out=out)
+            continue
+        incoming = IncomingWeights(told(info_path), index=0, device=CPU)
+        before, last = received(incoming), received(incoming)
+        with CheckpointFiles.open(out) as files:
+            assert set(last) == set(files)
+            assert all(not torch.equal(before[name], last[name]) for name in files)
+            differing.append([name for name in files if not torch.equal(last[name], files.read(name))])
+    return differing
+
+
+def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Path) -> None:
+    learner = grpo_steps.Learner(flags, num_steps=1)
+    model, names, engines_dtype = learner.policy.model, learner.pretrained.names, getattr(torch, dtype)
+    sender = WeightSender(model, names, backend=way, dtype=engines_dtype, bucket_bytes=100_000, timeout_s=60)
+    # Every value is brought once, and where there is something shared every rank brings some.
+    num_values = sum(parameter.numel() for parameter in learner.pretrained.build(init_device="meta").parameters())
+    assert sender.manifest.num_bytes == num_values * engines_dtype.itemsize
+    assert sender.manifest.ranks == ([0, 1] if learner.config.parallel.zero_stage else [0])
+    offer(sender, 1, info_path)
+    sender.join()
+    sender.send(0)
+    learner.take_step(NUM_COMPLETIONS)
+    export_hf(model, names.hf_config, names, source_folder=flags[1], out_folder=out, dtype=engines_dtype)
+    sender.send(1)
+    sender.close()
+    stop_process()
+
+
+def stop_and_go_on(flags: list[str], ports: list[int], num_steps: int) -> dict[str, Any]:
+    """The rows after a checkpoint in the middle: of the run that wrote it, and of one that began with it."""
+    policy.engine_settings = nothing_persists
+    rows, ends = [], []
+    for port, resumes in zip(ports, (False, True), strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        learner = grpo_steps.Learner(flags, num_steps=num_steps)
+        if resumes:
+            assert learner.resume(warn=print) == {"asked": 7}
+        while learner.loop.step < num_steps:
+            if learner.loop.step == num_steps // 2 and not resumes:
+                learner.save({"asked": 7})
+                rows.clear()
+            rows.append(learner.take_step(NUM_COMPLETIONS))
+        ends.append(weights_of(learner.policy).clone())
+        stop_process()
+    told_rows = [{name: value for name, value in row.items() if is_computed(name)} for row in rows]
+    return {"rows": told_rows, "same_weights": torch.equal(*ends)}
