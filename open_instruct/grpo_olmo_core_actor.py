@@ -82,7 +82,10 @@ class PolicyTrainerOLMoCoreProcess:
         self.config = config
         self.run = join_run(config)
         self.pretrained = open_pretrained(
-            config.model, max_seq_length=config.data.max_seq_length, export_folder=self.run.directory.hf_model
+            config.model,
+            max_seq_length=config.data.max_seq_length,
+            export_folder=self.run.directory.hf_model,
+            adapters=config.adapters,
         )
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
         self.sender = WeightSender(

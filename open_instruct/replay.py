@@ -119,6 +119,7 @@ def take_again(
                 replace(config.model, model_name_or_path=model),
                 max_seq_length=config.data.max_seq_length,
                 export_folder=run.directory.hf_model,
+                adapters=config.adapters,
             )
 
         pretrained = opened(weights.model)

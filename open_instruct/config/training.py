@@ -29,11 +29,12 @@ class LearnerConfig:
     memory: MemorySection
     run: RunSection
     logging: LoggingSection
+    lora: LoRASection = field(default_factory=LoRASection)
 
     @property
     def adapters(self) -> LoRASection | None:
         """Where only those are trained."""
-        return None
+        return self.lora if self.lora.use_lora else None
 
 
 @dataclass(kw_only=True)
@@ -42,12 +43,3 @@ class TrainingConfig(LearnerConfig):
 
     data: DataSection
     optim: OptimSection
-<<<<<<< HEAD
-    parallel: ParallelSection
-    lora: LoRASection = field(default_factory=LoRASection)
-
-    @property
-    def adapters(self) -> LoRASection | None:
-        return self.lora if self.lora.use_lora else None
-=======
->>>>>>> ds-grpo

@@ -113,7 +113,7 @@ def backend_problems(config: LearnerConfig) -> Iterator[str]:
                 yield f"{given}: --deepspeed_stage {stage} does not share what that is about; use {least} or more"
 
 
-def lora_problems(config: TrainingConfig) -> Iterator[str]:
+def lora_problems(config: LearnerConfig) -> Iterator[str]:
     """What the flags of adapters and the others ask of each other."""
     if config.adapters is None:
         for given in changed(config, *(each.name for each in fields(LoRASection) if each.name != "use_lora")):
@@ -174,6 +174,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
     yield from parallel_problems(config.parallel)
     yield from backend_problems(config)
+    yield from lora_problems(config)
     yield from memory_problems(config.memory)
     mode = config.memory.activation_checkpointing
     if mode != "selected_modules":
@@ -193,7 +194,6 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
-    yield from lora_problems(config)
     if not config.data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)

@@ -13,7 +13,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import choose_chat_template
 from open_instruct.learner.backend import Learner
 from open_instruct.models.export import export_hf
-from open_instruct.models.lora.adapters import MergedWeights, whole_adapter
+from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.parallel.peers import doing
 from open_instruct.run.opened import Run
@@ -57,7 +57,7 @@ def export_policy(
         # The template it was trained with is the one to use it with.
         chat_template=choose_chat_template(pretrained.tokenizer, template_name).text if template_name else None,
         more_config=more_config,
-        weights=None if lora is None else MergedWeights(policy.model),
+        weights=weights_of(policy.model),
     )
     run.console.say(
         f"the trained model is in {run.directory.hf_model} "

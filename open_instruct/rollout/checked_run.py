@@ -75,6 +75,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             export_folder=directory.hf_model,
             length_flag=LENGTHS_OF_ROLLOUTS,
             layout=layout,
+            adapters=config.adapters,
         )
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)

@@ -187,7 +187,8 @@ class Driver:
             self.step = self.num_tokens = 0
         self.metrics.keep_until(self.step)
         self.view.rewards = [row["reward"] for row in self.metrics.rows()]
-        if self.step != self.fleet.publisher.version:
+        begins_as_the_engines = self.config.lora.adapter_name_or_path is None
+        if self.step != self.fleet.publisher.version or not begins_as_the_engines:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)
         self.conductor.start(self.step)

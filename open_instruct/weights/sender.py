@@ -20,7 +20,7 @@ For each rank of the learners::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import InputError, RunError
+from open_instruct.models.lora.adapters import weights_of
 from open_instruct.models.names import TensorNames
 from open_instruct.models.shards import Box, FlatRange, Held, boxes_beside, held_of, local_part, own_box, reshard
 from open_instruct.parallel.process import on_main_process
@@ -100,7 +101,8 @@ class WeightSender:
         self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
         if backend in ON_DEVICE and self._device.type != "cuda":
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
-        held = self._held()
+        held_by_name = held_of(model)
+        held = {hf_name: held_by_name[name] for name, hf_name in names}
         self.manifest = WeightManifest(
             {name: tuple(tensor.shape) for name, tensor in held.items()},
             {name: _boxes(tensor) for name, tensor in held.items()},
@@ -163,7 +165,7 @@ class WeightSender:
         if progress is None or outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
-        tensors = {name: local_part(tensor) for name, tensor in self._held().items()}
+        tensors = LocalParts(weights_of(self._model), self._names)
         buckets, first = self.manifest.buckets, self._position
         taking = f"of {len(buckets)} of version {version}"
         try:
@@ -234,15 +236,26 @@ class WeightSender:
             self._outgoing.close()
             self._outgoing = None
 
-    def _held(self) -> dict[str, Held]:
-        """By the names that travel: what this rank has of the parameters, whichever objects they are by now."""
-        held = held_of(self._model)
-        return {hf_name: held[name] for name, hf_name in self._names}
-
     def _remove_file(self) -> None:
         if self._path is not None:
             remove_shared_file(self._path)
             self._path = None
+
+
+class LocalParts(Mapping[str, torch.Tensor]):
+    """What this rank has of each of `weights`, by the names that travel; made when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, Held], names: TensorNames) -> None:
+        self._weights, self._names = weights, names
+
+    def __getitem__(self, hf_name: str) -> torch.Tensor:
+        return local_part(self._weights[self._names.olmo_core_name(hf_name)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names.hf_names)
+
+    def __len__(self) -> int:
+        return len(self._names.hf_names)
 
 
 def _boxes(tensor: Held) -> dict[int, Box]:

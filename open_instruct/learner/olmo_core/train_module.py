@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from open_instruct.learner.teacher import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.heads.logprob_head import Measure
+from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
@@ -182,7 +183,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
                         batch,
                         values={
                             **batch.values,
-                            **{name: self._scores(model, batch.packed).logprobs_N for name, model in models.items()},
+                            **{name: self._frozen(name, model, batch.packed) for name, model in models.items()},
                         },
                     )
                     for batch in update.microbatches
@@ -195,6 +196,11 @@ class ObjectiveTrainModule(TransformerTrainModule):
         for model in models.values():
             reshard(model)
         return filled
+
+    def _frozen(self, name: str, model: Transformer, packed: PackedBatch) -> torch.Tensor:
+        """The reference may be the policy itself, without its adapters."""
+        with adapters_off(model) if name == REFERENCE_TOKENS else nullcontext():
+            return self._scores(model, packed).logprobs_N
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> TokenLogprobs:

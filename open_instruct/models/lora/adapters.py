@@ -157,6 +157,11 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield clean_name(name), parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
+def weights_of(model: nn.Module) -> Mapping[str, Held]:
+    """What a checkpoint of `model` would hold: what `held_of` gives, with adapters added, if there are any. Collective."""
+    return MergedWeights(model) if layers_of(model) else held_of(model)
+
+
 class MergedWeights(Mapping[str, Held]):
     """What `held_of` gives, each matrix with its adapter added, in float32. Collective to make, and not to read.
 
