@@ -57,11 +57,11 @@ class GRPOLearner:
             loss=bind(config.loss, temperature=config.rollout.temperature, response_length=config.data.response_length),
         )
         if config.loss.beta > 0:
-            has_own = config.adapters is None  # else it is the policy, with its adapters off
+            model = self.policy.model  # with its adapters off, if it has any
+            if config.adapters is None:
+                model = build_reference(reference or pretrained, run=run, config=config)
             self.policy.reference = Reference(
-                model=build_reference(reference or pretrained, run=run, config=config)
-                if has_own
-                else self.policy.model,
+                model=model,
                 update_freq=config.loss.ref_policy_update_freq,
                 alpha=config.loss.alpha,
             )

@@ -116,6 +116,19 @@ def test_engines_and_learners_agree_after_every_sync(undisturbed: GRPOCase) -> N
     assert all(row["staleness/max"] == 0 for row in undisturbed.rows())
 
 
+def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None:
+    """From the first completion on where a run begins with an adapter, which the engines' start model has not."""
+    case = variant(num_learners_per_node=2, use_lora="true", learning_rate="5e-3", beta=0.05)
+    case.run()
+    rows = case.rows()
+    assert max(row["logprob_diff/max"] for row in rows) < 1e-4
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 1e-5
+    again = variant(use_lora="true", adapter_name_or_path=case.output_dir / "adapter", total_episodes=8, beta=0.05)
+    again.run()
+    (row,) = again.rows()
+    assert row["logprob_diff/max"] < 1e-4 and row["kl"] > 1e-5
+
+
 def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:
     for step in range(1, NUM_STEPS + 1):
         versions = {

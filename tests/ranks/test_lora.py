@@ -22,7 +22,8 @@ from open_instruct.models.lora.adapters import adapters_off, fill_adapter
 from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from open_instruct.models.names import TensorNames
 from open_instruct.toys.tiny import write_tiny_model
-from tests.ranks.launch import run_ranks
+from tests.ranks.grpo_case import GRPOCase, RunRanks
+from tests.ranks.launch import run_ranks as start
 from tests.ranks.train_case import TrainCase, free_ports
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
@@ -70,10 +71,10 @@ def runs(cases: dict[str, TrainCase]) -> dict[str, TrainCase]:
         case.command("elastic", ranks=4, lr_scheduler_type="constant"),
     ]
     for num_ranks, commands in ((1, alone), (2, two), (4, four)):
-        codes = run_ranks(num_ranks, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+        codes = start(num_ranks, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
         assert set(codes[0]) == {0}
     commands = [replace(case, own_flags=LORA).command("reward", ranks=2, max_train_steps=3)]
-    run_ranks(2, JOB, timeout_s=120, commands=commands, ports=free_ports(1), entry="reward_model")
+    start(2, JOB, timeout_s=120, commands=commands, ports=free_ports(1), entry="reward_model")
     return cases
 
 
@@ -185,3 +186,18 @@ def test_an_adapter_is_merged_by_itself(runs: dict[str, TrainCase], tmp_path: Pa
     ours, of_run = load_file(tmp_path / SINGLE_NAME), load_file(folder / "hf_model" / SINGLE_NAME)
     assert ours.keys() == of_run.keys()
     assert all(torch.equal(ours[name], of_run[name]) for name in ours)
+
+
+def test_grpo_learns_the_same_on_every_layout(tmp_path: Path, run_ranks: RunRanks) -> None:
+    """The reference is the policy without its adapters."""
+    case = GRPOCase(tmp_path)
+    flags = {"beta": 0.05, "num_mini_batches": 2, **{name: LORA[name] for name in ("use_lora", "lora_r")}}
+    layouts = {"fsdp": {}, "tensor": {"tensor_parallel_degree": 2}, "context": {"context_parallel_degree": 2}}
+    flags |= {"learning_rate": 2e-3}
+    alone = case.run(run_ranks, 1, {"alone": case.case("alone", flags=flags)})["alone"]
+    assert alone[-1]["kl"] > 1e-3
+    of_two = case.run(run_ranks, 2, {name: case.case(name, flags=flags | own) for name, own in layouts.items()})
+    for rows in of_two.values():
+        for ours, theirs in zip(rows, alone, strict=True):
+            for name in ("loss", "grad_norm", "kl"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name

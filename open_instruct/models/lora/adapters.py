@@ -158,7 +158,7 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weights_of(model: nn.Module) -> Mapping[str, Held]:
-    """What a checkpoint of `model` would hold: what `held_of` gives, with adapters added, if there are any. Collective."""
+    """What a checkpoint of `model` would hold: what `held_of` gives, with any adapters added. Collective."""
     return MergedWeights(model) if layers_of(model) else held_of(model)
 
 
