@@ -21,9 +21,8 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 # Each with the first stage of ZeRO that has something for it.
 OF_DEEPSPEED = {"deepspeed_stage": 0, "adam_offload": 1, "deepspeed_zpg": 3, "offload": 3}
 NOT_WITH_DEEPSPEED = {
-    *("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "single_gpu_mode", "init_device"),
+    *("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device", "gradient_reduction"),
     *("optimizer", "compile_model", "activation_memory_budget", "ref_policy_update_freq"),
-    "gradient_reduction",
 }
 
 
@@ -106,10 +105,10 @@ def backend_problems(config: TrainingConfig) -> Iterator[str]:
             "--deepspeed_stage 0 keeps no float32 weights beside the bfloat16 ones, and small updates are lost; use "
             "--deepspeed_stage 1, 2 or 3, or --param_dtype float32"
         )
-    for name, least in OF_DEEPSPEED.items():
+    for name, least in {**OF_DEEPSPEED, "tensor_parallel_degree": 1}.items():
         if stage < least:
             for given in changed(config, name):
-                yield f"{given}: --deepspeed_stage {stage} does not share what that is about; use {least} or more"
+                yield f"{given} has no use under --deepspeed_stage {stage}; use {least} or more"
 
 
 def memory_problems(memory: MemorySection) -> Iterator[str]:

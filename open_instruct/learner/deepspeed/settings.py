@@ -25,9 +25,10 @@ def engine_settings(
         "steps_per_print": NEVER,
         # Without ZeRO DeepSpeed keeps the norm to itself, so there the learner clips.
         "gradient_clipping": optim.max_grad_norm if parallel.deepspeed_stage else 0.0,
-        # torch's AdamW, as on the other backend, also where its states are in host memory.
+        # PyTorch's AdamW is as good, where DeepSpeed's own for states in host memory cannot be compiled.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _sharing(parallel, on_cuda=on_cuda),
+        "tensor_parallel": {"autotp_size": parallel.tensor_parallel_degree},
     }
     if in_bfloat16:
         settings["bf16"] = {"enabled": True}
