@@ -39,7 +39,7 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
         group = None
         if degree > 1:
             split_matrices(model, degree)
-            group = deepspeed.utils.groups._get_data_parallel_group()
+            group = deepspeed.utils.groups.get_data_parallel_group()
         if stage == 3:
             init = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype, data_parallel_group=group)
         made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
