@@ -77,7 +77,6 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.profile import profiling
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
-    from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.teacher import OpenedTeacher, compare_with
@@ -93,8 +92,9 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
 
     if config.parallel.zero_stage is None:
         from open_instruct.learner.olmo_core.policy import build_policy
+        from open_instruct.learner.reference_policy import moving_reference
     else:
-        from open_instruct.learner.deepspeed.policy import build_policy
+        from open_instruct.learner.deepspeed.policy import build_policy, moving_reference
 
     with open_run(config) as run:
         pretrained = open_pretrained(
@@ -151,7 +151,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
                 return 0
 
         if moves.get("update_freq"):
-            policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+            policy.reference = moving_reference(policy, pretrained, run=run, config=config, **moves)
         heldout = None
         if heldout_rows is not None:
             heldout = Heldout(heldout_rows, objective, reference_ND=heldout_reference_ND, config=config, run=run)

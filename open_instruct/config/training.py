@@ -30,6 +30,10 @@ class LearnerConfig:
     run: RunSection
     logging: LoggingSection
 
+    def __post_init__(self) -> None:
+        if self.memory.activation_checkpointing == "auto":
+            self.memory.activation_checkpointing = "none" if self.parallel.zero_stage is None else "full"
+
 
 @dataclass(kw_only=True)
 class TrainingConfig(LearnerConfig):

@@ -22,7 +22,7 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 OF_DEEPSPEED = {"deepspeed_stage": 0, "adam_offload": 1, "deepspeed_zpg": 3, "offload": 3}
 NOT_WITH_DEEPSPEED = {
     *("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device", "gradient_reduction"),
-    *("optimizer", "compile_model", "activation_memory_budget", "ref_policy_update_freq"),
+    *("optimizer", "compile_model", "activation_memory_budget"),
 }
 
 

@@ -41,7 +41,7 @@ class FusedAdamConfig(OptimConfig[Any]):
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return deepspeed.ops.adam.FusedAdam  # type: ignore[no-any-return]
+        return deepspeed.ops.adam.FusedAdam
 
 
 @dataclass
@@ -50,7 +50,7 @@ class CPUAdamConfig(FusedAdamConfig):
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return deepspeed.ops.adam.DeepSpeedCPUAdam  # type: ignore[no-any-return]
+        return deepspeed.ops.adam.DeepSpeedCPUAdam
 
 
 def choose_adam(

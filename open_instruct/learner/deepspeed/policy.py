@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.learner.backend import Learner
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
+from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule
 from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
@@ -110,3 +112,13 @@ def build_policy(
         f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__} takes the steps"
     )
     return module
+
+
+def moving_reference(
+    policy: Learner, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
+) -> HeldReference:
+    """The policy as it is now, which follows it from here."""
+    del pretrained, run, config
+    assert isinstance(policy, DeepSpeedTrainModule)
+    weights = {name: master.weights.clone() for name, master in policy.masters.own.items()}
+    return HeldReference(model=policy.computing_model, masters=policy.masters, weights=weights, **moves)

@@ -19,6 +19,7 @@ from torch import nn
 
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.tensor_parallel import Cut, split_matrices
+from open_instruct.models.box_files import Part
 from open_instruct.models.build import warm_up_rope
 from open_instruct.models.names import clean_name
 from open_instruct.models.shards import FlatRange
@@ -113,7 +114,12 @@ class Masters:
     """All that this rank's optimizer holds, as views. Collective."""
 
     def __init__(self, engine: Any, *, rank: int) -> None:
-        self._engine = engine
+        self._engine, self._rank = engine, rank
+        self.look()
+
+    def look(self) -> None:
+        """Find where everything is; again, after DeepSpeed has moved it."""
+        engine = self._engine
         stage = engine.zero_optimization_stage()
         self._optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
         named = {clean_name(name): parameter for name, parameter in engine.module.named_parameters()}
@@ -135,7 +141,7 @@ class Masters:
                 local = self.own[name].weights if name in self.own else nothing
                 by_columns = cuts[name].degree if name in cuts and cuts[name].dim else 1
                 parameter.flat_range = FlatRange(
-                    local=local, shape=self.shapes[name], ranges=ranges, rank=rank, num_slabs=by_columns
+                    local=local, shape=self.shapes[name], ranges=ranges, rank=self._rank, num_slabs=by_columns
                 )
 
     def _master(self, flat: torch.Tensor, at: int, start: int, stop: int) -> Master:
@@ -152,6 +158,13 @@ class Masters:
         if not isinstance(self._optimizer, torch.optim.AdamW):
             return 0
         return torch.tensor(0.0, device=device if self._optimizer.defaults["fused"] else "cpu")
+
+    def parts(self, values: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+        """Of values like the weights, what a checkpoint is told."""
+        return {
+            name: Part(local=of_name, start=(self.own[name].start,), shape=(math.prod(self.shapes[name]),))
+            for name, of_name in values.items()
+        }
 
     @property
     def num_steps(self) -> float:

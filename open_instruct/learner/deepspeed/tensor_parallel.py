@@ -6,12 +6,13 @@ T ranks split a matrix, each of which computes with rows of the first ones of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.attention import Attention
-from olmo_core.nn.layer_norm import QwenRMSNorm, RMSNorm
+from olmo_core.nn.feed_forward import FeedForward
+from olmo_core.nn.layer_norm import LayerNorm, QwenRMSNorm
 from olmo_core.nn.transformer import Transformer
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
@@ -51,7 +52,7 @@ def split_matrices(model: Transformer, degree: int) -> None:
     group = tensor_group(degree)
     deepspeed.module_inject.layers.set_autotp_mode(training=True)
     for block in model.blocks.values():
-        attention, feed_forward = block.attention, block.feed_forward
+        attention, feed_forward = block.attention, cast(FeedForward, block.feed_forward)
         assert isinstance(attention, Attention)
         _split_pair(attention, ("w_q", "w_k", "w_v"), "w_out", group)
         attention.n_heads //= degree
@@ -67,7 +68,7 @@ def split_matrices(model: Transformer, degree: int) -> None:
     head = model.lm_head
     if isinstance(head, LogprobHead) and not model.tie_word_embeddings and head.vocab_size % degree == 0:
         head.w_out = _column_parallel(head.w_out, group, gather_output=True)
-    model.ds_autotp_parsed = True  # else DeepSpeed would look for matrices itself
+    vars(model)["ds_autotp_parsed"] = True  # else DeepSpeed would look for matrices itself
 
 
 def _split_pair(module: Any, firsts: tuple[str, ...], second: str, group: Any) -> None:
@@ -78,8 +79,8 @@ def _split_pair(module: Any, firsts: tuple[str, ...], second: str, group: Any) -
     setattr(module, second, row_parallel)
 
 
-def _column_parallel(linear: nn.Module, group: Any, **more: Any) -> nn.Module:
-    layer: nn.Module = deepspeed.module_inject.layers.LinearLayer(linear, group, **more)
+def _column_parallel(linear: nn.Module, group: Any, **more: Any) -> Any:
+    layer = deepspeed.module_inject.layers.LinearLayer(linear, group, **more)
     for parameter in layer.parameters():
         _mark(parameter, 0, group)
     return layer
@@ -92,11 +93,12 @@ def _mark(parameter: Any, dim: int, group: Any) -> None:
 class SplitNorm(nn.Module):
     """OLMo-core's norm over all heads, of which this rank has some: ranks add up their squares, and nothing else."""
 
-    def __init__(self, norm: RMSNorm, group: Any) -> None:
+    def __init__(self, norm: LayerNorm, group: Any) -> None:
         super().__init__()
-        assert isinstance(norm, RMSNorm) and norm.bias is None and norm.full_precision
-        self.eps, self.group = norm.eps, group
-        self.casts_first = isinstance(norm, QwenRMSNorm)
+        assert norm.bias is None and norm.full_precision
+        self.eps: float = norm.eps
+        self.group: Any = group
+        self.casts_first: bool = isinstance(norm, QwenRMSNorm)
         degree = dist.get_world_size(group)
         self.weight: Any = nn.Parameter(norm.weight.detach().chunk(degree)[0].clone())
         _mark(self.weight, 0, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -17,10 +17,11 @@ from open_instruct.errors import InputError
 from open_instruct.learner.backend import OF_ZERO, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import hold
-from open_instruct.learner.deepspeed.shards import Masters, without_weights
+from open_instruct.learner.deepspeed.reference import HeldReference
+from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.olmo_core.train_module import GRAD_NORM, ObjectiveTrainModule
-from open_instruct.models.box_files import Part
-from open_instruct.records import Metric
+from open_instruct.learner.reference_policy import IN_CHECKPOINT
+from open_instruct.records import Metric, StepBatch
 
 
 class DeepSpeedTrainModule(ObjectiveTrainModule):
@@ -73,6 +74,26 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         self.engine.step()
         self._is_held()  # where DeepSpeed found by itself that the gradient is not finite, it did not ask
 
+    def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
+        """See `ObjectiveTrainModule`. The policy's come before the reference takes its place."""
+        reference = self.reference
+        if not isinstance(reference, HeldReference):
+            return super().with_frozen_logprobs(updates, num_epochs=num_epochs)
+        self.reference = None
+        updates = super().with_frozen_logprobs(updates, num_epochs=num_epochs)
+        self.reference = reference
+        with reference.in_place():
+            frozen = super().with_frozen_logprobs
+            return tuple(filled for update in updates for filled in frozen([update], num_epochs=1))
+
+    def sleep(self) -> None:
+        """Have all that a step needs wait in host memory, while another uses the device. `wake` must follow."""
+        self.engine.offload_states()
+
+    def wake(self) -> None:
+        self.engine.reload_states()
+        self.masters.look()
+
     def _is_held(self) -> bool:
         """Whether there is nothing to step with. Within the engine's step, when gradients are reduced."""
         if self._norm is None:
@@ -102,14 +123,12 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         """Flat ranges, of any stage alike, so that a run may go on under another stage and on other ranks."""
-        of_masters: dict[str, dict[str, Part]] = {}
-        for name, master in self.masters.own.items():
-            shape = (math.prod(self.masters.shapes[name]),)
-            for key, values in {"weights": master.weights, **master.moments}.items():
-                of_masters.setdefault(f"{key}{self._over}", {})[name] = Part(
-                    local=values, start=(master.start,), shape=shape
-                )
-        return {OF_ZERO: {**of_masters, "num_steps": self.masters.num_steps}}
+        own = self.masters.own.items()
+        state: dict[str, Any] = {f"weights{self._over}": self.masters.parts({name: each.weights for name, each in own})}
+        for moment in MOMENTS:
+            state[f"{moment}{self._over}"] = self.masters.parts({name: each.moments[moment] for name, each in own})
+        reference = {} if self.reference is None else self.reference.state_to_save(self.state_dict_save_opts)
+        return {OF_ZERO: {**state, "num_steps": self.masters.num_steps}} | reference
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         refuse_other_backend(metadata.state_dict_metadata, own="deepspeed")
@@ -118,7 +137,10 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
                 f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "
                 "give theirs again, or start in another --output_dir from the hf_model such a run ends with"
             )
-        return self.state_dict_to_save(optim=optim)
+        state = self.state_dict_to_save(optim=optim)
+        if self.reference is not None and not self.reference.state_to_load(metadata, self.state_dict_load_opts):
+            del state[IN_CHECKPOINT]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Its parts were filled in place."""
