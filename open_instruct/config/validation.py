@@ -21,8 +21,9 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 # Each with the first stage of ZeRO that has something for it.
 OF_DEEPSPEED = {"deepspeed_stage": 0, "adam_offload": 1, "deepspeed_zpg": 3, "offload": 3}
 NOT_WITH_DEEPSPEED = {
-    *("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device", "gradient_reduction"),
-    *("optimizer", "compile_model", "activation_memory_budget"),
+    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device"), ""),
+    **dict.fromkeys(("gradient_reduction", "compile_model", "activation_memory_budget"), ""),
+    "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",
 }
 
 
@@ -98,8 +99,10 @@ def backend_problems(config: TrainingConfig) -> Iterator[str]:
             yield f"{given} is read only with --backend deepspeed; add that, or leave it out"
         return
     stage = config.parallel.zero_stage
-    for given in changed(config, *sorted(NOT_WITH_DEEPSPEED & flags_of(type(config)).keys())):
-        yield f"{given} cannot go with --backend deepspeed; leave it out, or use --backend olmo_core"
+    for name in sorted(NOT_WITH_DEEPSPEED.keys() & flags_of(type(config)).keys()):
+        for given in changed(config, name):
+            why = NOT_WITH_DEEPSPEED[name]
+            yield f"{given} cannot go with --backend deepspeed{why}; leave it out, or use --backend olmo_core"
     if stage == 0 and config.model.param_dtype == "bfloat16":
         yield (
             "--deepspeed_stage 0 keeps no float32 weights beside the bfloat16 ones, and small updates are lost; use "

@@ -13,8 +13,9 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.upstream_flags import SYNONYMS
 from open_instruct.errors import InputError
-from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.learner.deepspeed.settings import engine_settings, sleep_problem
 from open_instruct.learner.deepspeed.versions import refuse_unfit
+from open_instruct.learner.olmo_core.kernels import kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.plan import plan_of
@@ -54,7 +55,11 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
     ("stage", "words", "told"),
     [
         (2, "--fsdp_shard_degree 2", "--fsdp_shard_degree 2 cannot go with --backend deepspeed; leave it out"),
-        (2, "--optimizer muon", "--optimizer muon cannot go with"),
+        (
+            2,
+            "--optimizer muon",
+            "--backend deepspeed (it steps AdamW; its own Muon takes the gradient's norm, and clips, ",
+        ),
         (2, "--compile_model", "--compile_model true cannot go with"),
         (1, "--deepspeed_zpg 2", "--deepspeed_zpg 2 has no use under --deepspeed_stage 1; use 3 or more"),
         (2, "--offload", "--offload true has no use under --deepspeed_stage 2; use 3 or more"),
@@ -225,6 +230,42 @@ class TestAdam:
         assert building_problem("FusedAdam") == COMPILER_IS_MISSING
         monkeypatch.setattr(deepspeed.ops.op_builder.FusedAdamBuilder, "load", lambda builder: None)
         assert building_problem("FusedAdam") is None
+
+
+class TestSleep:
+    @pytest.mark.parametrize(
+        ("words", "stage", "adam", "told"),
+        [
+            ("--param_dtype float32", 0, "AdamW", "--deepspeed_stage 0: DeepSpeed moves none of its states; use 1"),
+            ("", 1, "FusedAdam", "--deepspeed_stage 1: in bfloat16 DeepSpeed does not move its states; use 2 or 3"),
+            ("--adam_offload", 2, "DeepSpeedCPUAdam", "in host memory at all times; leave them out"),
+            ("--offload", 3, "FusedAdam", "in host memory at all times; leave them out"),
+            ("", 3, "AdamW", "moves the states of its FusedAdam alone, and AdamW steps; use 2"),
+        ],
+    )
+    def test_what_cannot_leave_the_device_is_said(self, words: str, stage: int, adam: str, told: str) -> None:
+        assert told in (sleep_problem(settings_of(words, stage), optimizer=adam) or "")
+
+    @pytest.mark.parametrize(
+        ("words", "stage", "adam"),
+        [("--param_dtype float32", 1, "AdamW"), ("", 2, "AdamW"), ("", 2, "FusedAdam"), ("", 3, "FusedAdam")],
+    )
+    def test_all_else_can(self, words: str, stage: int, adam: str) -> None:
+        assert sleep_problem(settings_of(words, stage), optimizer=adam) is None
+
+
+def test_nothing_is_said_of_a_compiler_that_nobody_uses() -> None:
+    from open_instruct.learner.deepspeed.policy import uncompiled
+
+    def warnings(config: DPOConfig) -> list[str]:
+        of_memory = kernel_warnings(
+            config.memory, param_dtype="bfloat16", device=CUDA, problem=lambda device: COMPILER_IS_MISSING
+        )
+        return list(of_memory)
+
+    config = config_of("")
+    assert ["compiler does not work" in warning for warning in warnings(config)] == [True]
+    assert warnings(uncompiled(config)) == []
 
 
 def test_a_plan_of_zero_is_refused() -> None:

@@ -14,6 +14,7 @@ from olmo_core.distributed.parallel import build_world_mesh, get_cp_mesh
 from olmo_core.utils import seed_all
 from torch.distributed.device_mesh import DeviceMesh
 
+from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
@@ -68,6 +69,11 @@ def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]
     return mesh, engine_settings(parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
 
 
+def uncompiled(config: LearnerConfig) -> LearnerConfig:
+    """DeepSpeed compiles no blocks, and has nothing to say of a compiler that does not work."""
+    return replace(config, memory=replace(config.memory, compile_model=False))
+
+
 def build_policy(
     pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int, loss: BoundLoss
 ) -> DeepSpeedTrainModule:
@@ -76,6 +82,11 @@ def build_policy(
     mesh, settings = set_up(run, config)
     model, optim, parallel = config.model, config.optim, config.parallel
     assert isinstance(parallel, ParallelSection)
+    if run.layout.tensor_parallel_degree > 1 and (teacher := as_flat_dict(config).get("teacher_model_name_or_path")):
+        raise InputError(
+            f"--teacher_model_name_or_path {teacher}: under DeepSpeed a teacher cannot stand beside split matrices; "
+            "leave --tensor_parallel_degree out, or use --backend olmo_core"
+        )
     device, max_seq_length = run.process.device, config.data.max_seq_length
     transformer = pretrained.build(init_device="meta").to(getattr(torch, model.param_dtype))
     if len({parameter.dtype for parameter in transformer.parameters()}) > 1:
@@ -83,8 +94,6 @@ def build_policy(
             f"--param_dtype {model.param_dtype}: the matrix of the score stays float32, and DeepSpeed takes one dtype "
             "for all; use --param_dtype float32, or --backend olmo_core"
         )
-    # DeepSpeed compiles nothing, and so says nothing of a compiler that does not work.
-    uncompiled = replace(config, memory=replace(config.memory, compile_model=False))
     adam = adam_for(device, adam_offload=parallel.adam_offload)
     forget_mesh()  # OLMo-core's train module insists on making one of its own, of which nothing is read
     module = DeepSpeedTrainModule(
@@ -95,7 +104,7 @@ def build_policy(
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
-        ac_config=choose_kernels(transformer, run=run, config=uncompiled),
+        ac_config=choose_kernels(transformer, run=run, config=uncompiled(config)),
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=device,
     )

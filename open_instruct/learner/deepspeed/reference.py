@@ -19,7 +19,7 @@ from open_instruct.learner.reference_policy import IN_CHECKPOINT, Reference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldReference(Reference):
-    """`weights` are this rank's range of each parameter; `model` is the policy's own, whoever's weights it has."""
+    """`weights` are this rank's range of each parameter; `model` is the policy's own, with whosever weights it has."""
 
     masters: Masters
     weights: Mapping[str, torch.Tensor]
@@ -49,7 +49,7 @@ class HeldReference(Reference):
 
     def state_to_save(self, options: Any) -> dict[str, Any]:
         del options
-        return {IN_CHECKPOINT: self.masters.parts(self.weights)}
+        return {} if self.update_freq is None else {IN_CHECKPOINT: self.masters.parts(self.weights)}
 
     def load(self, state: dict[str, Any], options: Any) -> None:
         """Its parts were filled in place."""

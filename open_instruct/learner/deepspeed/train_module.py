@@ -18,6 +18,7 @@ from open_instruct.learner.backend import OF_ZERO, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import hold
 from open_instruct.learner.deepspeed.reference import HeldReference
+from open_instruct.learner.deepspeed.settings import sleep_problem
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.olmo_core.train_module import GRAD_NORM, ObjectiveTrainModule
 from open_instruct.learner.reference_policy import IN_CHECKPOINT
@@ -33,7 +34,7 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
     """
 
     def __init__(self, *, settings: Mapping[str, Any], model: Transformer, **more: Any) -> None:
-        self._split_over = settings["tensor_parallel"]["autotp_size"]
+        self._settings, self._split_over = settings, settings["tensor_parallel"]["autotp_size"]
         if settings["zero_optimization"]["stage"] == 3 or self._split_over > 1:
             dtype = next(model.parameters()).dtype
             model.init_weights = MethodType(without_weights(settings, dtype=dtype), model)  # type: ignore[method-assign]
@@ -87,7 +88,12 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
             return tuple(filled for update in updates for filled in frozen([update], num_epochs=1))
 
     def sleep(self) -> None:
-        """Have all that a step needs wait in host memory, while another uses the device. `wake` must follow."""
+        """Have all that a step needs wait in host memory, while another uses the device. `wake` must follow.
+
+        :raises InputError: it cannot, see `sleep_problem`.
+        """
+        if problem := sleep_problem(self._settings, optimizer=type(self.optim).__name__):
+            raise InputError(problem)
         self.engine.offload_states()
 
     def wake(self) -> None:
@@ -139,9 +145,11 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
             )
         state = self.state_dict_to_save(optim=optim)
         if self.reference is not None and not self.reference.state_to_load(metadata, self.state_dict_load_opts):
-            del state[IN_CHECKPOINT]
+            state.pop(IN_CHECKPOINT, None)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Its parts were filled in place."""
         self.masters.changed(num_steps=state_dict[OF_ZERO]["num_steps"])
+        if self.reference is not None:
+            self.reference.load(state_dict, self.state_dict_load_opts)
