@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -53,7 +54,8 @@ def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
     assert dist.is_initialized()
-    # DeepSpeed, which remembers the groups of an earlier run in this process.
+    # DeepSpeed, which asks for what a launcher says, and remembers the groups of an earlier run in this process.
+    os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))

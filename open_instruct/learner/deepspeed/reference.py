@@ -45,7 +45,7 @@ class HeldReference(Reference):
             kept = theirs.clone()
             theirs.copy_(ours)
             ours.copy_(kept)
-        self.masters.changed(num_steps=self.masters.num_steps)
+        self.masters.changed()
 
     def state_to_save(self, options: Any) -> dict[str, Any]:
         del options

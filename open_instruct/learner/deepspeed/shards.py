@@ -51,6 +51,7 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
                         made[meta] = _shard(meta, init, dtype) if stage == 3 else _unfilled(meta, dtype, device)
                         _take_over(meta, made[meta])
                     module._parameters[name] = made[meta]
+        model._device = device  # which it would ask its parameters for, of which none has a value here
         warm_up_rope(model, max_seq_len=max_seq_len, device=device)
 
     return init_weights
@@ -75,7 +76,8 @@ def _take_over(meta: nn.Parameter, made: nn.Parameter) -> None:
 
 def _shard(meta: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
     """A parameter of which this rank has its part, not yet filled, and nothing was ever whole."""
-    shard: Any = nn.Parameter(torch.empty((), dtype=dtype).expand(meta.shape), requires_grad=meta.requires_grad)
+    placeholder = torch.empty((), dtype=dtype, device=init.local_device).expand(meta.shape)
+    shard: Any = nn.Parameter(placeholder, requires_grad=meta.requires_grad)
     init._convert_to_deepspeed_param(shard)
     size = -(-shard.ds_numel // shard.ds_zero_partition_world_size)
     start, stop = _range_of(shard, size)
@@ -171,10 +173,11 @@ class Masters:
         """Taken by the optimizer."""
         return float(next(iter(self._optimizer.state.values()))["step"])
 
-    def changed(self, *, num_steps: float) -> None:
-        """After weights and moments were written from outside: have the forward pass compute with them."""
+    def changed(self, *, num_steps: float | None = None) -> None:
+        """After weights, and moments, were written from outside: have the forward pass compute with them."""
         for state in self._optimizer.state.values():
-            state["step"] = int(num_steps) if isinstance(state["step"], int) else state["step"].fill_(num_steps)
+            if num_steps is not None:
+                state["step"] = int(num_steps) if isinstance(state["step"], int) else state["step"].fill_(num_steps)
         zero, stage = self._engine.optimizer, self._engine.zero_optimization_stage()
         if stage in (1, 2):
             zero.update_lp_params()

@@ -15,7 +15,6 @@ from olmo_core.nn.feed_forward import FeedForward
 from olmo_core.nn.layer_norm import LayerNorm, QwenRMSNorm
 from olmo_core.nn.transformer import Transformer
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.models.heads.logprob_head import LogprobHead
@@ -106,8 +105,15 @@ class SplitNorm(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         exact_BTD = x_BTD.float()
-        squares_BT1 = all_reduce(exact_BTD.pow(2).mean(-1, keepdim=True), group=self.group)
+        squares_BT1 = _summed(exact_BTD.pow(2).mean(-1, keepdim=True), self.group)
         exact_BTD = exact_BTD * torch.rsqrt(squares_BT1 / dist.get_world_size(self.group) + self.eps)
         if self.casts_first:
             exact_BTD = exact_BTD.type_as(x_BTD)
         return (self.weight.type_as(exact_BTD) * exact_BTD).type_as(x_BTD)
+
+
+def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """Over the ranks of `group`, each of which has a gradient of its own to add for all of them."""
+    layers = deepspeed.module_inject.layers
+    summed: torch.Tensor = layers.ColumnParallel.apply(group, layers.RowParallel.apply(group, values, False))
+    return summed
