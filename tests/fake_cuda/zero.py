@@ -26,6 +26,7 @@ def _stays(module: torch.nn.Module, *where: Any, **more: Any) -> torch.nn.Module
 def build_policy(*arguments: Any, **more: Any) -> Any:
     """With PyTorch's AdamW: DeepSpeed's are kernels, which nobody can pretend."""
     os.environ["LOCAL_RANK"] = "0"
+    deepspeed.utils.logger.setLevel("ERROR")  # it warns, where results are printed, of a memory that is pretended
     coordinator = deepspeed.runtime.zero.partitioned_param_coordinator
     # Ranks compare what they did: all others have said 0.
     coordinator.assert_ints_same_as_other_ranks = lambda numbers: None

@@ -13,6 +13,7 @@ from olmo_core.nn.transformer import Transformer
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
+from open_instruct.checkpoints.resume import wait_for_copy
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import OF_ZERO, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
@@ -83,6 +84,7 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         self.reference = None
         updates = super().with_frozen_logprobs(updates, num_epochs=num_epochs)
         self.reference = reference
+        wait_for_copy(self.trainer)  # a checkpoint that is being written is of what is about to move
         with reference.in_place():
             frozen = super().with_frozen_logprobs
             return tuple(filled for update in updates for filled in frozen([update], num_epochs=1))
