@@ -99,8 +99,7 @@ class FlatRange:
 
     def assembled(self, values: torch.Tensor) -> torch.Tensor:
         """The whole of what `counted` gives."""
-        slabs = values.view(self.num_slabs, *self.shape[:-1], -1)
-        return slabs.movedim(0, -2).reshape(self.shape)
+        return values.view(self.num_slabs, *self.shape[:-1], -1).movedim(0, -2).reshape(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:

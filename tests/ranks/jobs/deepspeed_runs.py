@@ -55,6 +55,8 @@ def one(
     adam: str | None = None,
 ) -> Any:
     os.environ["MASTER_PORT"] = str(port)
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.pop("LOCAL_RANK", None)  # as without a launcher
     objective = objective_named(entry)
     callback = None if does is None else CALLBACKS[does]()
     with ExitStack() as held:
