@@ -73,13 +73,12 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
-    from open_instruct.learner.deepspeed.choice import policy_builder
+    from open_instruct.learner.deepspeed.choice import backend_of
     from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.profile import profiling
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
-    from open_instruct.learner.reference_policy import Reference, build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.teacher import OpenedTeacher, compare_with
@@ -94,7 +93,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.run.start_model import start_model_of
     from open_instruct.run.trackers import logging_steps
 
-    build_policy = policy_builder(config.parallel)
+    backend = backend_of(config.parallel)
     with open_run(config) as run:
         pretrained = open_pretrained(
             config.model,
@@ -129,7 +128,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         for warning in objective.check_rows(rows, num_rows_per_step, config):
             run.console.warn(warning)
 
-        policy = build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)
+        policy = backend.build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)
         scorer = Scorer(policy, shape=shape, console=run.console)
 
         if teacher is not None:
@@ -154,7 +153,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
                 return 0
 
         if moves.get("update_freq"):
-            policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+            policy.reference = backend.moving_reference(policy, pretrained, run=run, config=config, **moves)
         heldout = None
         if heldout_rows is not None:
             heldout = Heldout(heldout_rows, objective, reference_ND=heldout_reference_ND, config=config, run=run)

@@ -239,9 +239,10 @@ class ParallelSection(ShardingSection):
 class MemorySection:
     """Memory and compilation"""
 
-    activation_checkpointing: Literal["none", "full", "selected_modules", "offload"] = free_flag(
-        "recompute backwards: 'full' blocks, or chosen modules; 'offload': blocks, whose inputs wait on the host",
-        "none",
+    activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = free_flag(
+        "recompute backwards: 'full' blocks, or chosen modules; 'offload': blocks, whose inputs wait on the host; "
+        "'auto': 'full' with --backend deepspeed, else 'none'",
+        "auto",
     )
     activation_checkpointing_modules: list[str] = free_flag(
         "names of modules for 'selected_modules'; a * stands for anything but a dot",

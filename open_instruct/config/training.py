@@ -36,6 +36,10 @@ class LearnerConfig:
         """Where only those are trained."""
         return self.lora if self.lora.use_lora else None
 
+    def __post_init__(self) -> None:
+        if self.memory.activation_checkpointing == "auto":
+            self.memory.activation_checkpointing = "none" if self.parallel.zero_stage is None else "full"
+
 
 @dataclass(kw_only=True)
 class TrainingConfig(LearnerConfig):

@@ -22,9 +22,9 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 # Each with the first stage of ZeRO that has something for it.
 OF_DEEPSPEED = {"deepspeed_stage": 0, "adam_offload": 1, "deepspeed_zpg": 3, "offload": 3}
 NOT_WITH_DEEPSPEED = {
-    *("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "single_gpu_mode", "init_device"),
-    *("optimizer", "compile_model", "activation_memory_budget", "ref_policy_update_freq"),
-    "gradient_reduction",
+    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device"), ""),
+    **dict.fromkeys(("gradient_reduction", "compile_model", "activation_memory_budget"), ""),
+    "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",
 }
 
 
@@ -100,17 +100,19 @@ def backend_problems(config: LearnerConfig) -> Iterator[str]:
             yield f"{given} is read only with --backend deepspeed; add that, or leave it out"
         return
     stage = config.parallel.zero_stage
-    for given in changed(config, *sorted(NOT_WITH_DEEPSPEED & flags_of(type(config)).keys())):
-        yield f"{given} cannot go with --backend deepspeed; leave it out, or use --backend olmo_core"
+    for name in sorted(NOT_WITH_DEEPSPEED.keys() & flags_of(type(config)).keys()):
+        for given in changed(config, name):
+            why = NOT_WITH_DEEPSPEED[name]
+            yield f"{given} cannot go with --backend deepspeed{why}; leave it out, or use --backend olmo_core"
     if stage == 0 and config.model.param_dtype == "bfloat16":
         yield (
             "--deepspeed_stage 0 keeps no float32 weights beside the bfloat16 ones, and small updates are lost; use "
             "--deepspeed_stage 1, 2 or 3, or --param_dtype float32"
         )
-    for name, least in OF_DEEPSPEED.items():
+    for name, least in {**OF_DEEPSPEED, "tensor_parallel_degree": 1}.items():
         if stage < least:
             for given in changed(config, name):
-                yield f"{given}: --deepspeed_stage {stage} does not share what that is about; use {least} or more"
+                yield f"{given} has no use under --deepspeed_stage {stage}; use {least} or more"
 
 
 def lora_problems(config: LearnerConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.learner.deepspeed.choice import policy_builder
+from open_instruct.learner.deepspeed.choice import backend_of
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.profile import profiling
 from open_instruct.learner.reference_policy import Reference, build_reference, open_teacher
@@ -49,21 +49,22 @@ class GRPOLearner:
         self.run = run
         self.pretrained = pretrained
         self.drivers = DriversState()
-        self.policy = policy_builder(config.parallel)(
+        backend = backend_of(config.parallel)
+        self.policy = backend.build_policy(
             pretrained,
             run=run,
             config=config,
             num_steps=config.num_steps,
             loss=bind(config.loss, temperature=config.rollout.temperature, response_length=config.data.response_length),
         )
-        if config.loss.beta > 0:
-            model = self.policy.model  # with its adapters off, if it has any
-            if config.adapters is None:
-                model = build_reference(reference or pretrained, run=run, config=config)
-            self.policy.reference = Reference(
-                model=model,
-                update_freq=config.loss.ref_policy_update_freq,
-                alpha=config.loss.alpha,
+        start, moves = reference or pretrained, {"update_freq": config.loss.ref_policy_update_freq}
+        if config.loss.beta > 0 and config.adapters is not None:
+            self.policy.reference = Reference(model=self.policy.model)  # with its adapters off
+        elif config.loss.beta > 0 and moves["update_freq"] is None:
+            self.policy.reference = Reference(model=build_reference(start, run=run, config=config))
+        elif config.loss.beta > 0:
+            self.policy.reference = backend.moving_reference(
+                self.policy, start, run=run, config=config, alpha=config.loss.alpha, **moves
             )
         if (name := config.loss.teacher_model_name_or_path) is not None:
             lengths, layout = LENGTHS_OF_ROLLOUTS, run.layout

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.learner.backend import Learner
 from open_instruct.learner.olmo_core.replica import build_replica
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
@@ -65,6 +66,14 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
     model = build_replica(pretrained, run=run, config=config)
     stream_load(model, pretrained.files, pretrained.names)
     return model.requires_grad_(False).eval()
+
+
+def moving_reference(
+    policy: Learner, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
+) -> Reference:
+    """A reference that begins as `policy` did and then follows it; `moves` are `Reference`'s."""
+    del policy
+    return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
 
 def open_teacher(

@@ -156,7 +156,7 @@ def _chunks(
         return
     box, whole = own_box(held), files.read(hf_name)
     if isinstance(held, FlatRange):
-        whole = whole.view(-1)
+        whole = held.counted(whole)
     row_bytes = math.prod(local.shape[1:]) * max(local.element_size(), files.dtypes[hf_name].itemsize)
     num_rows = max(1, chunk_bytes // row_bytes)
     for start in range(0, local.shape[0], num_rows):

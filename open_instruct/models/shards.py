@@ -82,6 +82,8 @@ def reshard(model: nn.Module) -> None:
 class FlatRange:
     """What this rank holds of a tensor of `shape`: a run of its values, counted row by row. `ranges` are all ranks'.
 
+    A matrix may be cut along its columns into `num_slabs`, whose values are counted slab by slab.
+
     Example: the last two of three values on rank 1, `FlatRange(local=…, shape=(3,), ranges=((0, 1), (1, 3)), rank=1)`.
     """
 
@@ -89,6 +91,15 @@ class FlatRange:
     shape: tuple[int, ...]
     ranges: Sequence[tuple[int, int]]
     rank: int
+    num_slabs: int = 1
+
+    def counted(self, whole: torch.Tensor) -> torch.Tensor:
+        """The values of `whole` in the order in which `ranges` count them."""
+        return whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0).reshape(-1)
+
+    def assembled(self, values: torch.Tensor) -> torch.Tensor:
+        """The whole of what `counted` gives."""
+        return values.view(self.num_slabs, *self.shape[:-1], -1).movedim(0, -2).reshape(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,6 +147,7 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
     assert len({delivery.owner for delivery in deliveries}) == len(deliveries), "one tensor an owner"
     rank = dist.get_rank() if dist.is_initialized() else 0
     whole: torch.Tensor | None = None
+    mine: Held | None = None
     posted: list[dist.P2POp] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for delivery in deliveries:
@@ -154,7 +166,7 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
                 posted.append(dist.P2POp(dist.isend, _as_bytes(sent), delivery.owner))
             continue
         whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
-        target = whole.view(-1) if isinstance(tensor, FlatRange) else whole
+        target, mine = whole.view(-1) if isinstance(tensor, FlatRange) else whole, tensor
         for peer, box in boxes.items():
             part = target[box]
             if peer == rank:
@@ -170,7 +182,7 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
             work.wait()
     for part, received in arriving:
         part.copy_(received)
-    return whole
+    return mine.assembled(whole) if isinstance(mine, FlatRange) and whole is not None else whole
 
 
 def boxes_beside(tensor: DTensor | FlatRange, owner: int) -> dict[int, Box]:
@@ -180,7 +192,9 @@ def boxes_beside(tensor: DTensor | FlatRange, owner: int) -> dict[int, Box]:
     owner gathers in its own.)
     """
     if isinstance(tensor, FlatRange):
-        return {rank: (slice(*both),) for rank, both in enumerate(tensor.ranges)}
+        # Where ranks split other matrices, several hold the same values of this one.
+        holder = {both: rank for rank, both in enumerate(tensor.ranges)} | {tensor.ranges[owner]: owner}
+        return {rank: (slice(*both),) for both, rank in holder.items()}
     ranks = tensor.device_mesh.mesh
     places = {int(ranks[tuple(place)]): tuple(place) for place in (ranks >= 0).nonzero().tolist()}
     if owner not in places:

@@ -87,6 +87,7 @@ def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardL
             gpus_per_node,
             fsdp_shard_degree=None if parallel.zero_stage else 1,
             fsdp_num_replicas=1 if parallel.zero_stage else None,
+            tensor_parallel_degree=parallel.tensor_parallel_degree,
             context_parallel_degree=parallel.context_parallel_degree,
         )
         ways = divisors(layout.world_size)

@@ -15,7 +15,7 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.prompts import Prompts, load_prompt_dataset
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.learner.deepspeed.choice import policy_builder
+from open_instruct.learner.deepspeed.choice import backend_of
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
@@ -57,7 +57,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         InputError: naming the flag, row, file or tensor that will not do.
     """
     layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
-    policy_builder(config.parallel)  # which the learners will call
+    backend_of(config.parallel)  # which the learners will build
     verifiers = known_verifiers(config.reward.verifier)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)

@@ -41,6 +41,7 @@ class Case:
 
 OFFLOAD = ("--activation_checkpointing", "offload")
 MUON, SKIP_STEP = ("--optimizer", "muon"), ("--optimizer", "skip_step_adamw")
+ZERO = ("--backend", "deepspeed", "--deepspeed_stage")
 CASES = {
     "dpo": Case(),
     "dpo_unshared": Case(flags=("--prefix_sharing", "off")),
@@ -69,6 +70,11 @@ CASES = {
     "dpo_aot": Case(flags=("--loss_type", "aot")),
     "dpo_wpo": Case(flags=("--loss_type", "wpo")),
     "dpo_moving_reference": Case(flags=("--ref_policy_update_freq", "1")),
+    "zero_1": Case(flags=(*ZERO, "1", "--activation_checkpointing", "offload")),
+    "zero_2_on_host": Case(flags=(*ZERO, "2", "--adam_offload")),
+    "zero_3_tensor_parallel": Case(
+        flags=(*ZERO, "3", "--tensor_parallel_degree", "2", "--ref_policy_update_freq", "1"), world=4
+    ),
     "reference_logprobs": Case(only_scores=True),
     "sft": Case(objective="sft"),
     "kto": Case(objective="kto"),
@@ -114,7 +120,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     waits: by "file:line: what"; those of all rows where rows are scored.
     attention: shapes of the queries and keys, dtype and device of the first call of the kernel; None without one.
     on_host: of each input of a block that waited there, what was kept and what came back, as "class dtype device".
-    parameters, gradients: all their kinds, as "class dtype device".
+    parameters, gradients: all their kinds, as "class dtype device". masters: of what DeepSpeed steps, if that is there.
     fused: whether the optimizer is one kernel.
     """
     import torch
@@ -171,13 +177,15 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
             def looked_at_update() -> Any:
                 gradients = [parameter.grad for parameter in policy.model.parameters()]
-                seen["gradients"] = sorted({_kind(gradient) for gradient in gradients})
+                seen["gradients"] = sorted({_kind(gradient) for gradient in gradients if gradient is not None})
                 return update()
 
             policy.update = looked_at_update
             WAITS.taken()
             seen["waits"] = take_steps()
             seen["fused"] = bool(policy.optim.defaults.get("fused"))
+            own = policy.masters.own.values() if hasattr(policy, "masters") else ()
+            seen["masters"] = sorted({_kind(held) for each in own for held in (each.weights, *each.moments.values())})
             seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
         return seen
     finally:
@@ -267,8 +275,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     import numpy as np
 
     from open_instruct.learner.loop import Loop
-    from open_instruct.learner.olmo_core.policy import build_policy
-    from open_instruct.learner.reference_policy import Reference, build_reference
+    from open_instruct.learner.reference_policy import build_reference
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.teacher import Comparison, OpenedTeacher
@@ -276,6 +283,13 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.objectives.registry import objective_named
     from open_instruct.packing.steps import BatchShape
     from tests.unit.small_models import VOCAB_SIZE
+
+    if config.parallel.zero_stage is None:
+        from open_instruct.learner.olmo_core.policy import build_policy
+        from open_instruct.learner.reference_policy import moving_reference
+    else:
+        from open_instruct.learner.deepspeed.policy import moving_reference
+        from tests.fake_cuda.zero import build_policy
 
     objective = objective_named(case.objective)
     form = objective.rows_of(config)
@@ -285,7 +299,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     pretrained = _pretrained(case.family, objective.head)
     policy = build_policy(pretrained, run=run, config=config, num_steps=NUM_STEPS, loss=loss)
     if moves := objective.reference_moves(config).get("update_freq"):
-        policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), update_freq=moves)
+        policy.reference = moving_reference(policy, pretrained, run=run, config=config, update_freq=moves)
     if teacher := objective.teacher(config):
         opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HOOKS = Path(__file__).with_name("hooks.cpp")
@@ -119,11 +120,14 @@ def pretend_cuda() -> None:
         "stream": contextlib.nullcontext(),
         "is_current_stream_capturing": False,
         "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(total_memory=80 << 30),
         "get_device_name": "NVIDIA H100 80GB HBM3",
     }
     for name, answer in answers.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, always(answer))
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = always(0)  # type: ignore[assignment]
+    torch.Tensor.record_stream = always(None)  # type: ignore[method-assign, assignment]
     torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[assignment, misc]
     torch.cuda.synchronize = lambda device=None: WAITS.note("torch.cuda.synchronize()")  # type: ignore[assignment]
     torch.accelerator.current_stream = always(stream)

@@ -22,11 +22,13 @@ from tests.fake_cuda.cases import CASES, MICROBATCHES
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")}
+HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_tensor_parallel": 7}
 """What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
-the weights go to the engines next."""
+the weights go to the engines next. DeepSpeed waits in its step, for what its norm and its overflow are."""
 WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}
 """Padded rows are plain causal attention; in float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
+ON_ZERO = {name for name in CASES if name.startswith("zero")}
 OTHER_OPTIMIZERS = {"dpo_skip_step", "dpo_muon"}
 
 
@@ -77,9 +79,13 @@ def test_the_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
 @of_each_case
 def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
     name = found["name"]
-    kind = "FakeTensor" if name in ON_ONE_DEVICE else "DTensor"
-    assert found["parameters"] == [f"{kind} torch.float32 cuda:0"]
-    assert found.get("gradients", found["parameters"]) == found["parameters"]
+    kind = "FakeTensor" if name in ON_ONE_DEVICE | ON_ZERO else "DTensor"
+    dtype = "torch.bfloat16" if name in ON_ZERO else "torch.float32"
+    assert found["parameters"] == [f"{kind} {dtype} cuda:0"]
+    if name in ON_ZERO:
+        assert found["masters"] == [f"FakeTensor torch.float32 {'cpu' if name.endswith('_host') else 'cuda:0'}"]
+    else:
+        assert found.get("gradients", found["parameters"]) == found["parameters"]
     assert found["fused"] == (name not in OTHER_OPTIMIZERS)
     if name in WITHOUT_KERNEL:
         assert found["attention"] is None
@@ -92,7 +98,7 @@ def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
 
 @of_each_case
 def test_inputs_of_blocks_wait_on_the_host_where_they_are_to(found: dict[str, Any]) -> None:
-    if "offloaded" not in found["name"]:
+    if "offloaded" not in found["name"] and found["name"] != "zero_1":
         assert found["on_host"] == []
         return
     num_layers = 2 if found["name"] == "dpo_offloaded" else 1

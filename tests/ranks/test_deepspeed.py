@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
-from tests.ranks.launch import RanksFailed, run_ranks
+from tests.ranks.launch import run_ranks
 from tests.ranks.test_kto import write_labelled
 from tests.ranks.test_prm import write_solutions
 from tests.ranks.test_reward_model import write_pairs
 from tests.ranks.test_sft import write_conversations
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 
-JOBS = "tests.ranks.jobs.deepspeed_runs"
-RESUMES: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2, "async_checkpoints": "on"}
+JOB = "tests.ranks.jobs.deepspeed_runs:run"
+SAVES: dict[str, Any] = {"checkpointing_steps": 2, "async_checkpoints": "on"}
+MOVES: dict[str, Any] = {"ref_policy_update_freq": 2, "alpha": 0.5}
+BFLOAT16: dict[str, Any] = {"param_dtype": "bfloat16"}
 
 
 def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
-    return {"backend": "deepspeed", "deepspeed_stage": stage} | flags
+    """Blocks are recomputed where that is asked for: it takes a third more time, and is the default of the command."""
+    return {"backend": "deepspeed", "deepspeed_stage": stage, "activation_checkpointing": "none"} | flags
 
 
-def run(
-    case: TrainCase, commands: list[tuple[str, dict[str, Any]]], *, ranks: int, job: str = "run", context: int = 1
-) -> list[Any]:
-    """Runs with a name and flags each, one after the other in the same ranks, of two microbatches a step."""
-    readers = ranks // context  # of different rows
-    words = [case.command(name, ranks=readers, batch=4 // readers, **flags) for name, flags in commands]
-    entries = {"entries": ["dpo"] * len(words)} if job == "run" else {}
-    ports = free_ports(len(words))
-    return run_ranks(ranks, f"{JOBS}:{job}", timeout_s=60 + 40 * len(words), commands=words, ports=ports, **entries)
+def run(runs: list[dict[str, Any]], *, ranks: int) -> list[Any]:
+    """Runs of `a_run`, one after the other in the same ranks. Returns what each rank was told of each."""
+    return run_ranks(ranks, JOB, timeout_s=60 + 40 * len(runs), runs=runs, ports=free_ports(len(runs)))
+
+
+def a_run(case: TrainCase, name: str, flags: dict[str, Any], *, readers: int, **settings: Any) -> dict[str, Any]:
+    """Of two microbatches a step, where `readers` ranks have different rows."""
+    return {"command": case.command(name, ranks=readers, batch=4 // readers, **flags), **settings}
 
 
 def assert_same(case: TrainCase, name: str, other: str = "base", rel: float = 1e-5) -> None:
@@ -49,60 +54,115 @@ def dpo(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     folder = tmp_path_factory.mktemp("dpo")
     model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
     write_synthetic_preferences(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
-    own = {"loss_type": "dpo", "weight_decay": 0.1}
+    own = {"loss_type": "dpo", "weight_decay": 0.1, "lr_scheduler_type": "constant"}
     case = TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=own)
-    run(case, [("base", {"prefix_sharing": "off"})], ranks=1)
+    runs = {"base": {}, "moving_base": MOVES}
+    run([a_run(case, name, {"prefix_sharing": "off"} | flags, readers=1) for name, flags in runs.items()], ranks=1)
     return case
 
 
-def test_every_stage_takes_the_same_steps(dpo: TrainCase) -> None:
-    """Also where an update that has nothing to learn from came between, and ranks run the head unequally often."""
-    run(dpo, [(f"stage_{stage}", of_stage(stage)) for stage in range(4)], ranks=2, job="run_with_idle_update")
-    for stage in range(4):
-        assert_same(dpo, f"stage_{stage}")
-        assert all(0.1 < row["shared_fraction"] < 1 for row in dpo.metrics(f"stage_{stage}"))
+STEPPED_BY = {"FusedAdam": of_stage(3), "CPUAdam": of_stage(2, adam_offload=True)}
 
 
-def test_host_memory_and_second_copies_change_nothing(dpo: TrainCase) -> None:
-    in_host_memory = {"adam_offload": True, "offload": True, "activation_checkpointing": "full"}
-    commands = [
-        ("optimizer_in_host_memory", of_stage(1, adam_offload=True)),
-        ("all_of_it", of_stage(3, deepspeed_zpg=2, **in_host_memory)),
+@pytest.fixture(scope="module")
+def on_two(dpo: TrainCase) -> TrainCase:
+    runs = [a_run(dpo, f"{s}", of_stage(s, **SAVES), readers=2, persists=True, does="idle") for s in range(4)]
+    bfloat16 = {"fsdp": SAVES, "bfloat16_1": of_stage(1), "bfloat16_3": of_stage(3)}
+    runs += [a_run(dpo, name, BFLOAT16 | flags, readers=2) for name, flags in bfloat16.items()]
+    runs += [a_run(dpo, "bfloat16_split", of_stage(2, tensor_parallel_degree=2, **BFLOAT16), readers=1)]
+    runs += [a_run(dpo, f"moving_{stage}", of_stage(stage, **MOVES, **SAVES), readers=2) for stage in (0, 1, 3)]
+    runs += [a_run(dpo, "sleeping_1", of_stage(1), readers=2, does="sleep")]
+    does = {"FusedAdam": "sleep", "CPUAdam": None}
+    runs += [a_run(dpo, by, STEPPED_BY[by], readers=2, adam=by, does=does[by]) for by in STEPPED_BY]
+    assert run(runs, ranks=2) == [[None] * len(runs)] * 2
+    return dpo
+
+
+@pytest.fixture(scope="module")
+def on_four(dpo: TrainCase) -> TrainCase:
+    in_host_memory = {"adam_offload": True, "offload": True, "activation_checkpointing": "auto"}
+    runs = [
+        a_run(dpo, "optimizer_in_host_memory", of_stage(1, adam_offload=True, **SAVES), readers=4),
+        a_run(dpo, "all_in_host_memory", of_stage(3, deepspeed_zpg=2, **in_host_memory), readers=4),
+        *(a_run(dpo, f"rows_{stage}", of_stage(stage, sequence_parallel_size=2), readers=2) for stage in (0, 2, 3)),
+        a_run(dpo, "matrices_1", of_stage(1, tensor_parallel_degree=2), readers=2),
+        a_run(dpo, "matrices_3", of_stage(3, tensor_parallel_degree=2, **MOVES, **SAVES), readers=2),
     ]
-    run(dpo, commands, ranks=4)
-    for name, _ in commands:
-        assert_same(dpo, name)
+    assert run(runs, ranks=4) == [[None] * len(runs)] * 4
+    return dpo
 
 
-def test_rows_may_be_split_over_ranks(dpo: TrainCase) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage_takes_the_same_steps(on_two: TrainCase, stage: int) -> None:
+    """Also where an update that has nothing to learn from came between, and ranks run the head unequally often."""
+    assert_same(on_two, f"{stage}")
+    assert all(0.1 < row["shared_fraction"] < 1 for row in on_two.metrics(f"{stage}"))
+
+
+@pytest.mark.parametrize("name", ["optimizer_in_host_memory", "all_in_host_memory"])
+def test_host_memory_and_second_copies_change_nothing(on_four: TrainCase, name: str) -> None:
+    assert_same(on_four, name)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rows_may_be_split_over_ranks(on_four: TrainCase, stage: int) -> None:
     """Of which DeepSpeed knows nothing. A wrong scale would show in the norm alone, the first loss agrees anyway."""
-    commands = [(f"split_{stage}", of_stage(stage, sequence_parallel_size=2)) for stage in (0, 2, 3)]
-    run(dpo, commands, ranks=4, context=2)
-    for name, _ in commands:
-        assert_same(dpo, name)
+    assert_same(on_four, f"rows_{stage}")
 
 
-def test_bfloat16_trains_float32_weights_as_the_other_backend_does(dpo: TrainCase) -> None:
-    commands = [("fsdp", {}), *((f"bfloat16_{stage}", of_stage(stage)) for stage in (1, 3))]
-    run(dpo, [(name, {"param_dtype": "bfloat16"} | flags) for name, flags in commands], ranks=2)
-    for stage in (1, 3):
-        assert_same(dpo, f"bfloat16_{stage}", "fsdp", rel=1e-2)
+@pytest.mark.parametrize(("name", "base"), [("matrices_1", "base"), ("matrices_3", "moving_base")])
+def test_matrices_may_be_split_over_ranks(on_four: TrainCase, name: str, base: str) -> None:
+    """Of a model that normalises over all heads, of which a rank has some; one with a reference that moves."""
+    assert_same(on_four, name, base)
+    ours, theirs = (tensors_of(on_four.folder / each / "hf_model") for each in (name, base))
+    assert ours.keys() == theirs.keys()
+    for tensor, values in ours.items():
+        assert np.abs(values - theirs[tensor]).max() < 5e-5, tensor
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_reference_may_follow_the_policy(on_two: TrainCase, stage: int) -> None:
+    assert_same(on_two, f"moving_{stage}", "moving_base")
+    assert on_two.trajectory("moving_base")[2] != on_two.trajectory("base")[2]
+
+
+def test_bfloat16_trains_float32_weights_as_the_other_backend_does(on_two: TrainCase) -> None:
+    for name in ("1", "3", "split"):
+        assert_same(on_two, f"bfloat16_{name}", "fsdp", rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["sleeping_1", *STEPPED_BY])
+def test_neither_sleep_nor_whose_adam_it_is_changes_a_step(on_two: TrainCase, name: str) -> None:
+    assert_same(on_two, name)
 
 
 def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
-    """Under stage 3, and one with a frozen teacher beside it; of all families, one of them with tied embeddings."""
+    """Under stage 3, and one with a frozen teacher beside it; of all families, one of them with tied embeddings.
+
+    Where a head of a whole vocabulary is learned, also with matrices split over both ranks.
+    """
     cases = {
         entry: objective_case(tmp_path / entry, entry, family=family)
         for entry, family in (
-            *(("sft", "olmo3"), ("kto", "olmo2"), ("reward_model", "llama"), ("prm", "qwen3"), ("distill", "olmo2")),
+            *(("sft", "olmo3"), ("kto", "qwen3"), ("reward_model", "llama"), ("prm", "qwen3"), ("distill", "olmo2")),
         )
     }
-    for name, ranks, flags in (("base", 1, {}), ("stage_3", 2, of_stage(3))):
-        words = [case.command(name, ranks=ranks, batch=4 // ranks, **flags) for case in cases.values()]
-        ports = free_ports(len(words))
-        run_ranks(ranks, f"{JOBS}:run", timeout_s=300, entries=list(cases), commands=words, ports=ports)
+    split = of_stage(2, tensor_parallel_degree=2)
+    run([a_run(case, "base", {}, readers=1, entry=entry) for entry, case in cases.items()], ranks=1)
+    runs = [
+        a_run(case, "stage_3", of_stage(3, activation_checkpointing="auto"), readers=2, entry=entry)
+        for entry, case in cases.items()
+    ]
+    runs += [a_run(cases[entry], "split", split, readers=1, entry=entry) for entry in ("sft", "kto")]
+    assert run(runs, ranks=2) == [[None] * len(runs)] * 2
     for case in cases.values():
         assert_same(case, "stage_3")
+    for entry in ("sft", "kto"):
+        assert_same(cases[entry], "split")
 
 
 def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
@@ -124,37 +184,62 @@ def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
 
 
 def test_a_broken_gradient_is_no_step(dpo: TrainCase) -> None:
-    commands = [(f"broken_{stage}", of_stage(stage)) for stage in (0, 2, 3)]
-    commands.append(("broken_in_bfloat16", of_stage(1, param_dtype="bfloat16")))
-    for of_rank in run(dpo, commands, ranks=2, job="break_gradients"):
+    stages = {f"broken_{stage}": of_stage(stage) for stage in (0, 2, 3)}
+    stages["broken_in_bfloat16"] = of_stage(1, **BFLOAT16)
+    runs = [a_run(dpo, name, flags, readers=2, does="break") for name, flags in stages.items()]
+    for of_rank in run(runs, ranks=2):
         for told, is_unharmed in of_rank:
             assert "the norm of the gradient is" in told and "at step 2, which was not taken" in told
             assert is_unharmed
 
 
-def test_a_stopped_run_resumes_bitwise_and_elsewhere(dpo: TrainCase) -> None:
-    """The same ranks and stage: bitwise. From four ranks under stage 2 to two under stage 3: the same steps."""
-    stopped = RESUMES | {"max_train_steps": 2}
-    run(dpo, [("moved", of_stage(2, **stopped))], ranks=4)
-    commands = [("moved", of_stage(3, **RESUMES))]
-    for stage in (0, 2, 3):
-        commands.append((f"whole_{stage}", of_stage(stage, **RESUMES)))
-        commands += [(f"resumed_{stage}", of_stage(stage, **flags)) for flags in (stopped, RESUMES)]
-    run(dpo, commands, ranks=2)
-    for stage in (0, 2, 3):
-        assert dpo.trajectory(f"resumed_{stage}") == dpo.trajectory(f"whole_{stage}")
-        assert dpo.weights_digest(f"resumed_{stage}") == dpo.weights_digest(f"whole_{stage}")
-    assert_same(dpo, "moved", "whole_2")
-    index = json.loads((dpo.folder / "whole_3" / "step4" / "index.json").read_text())
+def stopped_after(case: TrainCase, name: str, stopped: str, *, step: int = 2) -> None:
+    """`stopped` is the run `name` as it would be, had it ended with the checkpoint of `step`."""
+    shutil.copytree(case.folder / name, case.folder / stopped, ignore=shutil.ignore_patterns("step*", "hf_model"))
+    shutil.copytree(case.folder / name / f"step{step}", case.folder / stopped / f"step{step}")
+
+
+def test_a_stopped_run_resumes_bitwise_and_elsewhere(on_two: TrainCase, on_four: TrainCase) -> None:
+    """The same ranks and stage: bitwise. From four ranks to two under another stage: the same steps."""
+    same = {"0": of_stage(0), "2": of_stage(2), "3": of_stage(3), "moving_3": of_stage(3, **MOVES)}
+    elsewhere = {
+        "optimizer_in_host_memory": (of_stage(3), "base"),
+        "matrices_3": (of_stage(2, tensor_parallel_degree=2, **MOVES), "moving_base"),
+    }
+    runs = []
+    for name, flags in (same | {name: flags for name, (flags, _) in elsewhere.items()}).items():
+        stopped_after(on_two, name, f"{name}_resumed")
+        readers = 2 // flags.get("tensor_parallel_degree", 1)
+        as_before: dict[str, Any] = {"persists": True, "does": "idle"} if name in "023" else {}
+        runs.append(a_run(on_two, f"{name}_resumed", SAVES | flags, readers=readers, **as_before))
+    assert run(runs, ranks=2) == [[None] * len(runs)] * 2
+    for name in same:
+        assert on_two.trajectory(f"{name}_resumed") == on_two.trajectory(name)
+        assert on_two.weights_digest(f"{name}_resumed") == on_two.weights_digest(name)
+    for name, (_, base) in elsewhere.items():
+        assert_same(on_two, f"{name}_resumed", base)
+    index = json.loads((on_two.folder / "3" / "step4" / "index.json").read_text())
     assert {name.split(".")[0] for name in index["tensors"]} == {"zero"}
 
 
-def test_checkpoints_of_the_other_backend_are_refused(dpo: TrainCase) -> None:
-    once = RESUMES | {"max_train_steps": 2}
-    run(dpo, [("of_deepspeed", of_stage(1, **once)), ("of_olmo_core", once)], ranks=1)
-    for name, flags, theirs in (("of_deepspeed", {}, "deepspeed"), ("of_olmo_core", of_stage(1), "olmo_core")):
-        with pytest.raises(RanksFailed, match=f"--backend was {theirs}, is "):
-            run(dpo, [(name, RESUMES | flags)], ranks=1)
-        (dpo.folder / name / "config.yaml").unlink()  # without it only the checkpoint tells
-        with pytest.raises(RanksFailed, match=f"are of --backend {theirs}, and .* the hf_model such a run ends with"):
-            run(dpo, [(name, RESUMES | flags)], ranks=1)
+def test_checkpoints_of_another_kind_are_refused(on_two: TrainCase, on_four: TrainCase) -> None:
+    """Those of the other backend, and where ranks split matrices otherwise: the way over is an export."""
+    of_config = {"1": (SAVES, "--backend was deepspeed, is"), "fsdp": (of_stage(1, **SAVES), "--backend was olmo_core")}
+    told = {
+        "1": (SAVES, "are of --backend deepspeed, and"),
+        "fsdp": (of_stage(1, **SAVES), "are of --backend olmo_core, and"),
+        "matrices_3": (of_stage(3, **MOVES, **SAVES), "are of another --tensor_parallel_degree than 1: give theirs"),
+    }
+    runs, expected = [], []
+    for kind, refusals in (("config", of_config), ("checkpoint", told)):
+        for name, (flags, words) in refusals.items():
+            stopped_after(on_two, name, f"{name}_of_{kind}")
+            if kind == "checkpoint":
+                (on_two.folder / f"{name}_of_{kind}" / "config.yaml").unlink()  # without it only the checkpoint tells
+            dtype = BFLOAT16 if name == "fsdp" else {}
+            runs.append(a_run(on_two, f"{name}_of_{kind}", dtype | flags, readers=1))
+            expected.append(words)
+    (of_rank,) = run(runs, ranks=1)
+    for (said, _), words in zip(of_rank, expected, strict=True):
+        assert words in said
+    assert all("the hf_model such a run ends with" in said for said, _ in of_rank[len(of_config) :])

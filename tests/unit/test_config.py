@@ -58,7 +58,7 @@ class TestCommandLine:
         assert config.model.model_name_or_path == "model"
         assert config.data.mixer_list == ["rows.jsonl", "1.0"]
         defaults = {flag.name: flag.default for flag in flags_of(DPOConfig).values() if not flag.required}
-        defaults["beta"] = 5.0  # of dpo_norm
+        defaults |= {"beta": 5.0, "activation_checkpointing": "none"}  # of dpo_norm, and of FSDP2
         assert {name: value for name, value in as_flat_dict(config).items() if name in defaults} == defaults
 
     @pytest.mark.parametrize(
@@ -535,6 +535,7 @@ class TestSavedConfig:
         config = config_of()
         for flag in flags_of(DPOConfig).values():
             setattr(getattr(config, flag.section), flag.name, data.draw(values_of(flag), label=flag.name))
+        config.__post_init__()  # as if it had been built so
         path = tmp_path / "config.yaml"
         write_config(config, path)
         assert parse(DPOConfig, [str(path)]) == config

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from open_instruct import grpo_fast
 from open_instruct.config.dpo import DPOConfig, validate_dpo
@@ -17,7 +18,10 @@ from open_instruct.config.parser import parse
 from open_instruct.config.upstream_flags import SYNONYMS
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
-from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.learner.deepspeed.settings import engine_settings, sleep_problem
+from open_instruct.learner.deepspeed.versions import refuse_unfit
+from open_instruct.learner.olmo_core.kernels import kernel_warnings
+from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
@@ -56,13 +60,16 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
     ("stage", "words", "told"),
     [
         (2, "--fsdp_shard_degree 2", "--fsdp_shard_degree 2 cannot go with --backend deepspeed; leave it out"),
-        (2, "--tensor_parallel_degree 2", "or use --backend olmo_core"),
-        (2, "--optimizer muon", "--optimizer muon cannot go with"),
+        (
+            2,
+            "--optimizer muon",
+            "--backend deepspeed (it steps AdamW; its own Muon takes the gradient's norm, and clips, ",
+        ),
         (2, "--compile_model", "--compile_model true cannot go with"),
-        (2, "--ref_policy_update_freq 4", "--ref_policy_update_freq 4 cannot go with"),
-        (1, "--deepspeed_zpg 2", "--deepspeed_stage 1 does not share what that is about; use 3 or more"),
-        (2, "--offload", "--offload true: --deepspeed_stage 2 does not share what that is about; use 3"),
-        (0, "--param_dtype float32 --adam_offload", "--adam_offload true: --deepspeed_stage 0 does not share"),
+        (1, "--deepspeed_zpg 2", "--deepspeed_zpg 2 has no use under --deepspeed_stage 1; use 3 or more"),
+        (2, "--offload", "--offload true has no use under --deepspeed_stage 2; use 3 or more"),
+        (0, "--param_dtype float32 --adam_offload", "--adam_offload true has no use under --deepspeed_stage 0; use 1"),
+        (0, "--param_dtype float32 --tensor_parallel_degree 2", "has no use under --deepspeed_stage 0; use 1 or more"),
         (None, "--deepspeed_stage 2", "--deepspeed_stage 2 is read only with --backend deepspeed; add that"),
         (None, "--adam_offload", "--adam_offload true is read only with --backend deepspeed"),
     ],
@@ -146,6 +153,8 @@ def test_all_ranks_share_on_whichever_nodes_they_are() -> None:
     assert (by_stage[2].num_replicas, by_stage[2].shard_degree) == (1, 6)
     assert by_stage[2].data_parallel_world_size == 6
     assert layout_of(config_of("--deepspeed_zpg 2", 3).parallel, [4, 4]).shard_degree == 8
+    matrices = layout_of(config_of("--tensor_parallel_degree 2", 3).parallel, [4, 4])
+    assert (matrices.tensor_parallel_degree, matrices.data_parallel_world_size, matrices.shard_degree) == (2, 4, 4)
     split = layout_of(config_of("--sequence_parallel_size 2", 3).parallel, [4, 4])
     assert (split.context_parallel_degree, split.data_parallel_world_size, split.shard_degree) == (2, 4, 4)
     with pytest.raises(InputError, match="--context_parallel_degree 3 does not divide 8 learner GPUs"):
@@ -182,6 +191,12 @@ def test_offload_and_second_copies_reach_it() -> None:
     assert settings_of("--adam_offload", 1)["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
 
 
+def test_blocks_are_recomputed_unless_that_is_turned_off() -> None:
+    assert config_of("").memory.activation_checkpointing == "full"
+    assert config_of("--activation_checkpointing none").memory.activation_checkpointing == "none"
+    assert config_of("", stage=None).memory.activation_checkpointing == "none"
+
+
 @pytest.mark.parametrize("version", [None, "0.9.5", "0.19.7", "0.20.0", "0.100.0"])
 def test_another_version_is_refused(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared as strings, 0.9.5 would be newer than 0.19.8 and 0.100.0 older."""
@@ -189,7 +204,7 @@ def test_another_version_is_refused(version: str | None, monkeypatch: pytest.Mon
 
     told = "is not installed" if version is None else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is needed"
     with pytest.raises(InputError, match=told) as caught:
-        library.refuse_unfit(version)
+        refuse_unfit(version)
     assert "pip install 'open-instruct[deepspeed]'" in str(caught.value)
     # And nothing of it is imported then.
     monkeypatch.setattr(library, "installed_version", lambda: version)
@@ -198,11 +213,115 @@ def test_another_version_is_refused(version: str | None, monkeypatch: pytest.Mon
         library._loaded()
 
 
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [
+        ("0.9.5", ["split matrices", "leave the device", "learning rates"]),
+        ("0.16.3", ["split matrices", "leave the device", "learning rates"]),
+        ("0.16.4", ["leave the device", "learning rates"]),
+        ("0.17.5", ["leave the device", "learning rates"]),
+        ("0.17.6", ["learning rates"]),
+        ("0.18.8+cu128", ["learning rates"]),
+        ("0.18.9", []),
+        ("0.100.0", []),
+    ],
+)
+def test_a_refusal_says_what_the_version_lacks(version: str, lacks: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        refuse_unfit(version)
+    said = str(caught.value)
+    assert [word for word in ("split matrices", "leave the device", "learning rates") if word in said] == lacks
+    assert len(said.splitlines()) == 1 and "make install puts it in" in said
+
+
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.19.8+unknown"])
 def test_the_versions_that_were_asked_for_will_do(version: str) -> None:
-    from open_instruct.learner.deepspeed import library
+    refuse_unfit(version)
 
-    library.refuse_unfit(version)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+COMPILER_IS_MISSING = "RuntimeError: no nvcc"
+
+
+class TestAdam:
+    @pytest.mark.parametrize(
+        ("device", "adam_offload", "adam", "name"),
+        [
+            (CPU, False, "AdamW", "AdamW"),
+            (CPU, True, "AdamW", "AdamW"),
+            (CUDA, False, "FusedAdam", "FusedAdam"),
+            (CUDA, True, "CPUAdam", "DeepSpeedCPUAdam"),
+        ],
+    )
+    def test_it_is_that_of_the_device_that_holds_the_states(
+        self, device: torch.device, adam_offload: bool, adam: Any, name: str
+    ) -> None:
+        from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
+
+        assert adam_for(device, adam_offload=adam_offload) == adam
+        optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95").optim
+        torchs = build_optimizer_config(optim, device=device)
+        chosen = choose_adam(torchs, adam, warn=pytest.fail, problem=lambda adam: None)
+        assert chosen.optimizer().__name__ == name
+        for one in ("lr", "betas", "weight_decay", "group_overrides"):
+            assert getattr(chosen, one) == getattr(torchs, one)
+
+    def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(self) -> None:
+        from open_instruct.learner.deepspeed.optimizers import choose_adam
+
+        torchs, said = build_optimizer_config(config_of("").optim, device=CPU), list[str]()
+        chosen = choose_adam(torchs, "FusedAdam", warn=said.append, problem=lambda adam: COMPILER_IS_MISSING)
+        assert chosen is torchs
+        assert said == [
+            "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW takes the steps"
+        ]
+
+    def test_what_its_builder_raises_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from open_instruct.learner.deepspeed.optimizers import building_problem, deepspeed
+
+        def load(builder: object) -> None:
+            raise RuntimeError("no\n  nvcc")
+
+        monkeypatch.setattr(deepspeed.ops.op_builder.FusedAdamBuilder, "load", load)
+        assert building_problem("FusedAdam") == COMPILER_IS_MISSING
+        monkeypatch.setattr(deepspeed.ops.op_builder.FusedAdamBuilder, "load", lambda builder: None)
+        assert building_problem("FusedAdam") is None
+
+
+class TestSleep:
+    @pytest.mark.parametrize(
+        ("words", "stage", "adam", "told"),
+        [
+            ("--param_dtype float32", 0, "AdamW", "--deepspeed_stage 0: DeepSpeed moves none of its states; use 1"),
+            ("", 1, "FusedAdam", "--deepspeed_stage 1: in bfloat16 DeepSpeed does not move its states; use 2 or 3"),
+            ("--adam_offload", 2, "DeepSpeedCPUAdam", "in host memory at all times; leave them out"),
+            ("--offload", 3, "FusedAdam", "in host memory at all times; leave them out"),
+            ("", 3, "AdamW", "moves the states of its FusedAdam alone, and AdamW steps; use 2"),
+        ],
+    )
+    def test_what_cannot_leave_the_device_is_said(self, words: str, stage: int, adam: str, told: str) -> None:
+        assert told in (sleep_problem(settings_of(words, stage), optimizer=adam) or "")
+
+    @pytest.mark.parametrize(
+        ("words", "stage", "adam"),
+        [("--param_dtype float32", 1, "AdamW"), ("", 2, "AdamW"), ("", 2, "FusedAdam"), ("", 3, "FusedAdam")],
+    )
+    def test_all_else_can(self, words: str, stage: int, adam: str) -> None:
+        assert sleep_problem(settings_of(words, stage), optimizer=adam) is None
+
+
+def test_nothing_is_said_of_a_compiler_that_nobody_uses() -> None:
+    from open_instruct.learner.deepspeed.policy import uncompiled
+
+    def warnings(config: DPOConfig) -> list[str]:
+        of_memory = kernel_warnings(
+            config.memory, param_dtype="bfloat16", device=CUDA, problem=lambda device: COMPILER_IS_MISSING
+        )
+        return list(of_memory)
+
+    config = config_of("")
+    assert ["compiler does not work" in warning for warning in warnings(config)] == [True]
+    assert warnings(uncompiled(config)) == []
 
 
 def test_a_plan_of_zero_is_refused() -> None:

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
 import os
 import warnings
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
-from open_instruct.errors import InputError
-
-WANTED = SpecifierSet(">=0.19.8,<0.20")
-
-
-def installed_version() -> str | None:
-    try:
-        return importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def refuse_unfit(version: str | None) -> None:
-    """:raises InputError: there is none, or another than those that the tests were run with."""
-    remedy = "make install puts it in, and so does pip install 'open-instruct[deepspeed]'"
-    if version is None:
-        raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}")
-    if Version(version) not in WANTED:
-        raise InputError(f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed; {remedy}")
+from open_instruct.learner.deepspeed.versions import installed_version, refuse_unfit
 
 
 def _loaded() -> Any:

@@ -3,37 +3,75 @@
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from olmo_core.distributed import parallel as olmo_core_parallel
 from olmo_core.distributed.parallel import build_world_mesh, get_cp_mesh
+from olmo_core.utils import seed_all
+from torch.distributed.device_mesh import DeviceMesh
 
+from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.learner.backend import Learner
 from open_instruct.learner.deepspeed.library import deepspeed
+from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
+from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.settings import engine_settings
-from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule, HeldAdamWConfig
+from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule
 from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.olmo_core.policy import choose_kernels
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import BoundLoss
-from open_instruct.parallel.data_parallel import build_context_parallel_config, build_data_parallel_config
+from open_instruct.parallel.data_parallel import (
+    build_context_parallel_config,
+    build_data_parallel_config,
+    build_tensor_parallel_config,
+)
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import forget_mesh
 from open_instruct.parallel.wording import counted
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
 
-def join_deepspeed(*, timeout_s: int) -> None:
-    """Have DeepSpeed use the process group that is there. Seeds, device and the group itself were set by the run.
+def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]:
+    """What is settled before there is a model, each step on those before it: the mesh, and what DeepSpeed is told.
 
-    It remembers the groups of an earlier run in this process, which are gone.
+    The run has begun with the first three (`start_process`), which are taken again for those who start otherwise.
     """
+    parallel, process, layout = config.parallel, run.process, run.layout
+    # Seeds, the device, torch.distributed: DeepSpeed would start a group of its own if there were none.
+    seed_all(config.optim.seed)
+    if process.device.type == "cuda":
+        torch.cuda.set_device(process.device)
+    assert dist.is_initialized()
+    # DeepSpeed, which asks for what a launcher says, and remembers the groups of an earlier run in this process.
+    os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
-    deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s))
+    deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))
+    # The mesh: replicas outermost, then those who split rows, then those who split matrices.
+    mesh = build_world_mesh(
+        dp=build_data_parallel_config(layout),
+        cp=build_context_parallel_config(layout),
+        tp=build_tensor_parallel_config(layout),
+        device_type=process.device.type,
+    )
+    # Accumulation: DeepSpeed is told of none, and so divides by nothing.
+    on_cuda = process.device.type == "cuda"
+    return mesh, engine_settings(parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
+
+
+def uncompiled(config: LearnerConfig) -> LearnerConfig:
+    """DeepSpeed compiles no blocks, and has nothing to say of a compiler that does not work."""
+    return replace(config, memory=replace(config.memory, compile_model=False))
 
 
 def build_policy(
@@ -41,8 +79,13 @@ def build_policy(
 ) -> DeepSpeedTrainModule:
     """Build without weights, share, then stream the checkpoint into the shards of what is trained."""
     doing("loading the start model")
-    parallel, model, optim = config.parallel, config.model, config.optim
-    join_deepspeed(timeout_s=parallel.dist_timeout_s)
+    mesh, settings = set_up(run, config)
+    model, optim, parallel = config.model, config.optim, config.parallel
+    if run.layout.tensor_parallel_degree > 1 and (teacher := as_flat_dict(config).get("teacher_model_name_or_path")):
+        raise InputError(
+            f"--teacher_model_name_or_path {teacher}: under DeepSpeed a teacher cannot stand beside split matrices; "
+            "leave --tensor_parallel_degree out, or use --backend olmo_core"
+        )
     device, max_seq_length = run.process.device, config.data.max_seq_length
     transformer = pretrained.build(init_device="meta").to(getattr(torch, model.param_dtype))
     if len({parameter.dtype for parameter in transformer.parameters()}) > 1:
@@ -50,33 +93,45 @@ def build_policy(
             f"--param_dtype {model.param_dtype}: the matrix of the score stays float32, and DeepSpeed takes one dtype "
             "for all; use --param_dtype float32, or --backend olmo_core"
         )
-    checkpointing = choose_kernels(transformer, run=run, config=config)
+    adam = adam_for(device, adam_offload=parallel.adam_offload)
+    forget_mesh()  # OLMo-core's train module insists on making one of its own, of which nothing is read
     module = DeepSpeedTrainModule(
-        settings=engine_settings(parallel, model=model, optim=optim, on_cuda=device.type == "cuda"),
+        settings=settings,
         loss=loss,
         model=transformer,
-        optim=HeldAdamWConfig(
-            **vars(build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases))
+        optim=choose_adam(
+            build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
+            adam,
+            warn=run.console.warn,
         ),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
-        ac_config=checkpointing,
+        ac_config=choose_kernels(transformer, run=run, config=uncompiled(config)),
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=device,
     )
-    # DeepSpeed is told of none: it averages over all ranks, whichever of them split a row. Frozen models that stand
-    # beside the policy are FSDP2's, over the same ranks.
-    dp, cp = build_data_parallel_config(run.layout), build_context_parallel_config(run.layout)
-    module.world_mesh = build_world_mesh(dp=dp, cp=cp, device_type=device.type)
-    if cp is not None:
-        module.model.apply_cp(get_cp_mesh(module.world_mesh))
+    # DeepSpeed is told of no rank that splits rows: it averages over all of them. Frozen models that stand beside the
+    # policy are FSDP2's, over the same ranks.
+    module.world_mesh = olmo_core_parallel._WORLD_MESH = mesh
+    if run.layout.context_parallel_degree > 1:
+        module.model.apply_cp(get_cp_mesh(mesh))
     offload_inputs(module.model, config.memory, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
     module.masters.changed(num_steps=0)
     dist.barrier()  # no rank is ready before all are
     run.console.say(
         f"loaded {counted(report.num_tensors, 'tensor')} ({report.num_bytes_read / 1e6:,.1f} MB on this rank) "
-        f"in {report.wall_time_s:.1f} s"
+        f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__} takes the steps"
     )
     return module
+
+
+def moving_reference(
+    policy: Learner, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
+) -> HeldReference:
+    """The policy as it is now, which follows it from here."""
+    del pretrained, run, config
+    assert isinstance(policy, DeepSpeedTrainModule)
+    weights = {name: master.weights.clone() for name, master in policy.masters.own.items()}
+    return HeldReference(model=policy.computing_model, masters=policy.masters, weights=weights, **moves)

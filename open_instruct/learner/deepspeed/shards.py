@@ -7,15 +7,19 @@ What the forward pass computes with are copies of them, in its own dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from torch import nn
 
 from open_instruct.learner.deepspeed.library import deepspeed
+from open_instruct.learner.deepspeed.tensor_parallel import Cut, split_matrices
+from open_instruct.models.box_files import Part
 from open_instruct.models.build import warm_up_rope
 from open_instruct.models.names import clean_name
 from open_instruct.models.shards import FlatRange
@@ -24,31 +28,56 @@ from open_instruct.parallel.process import gathered
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def partition(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..., None]:
-    """What stands in for `Transformer.init_weights` under stage 3: every parameter is a shard from the start.
+def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..., None]:
+    """What stands in for `Transformer.init_weights`: every parameter is a rank's part from the start, not yet filled.
 
     `deepspeed.zero.Init` partitions modules while they are constructed, and by patching torch for the whole process.
     It is used for what it knows of one parameter, and never entered.
     """
+    degree, stage = settings["tensor_parallel"]["autotp_size"], settings["zero_optimization"]["stage"]
 
     def init_weights(model: Transformer, *, max_seq_len: int | None = None, device: torch.device, **_: object) -> None:
-        init = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype)
-        shard_of: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        group = None
+        if degree > 1:
+            split_matrices(model, degree)
+            group = deepspeed.utils.groups.get_data_parallel_group()
+        if stage == 3:
+            init = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype, data_parallel_group=group)
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
         for module in model.modules():
-            for name, whole in module._parameters.items():
-                if whole is not None:
-                    if whole not in shard_of:
-                        shard_of[whole] = _shard(whole, init, dtype)
-                    module._parameters[name] = shard_of[whole]
+            for name, meta in module._parameters.items():
+                if meta is not None:
+                    if meta not in made:
+                        made[meta] = _shard(meta, init, dtype) if stage == 3 else _unfilled(meta, dtype, device)
+                        _take_over(meta, made[meta])
+                    module._parameters[name] = made[meta]
+        model._device = device  # which it would ask its parameters for, of which none has a value here
         warm_up_rope(model, max_seq_len=max_seq_len, device=device)
 
     return init_weights
 
 
-def _shard(whole: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
+def _unfilled(meta: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.full(meta.shape, float("nan"), dtype=dtype, device=device))
+
+
+def _take_over(meta: nn.Parameter, made: nn.Parameter) -> None:
+    """What was marked on the parameter of the meta device."""
+    vars(made).update({name: value for name, value in vars(meta).items() if name not in vars(made)})
+    if group := getattr(made, "sums_over", None):
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.contiguous()
+            dist.all_reduce(gradient, group=group)
+            return gradient
+
+        made.register_hook(summed)
+
+
+def _shard(meta: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
     """A parameter of which this rank has its part, not yet filled, and nothing was ever whole."""
-    nowhere = torch.empty((), dtype=dtype, device=init.local_device).expand(whole.shape)
-    shard: Any = nn.Parameter(nowhere, requires_grad=whole.requires_grad)
+    placeholder = torch.empty((), dtype=dtype, device=init.local_device).expand(meta.shape)
+    shard: Any = nn.Parameter(placeholder, requires_grad=meta.requires_grad)
     init._convert_to_deepspeed_param(shard)
     size = -(-shard.ds_numel // shard.ds_zero_partition_world_size)
     start, stop = _range_of(shard, size)
@@ -87,14 +116,23 @@ class Masters:
     """All that this rank's optimizer holds, as views. Collective."""
 
     def __init__(self, engine: Any, *, rank: int) -> None:
-        self._engine = engine
+        self._engine, self._rank = engine, rank
+        self.look()
+
+    def look(self) -> None:
+        """Find where everything is; again, after DeepSpeed has moved it."""
+        engine = self._engine
         stage = engine.zero_optimization_stage()
         self._optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
         named = {clean_name(name): parameter for name, parameter in engine.module.named_parameters()}
-        self.shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named.items()}
+        cuts: dict[str, Cut] = {name: each.cut for name, each in named.items() if hasattr(each, "cut")}
+        parts = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named.items()}
+        self.shapes = {name: cuts[name].whole(part) if name in cuts else part for name, part in parts.items()}
         name_of = {parameter: name for name, parameter in named.items()}
+        # What ranks split a matrix into follows one another, part by part.
+        before = {name: cuts[name].index * math.prod(part) if name in cuts else 0 for name, part in parts.items()}
         self.own = {
-            name_of[parameter]: self._master(flat, at, start, stop)
+            (name := name_of[parameter]): self._master(flat, at, before[name] + start, before[name] + stop)
             for parameter, flat, at, start, stop in _places(engine)
         }
         of_ranks = gathered({name: (master.start, master.stop) for name, master in self.own.items()})
@@ -103,25 +141,43 @@ class Masters:
             for name, parameter in named.items():
                 ranges = [ranges.get(name, (0, 0)) for ranges in of_ranks]
                 local = self.own[name].weights if name in self.own else nothing
-                parameter.flat_range = FlatRange(local=local, shape=self.shapes[name], ranges=ranges, rank=rank)
+                by_columns = cuts[name].degree if name in cuts and cuts[name].dim else 1
+                parameter.flat_range = FlatRange(
+                    local=local, shape=self.shapes[name], ranges=ranges, rank=self._rank, num_slabs=by_columns
+                )
 
     def _master(self, flat: torch.Tensor, at: int, start: int, stop: int) -> Master:
         state = self._optimizer.state[flat]
         if not state:  # what the first step would make, so that it can be saved and loaded before
-            step = torch.tensor(0.0, device=flat.device if self._optimizer.defaults["fused"] else "cpu")
-            state |= {"step": step} | {moment: torch.zeros_like(flat.detach()) for moment in MOMENTS}
+            state |= {"step": self._no_steps(flat.device)} | {
+                moment: torch.zeros_like(flat.detach()) for moment in MOMENTS
+            }
         views = [values.detach().view(-1)[at : at + stop - start] for values in (flat, *(state[m] for m in MOMENTS))]
         return Master(start=start, weights=views[0], moments=dict(zip(MOMENTS, views[1:], strict=True)))
+
+    def _no_steps(self, device: torch.device) -> torch.Tensor | int:
+        """As the optimizer counts: PyTorch's with a tensor, DeepSpeed's with a number."""
+        if not isinstance(self._optimizer, torch.optim.AdamW):
+            return 0
+        return torch.tensor(0.0, device=device if self._optimizer.defaults["fused"] else "cpu")
+
+    def parts(self, values: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+        """Of values like the weights, what a checkpoint is told."""
+        return {
+            name: Part(local=of_name, start=(self.own[name].start,), shape=(math.prod(self.shapes[name]),))
+            for name, of_name in values.items()
+        }
 
     @property
     def num_steps(self) -> float:
         """Taken by the optimizer."""
         return float(next(iter(self._optimizer.state.values()))["step"])
 
-    def changed(self, *, num_steps: float) -> None:
-        """After weights and moments were written from outside: have the forward pass compute with them."""
+    def changed(self, *, num_steps: float | None = None) -> None:
+        """After weights, and moments, were written from outside: have the forward pass compute with them."""
         for state in self._optimizer.state.values():
-            state["step"].fill_(num_steps)
+            if num_steps is not None:
+                state["step"] = int(num_steps) if isinstance(state["step"], int) else state["step"].fill_(num_steps)
         zero, stage = self._engine.optimizer, self._engine.zero_optimization_stage()
         if stage in (1, 2):
             zero.update_lp_params()

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
-from olmo_core.optim import AdamWConfig
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
+from open_instruct.checkpoints.resume import wait_for_copy
+from open_instruct.errors import InputError
 from open_instruct.learner.backend import OF_ZERO, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.shards import Masters, partition
+from open_instruct.learner.deepspeed.optimizers import hold
+from open_instruct.learner.deepspeed.reference import HeldReference
+from open_instruct.learner.deepspeed.settings import sleep_problem
+from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.olmo_core.train_module import GRAD_NORM, ObjectiveTrainModule
-from open_instruct.models.box_files import Part
-from open_instruct.records import Metric
-
-
-class HeldAdamW(torch.optim.AdamW):
-    """Takes no step while `is_held` says so. DeepSpeed knows the gradient's norm when it calls, and not earlier."""
-
-    is_held: Callable[[], bool]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not self.is_held():
-            super().step(closure)
-
-
-# Those that it would not warn of.
-deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS.append(HeldAdamW)
-
-
-@dataclass
-class HeldAdamWConfig(AdamWConfig):
-    @classmethod
-    def optimizer(cls) -> type[torch.optim.AdamW]:
-        return HeldAdamW
+from open_instruct.learner.reference_policy import IN_CHECKPOINT
+from open_instruct.records import Metric, StepBatch
 
 
 class DeepSpeedTrainModule(ObjectiveTrainModule):
@@ -53,18 +35,21 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
     """
 
     def __init__(self, *, settings: Mapping[str, Any], model: Transformer, **more: Any) -> None:
-        if settings["zero_optimization"]["stage"] == 3:
+        self._settings, self._split_over = settings, settings["tensor_parallel"]["autotp_size"]
+        if settings["zero_optimization"]["stage"] == 3 or self._split_over > 1:
             dtype = next(model.parameters()).dtype
-            model.init_weights = MethodType(partition(settings, dtype=dtype), model)  # type: ignore[method-assign]
-            # How often the head runs on a microbatch differs from rank to rank; its weights are gathered once for all.
-            deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
+            model.init_weights = MethodType(without_weights(settings, dtype=dtype), model)  # type: ignore[method-assign]
+        # How often the head runs on a microbatch differs from rank to rank; stage 3 gathers its weights once for all.
+        deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
         super().__init__(model=model, **more)
-        assert isinstance(self.optim, HeldAdamW)
-        self.optim.is_held = self._is_held
+        assert self.optim is not None
+        hold(self.optim, self._is_held)
         self._norm: float | None = None
         self.engine = deepspeed.initialize(
             model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
         )[0]
+        if self._split_over > 1:
+            self.engine.first_dataloader_check.remove()  # of batches, which fails on one rank and leaves others waiting
         self.masters = Masters(self.engine, rank=dist.get_rank())
 
     @property
@@ -91,6 +76,32 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         self.engine.step()
         self._is_held()  # where DeepSpeed found by itself that the gradient is not finite, it did not ask
 
+    def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
+        """See `ObjectiveTrainModule`. The policy's come before the reference takes its place."""
+        reference = self.reference
+        if not isinstance(reference, HeldReference):
+            return super().with_frozen_logprobs(updates, num_epochs=num_epochs)
+        self.reference = None
+        updates = super().with_frozen_logprobs(updates, num_epochs=num_epochs)
+        self.reference = reference
+        wait_for_copy(self.trainer)  # a checkpoint that is being written is of what is about to move
+        with reference.in_place():
+            frozen = super().with_frozen_logprobs
+            return tuple(filled for update in updates for filled in frozen([update], num_epochs=1))
+
+    def sleep(self) -> None:
+        """Have all that a step needs wait in host memory, while another uses the device. `wake` must follow.
+
+        :raises InputError: it cannot, see `sleep_problem`.
+        """
+        if problem := sleep_problem(self._settings, optimizer=type(self.optim).__name__):
+            raise InputError(problem)
+        self.engine.offload_states()
+
+    def wake(self) -> None:
+        self.engine.reload_states()
+        self.masters.look()
+
     def _is_held(self) -> bool:
         """Whether there is nothing to step with. Within the engine's step, when gradients are reduced."""
         if self._norm is None:
@@ -113,19 +124,34 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         self._check_gradient(self._norm)
         return {**metrics, GRAD_NORM: self._norm}
 
+    @property
+    def _over(self) -> str:
+        """What is added to names in a checkpoint where ranks split matrices: values come in another order then."""
+        return f"_over_{self._split_over}" if self._split_over > 1 else ""
+
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         """Flat ranges, of any stage alike, so that a run may go on under another stage and on other ranks."""
-        of_masters: dict[str, dict[str, Part]] = {}
-        for name, master in self.masters.own.items():
-            shape = (math.prod(self.masters.shapes[name]),)
-            for key, values in {"weights": master.weights, **master.moments}.items():
-                of_masters.setdefault(key, {})[name] = Part(local=values, start=(master.start,), shape=shape)
-        return {OF_ZERO: {**of_masters, "num_steps": self.masters.num_steps}}
+        own = self.masters.own.items()
+        state: dict[str, Any] = {f"weights{self._over}": self.masters.parts({name: each.weights for name, each in own})}
+        for moment in MOMENTS:
+            state[f"{moment}{self._over}"] = self.masters.parts({name: each.moments[moment] for name, each in own})
+        reference = {} if self.reference is None else self.reference.state_to_save(self.state_dict_save_opts)
+        return {OF_ZERO: {**state, "num_steps": self.masters.num_steps}} | reference
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
         refuse_other_backend(metadata.state_dict_metadata, own="deepspeed")
-        return self.state_dict_to_save(optim=optim)
+        if not any(name.startswith(f"{OF_ZERO}.weights{self._over}.") for name in metadata.state_dict_metadata):
+            raise InputError(
+                f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "
+                "give theirs again, or start in another --output_dir from the hf_model such a run ends with"
+            )
+        state = self.state_dict_to_save(optim=optim)
+        if self.reference is not None and not self.reference.state_to_load(metadata, self.state_dict_load_opts):
+            state.pop(IN_CHECKPOINT, None)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Its parts were filled in place."""
         self.masters.changed(num_steps=state_dict[OF_ZERO]["num_steps"])
+        if self.reference is not None:
+            self.reference.load(state_dict, self.state_dict_load_opts)

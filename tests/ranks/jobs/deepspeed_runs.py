@@ -1,26 +1,33 @@
-"""Runs on DeepSpeed, with what a run from the command line seldom has: nothing to learn, and broken gradients."""
+"""Runs on DeepSpeed, with what a run from the command line seldom has: nothing to learn, broken gradients, sleep."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from olmo_core.train.callbacks import Callback
 
 from open_instruct.config.parser import parse
-from open_instruct.errors import RunError
+from open_instruct.errors import InputError, RunError
 
 # What `train` imports when it is called, so that the ranks share it.
+from open_instruct.learner import export, heldout, loop  # noqa: F401
 from open_instruct.learner.deepspeed import policy
+from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.models.heads.logprob_head import LogprobHead
-from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.process import stop_process
+from open_instruct.run import datasets  # noqa: F401
 from open_instruct.train import train
-from tests.ranks.jobs.train_runs import run_each
+
+SMALL = 16 * 4 * 512  # bytes: the logits of 16 positions
 
 
 def nothing_persists(*sections: Any, **more: Any) -> dict[str, Any]:
@@ -29,14 +36,101 @@ def nothing_persists(*sections: Any, **more: Any) -> dict[str, Any]:
     return settings | {"zero_optimization": settings["zero_optimization"] | {"stage3_param_persistence_threshold": 0}}
 
 
-def run(entries: list[str], commands: list[list[str]], ports: list[int]) -> None:
-    """Of each command the run of its entry, where stage 3 shares the smallest parameter too, as it does large ones."""
-    policy.engine_settings = nothing_persists
-    for entry, command, port in zip(entries, commands, ports, strict=True):
-        run_each([command], [port], entry=entry)
+def run(runs: list[dict[str, Any]], ports: list[int]) -> list[Any]:
+    """One after the other: of each its `entry` with the words of `command`, and what it had to tell.
+
+    `persists` leaves small parameters gathered, `does` is one of `CALLBACKS`, and `adam` the kernel of DeepSpeed that
+    takes the steps, or what stands in for it here.
+    """
+    return [one(port, **each) for each, port in zip(runs, ports, strict=True)]
 
 
-SMALL = 16 * 4 * 512  # bytes: the logits of 16 positions
+def one(
+    port: int,
+    *,
+    command: list[str],
+    entry: str = "dpo",
+    persists: bool = False,
+    does: str | None = None,
+    adam: str | None = None,
+) -> Any:
+    os.environ["MASTER_PORT"] = str(port)
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.pop("LOCAL_RANK", None)  # as without a launcher
+    objective = objective_named(entry)
+    callback = None if does is None else CALLBACKS[does]()
+    with ExitStack() as held:
+        if not persists:
+            held.enter_context(mock.patch.object(policy, "engine_settings", nothing_persists))
+        if does == "idle":  # as many chunks as a microbatch needs: ranks differ
+            held.enter_context(mock.patch.object(LogprobHead, "max_logits_bytes", SMALL))
+        if adam is not None:
+            held.enter_context(stepped_by(adam))
+        try:
+            config = parse(objective.config_class, command)
+            objective.validate(config)
+            train(config, objective=objective, callbacks={} if callback is None else {"test": callback})
+        except (InputError, RunError) as error:
+            stop_process()
+            return str(error), callback is not None and callback.is_unharmed()
+    return None
+
+
+@contextmanager
+def stepped_by(adam: str) -> Iterator[None]:
+    """DeepSpeed's own Adam, with its formula where its compiled kernel would be."""
+
+    def fused(
+        chunk_size: int,
+        flag: Any,
+        tensors: Any,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+        *more: Any,
+    ) -> None:
+        del chunk_size, flag
+        for gradient, weights, first, second in zip(*tensors, strict=True):
+            adamw_(weights, gradient, first, second, lr, (beta1, beta2), eps, step, more[-1])
+
+    def on_cpu(
+        optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float, *more: Any
+    ) -> None:
+        del optimizer_id
+        _, weights, gradient, first, second = more
+        adamw_(weights, gradient, first, second, lr, (beta1, beta2), eps, step, decay)
+
+    def nothing(*_: Any) -> None: ...
+
+    kernels = SimpleNamespace(multi_tensor_adam=fused, adam_update=on_cpu, create_adam=nothing, destroy_adam=nothing)
+    builder = getattr(deepspeed.ops.op_builder, f"{adam}Builder")
+    with (
+        mock.patch.object(policy, "adam_for", return_value=adam),
+        mock.patch.object(builder, "load", return_value=kernels),
+    ):
+        yield
+
+
+@torch.no_grad()
+def adamw_(
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    decay: float,
+) -> None:
+    """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
+    weights.mul_(1 - lr * decay)
+    first.lerp_(gradient, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    denominator = (second / (1 - betas[1] ** step)).sqrt_().add_(eps)
+    weights.addcdiv_(first, denominator, value=-lr / (1 - betas[0] ** step))
 
 
 class Idler(Callback):
@@ -51,17 +145,23 @@ class Idler(Callback):
             assert torch.equal(weights_of(module), before)
 
 
-def run_with_idle_update(commands: list[list[str]], ports: list[int]) -> list[int]:
-    LogprobHead.max_logits_bytes = SMALL  # as many chunks as a microbatch needs: ranks differ
-    objective = objective_named("dpo")
-    return [one(objective, command, port, Idler()) for command, port in zip(commands, ports, strict=True)]
+class Sleeper(Callback):
+    """Before the third step and the fourth all states leave the device, and come back to another place."""
+
+    def pre_step(self, batch: dict[str, Any]) -> None:
+        del batch
+        if self.trainer.global_step in (3, 4):
+            module = self.trainer.train_module
+            flats, before = flats_of(module), weights_of(module)
+            places = [flat.data_ptr() for flat in flats]
+            module.sleep()
+            assert all(place != flat.data_ptr() for place, flat in zip(places, flats, strict=True))
+            module.wake()
+            assert torch.equal(weights_of(module), before)
 
 
-def one(objective: Objective, command: list[str], port: int, callback: Callback) -> int:
-    os.environ["MASTER_PORT"] = str(port)
-    config = parse(objective.config_class, command)
-    objective.validate(config)
-    return train(config, objective=objective, callbacks={"test": callback})
+def flats_of(module: Any) -> list[torch.Tensor]:
+    return [values for group in module.engine.optimizer.optimizer.param_groups for values in group["params"]]
 
 
 def weights_of(module: Any) -> torch.Tensor:
@@ -89,20 +189,12 @@ class Breaker(Callback):
             sound = module.loss
             module.loss = replace(sound, function=lambda *inputs: _broken(sound.function(*inputs)))
 
+    def is_unharmed(self) -> bool:
+        return torch.equal(weights_of(self.module), self.before)
+
 
 def _broken(outputs: Any) -> Any:
     return replace(outputs, loss=_Broken.apply(outputs.loss))
 
 
-def break_gradients(commands: list[list[str]], ports: list[int]) -> list[tuple[str, bool]]:
-    """What each run ends with, and whether its weights are still those before the broken step."""
-    found = []
-    for command, port in zip(commands, ports, strict=True):
-        breaker = Breaker()
-        try:
-            one(objective_named("dpo"), command, port, breaker)
-            found.append(("it went on", False))
-        except RunError as error:
-            found.append((str(error), torch.equal(weights_of(breaker.module), breaker.before)))
-            stop_process()
-    return found
+CALLBACKS = {"idle": Idler, "sleep": Sleeper, "break": Breaker}

@@ -1,0 +1,83 @@
+"""Which AdamW takes the steps: DeepSpeed's own for the device, or PyTorch's; and how it is kept from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from olmo_core.optim import OptimConfig
+
+from open_instruct.learner.deepspeed.library import deepspeed
+from open_instruct.parallel.process import gathered
+
+Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
+
+
+def adam_for(device: torch.device, *, adam_offload: bool) -> Adam:
+    """On CUDA that which was made for where the states are; a CPU's is PyTorch's, and needs no compiler."""
+    if device.type != "cuda":
+        return "AdamW"
+    return "CPUAdam" if adam_offload else "FusedAdam"
+
+
+def building_problem(adam: Adam) -> str | None:
+    """Why the kernel of DeepSpeed's Adam cannot be compiled here. It takes a minute or two, once a machine."""
+    try:
+        getattr(deepspeed.ops.op_builder, f"{adam}Builder")().load()
+    except Exception as error:  # whatever a compiler, or the lack of one, makes of it
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+@dataclass
+class FusedAdamConfig(OptimConfig[Any]):
+    """DeepSpeed's Adam on CUDA. Weight decay is decoupled by default."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.Optimizer]:
+        return deepspeed.ops.adam.FusedAdam
+
+
+@dataclass
+class CPUAdamConfig(FusedAdamConfig):
+    """The same for states in host memory."""
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.Optimizer]:
+        return deepspeed.ops.adam.DeepSpeedCPUAdam
+
+
+def choose_adam(
+    adamw: OptimConfig[Any],
+    adam: Adam,
+    *,
+    warn: Callable[[str], None],
+    problem: Callable[[Adam], str | None] = building_problem,
+) -> OptimConfig[Any]:
+    """`adamw`, PyTorch's, or what `adam` has for it, if every rank can compile that. Collective."""
+    if adam == "AdamW":
+        return adamw
+    if problems := [why for why in gathered(problem(adam)) if why]:
+        warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
+        return adamw
+    config = CPUAdamConfig if adam == "CPUAdam" else FusedAdamConfig
+    return config(**{name: getattr(adamw, name) for name in ("lr", "betas", "weight_decay", "group_overrides")})
+
+
+def hold(optimizer: torch.optim.Optimizer, is_held: Callable[[], bool]) -> None:
+    """Take no step while `is_held` says so. DeepSpeed knows the gradient's norm when it calls, and not earlier.
+
+    The class stays what it is: DeepSpeed asks for it.
+    """
+    step = optimizer.step
+
+    def step_unless_held(*arguments: Any, **more: Any) -> Any:
+        return None if is_held() else step(*arguments, **more)
+
+    optimizer.step = step_unless_held  # type: ignore[method-assign]

@@ -1,0 +1,55 @@
+"""A reference that follows the policy: its weights lie beside those that are trained, and take their place to compute.
+
+So there is no second model: a rank holds 4 bytes more for each weight that it steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.learner.deepspeed.shards import Masters
+from open_instruct.learner.reference_policy import IN_CHECKPOINT, Reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldReference(Reference):
+    """`weights` are this rank's range of each parameter; `model` is the policy's own, with whosever weights it has."""
+
+    masters: Masters
+    weights: Mapping[str, torch.Tensor]
+
+    @torch.no_grad()
+    def follow(self, policy: Transformer, *, step: int) -> None:
+        del policy
+        if self.update_freq is not None and step % self.update_freq == 0:
+            for name, ours in self.weights.items():
+                ours.lerp_(self.masters.own[name].weights, self.alpha)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model computes with the reference's weights. Collective; take no step."""
+        self._swap()
+        yield
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, ours in self.weights.items():
+            theirs = self.masters.own[name].weights
+            kept = theirs.clone()
+            theirs.copy_(ours)
+            ours.copy_(kept)
+        self.masters.changed()
+
+    def state_to_save(self, options: Any) -> dict[str, Any]:
+        del options
+        return {} if self.update_freq is None else {IN_CHECKPOINT: self.masters.parts(self.weights)}
+
+    def load(self, state: dict[str, Any], options: Any) -> None:
+        """Its parts were filled in place."""

@@ -1,0 +1,119 @@
+"""Matrices split over neighbouring ranks: the layers of DeepSpeed's AutoTP, put where OLMo-core's names say.
+
+T ranks split a matrix, each of which computes with rows of the first ones of a pair, and with columns of the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from olmo_core.nn.attention import Attention
+from olmo_core.nn.feed_forward import FeedForward
+from olmo_core.nn.layer_norm import LayerNorm, QwenRMSNorm
+from olmo_core.nn.transformer import Transformer
+from torch import nn
+
+from open_instruct.learner.deepspeed.library import deepspeed
+from open_instruct.models.heads.logprob_head import LogprobHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Which of `degree` parts of a parameter a rank has, along `dim` of it.
+
+    Example: the right half of a matrix, `Cut(dim=1, index=1, degree=2)`.
+    """
+
+    dim: int
+    index: int
+    degree: int
+
+    def whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all parts together."""
+        return tuple(size * self.degree if dim == self.dim else size for dim, size in enumerate(part))
+
+
+def tensor_group(degree: int) -> Any:
+    """Of this rank and those that it splits matrices with, its neighbours; made once a run. Collective."""
+    deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
+    return deepspeed.utils.groups.get_tensor_model_parallel_group()
+
+
+def split_matrices(model: Transformer, degree: int) -> None:
+    """Have this rank compute with its part of every matrix of `model`, which is on the meta device.
+
+    Parameters that are cut have a `cut` beside them. A head that is tied, or whose rows cannot be dealt out evenly,
+    stays whole on every rank, and so do embeddings and norms.
+    """
+    group = tensor_group(degree)
+    deepspeed.module_inject.layers.set_autotp_mode(training=True)
+    for block in model.blocks.values():
+        attention, feed_forward = block.attention, cast(FeedForward, block.feed_forward)
+        assert isinstance(attention, Attention)
+        _split_pair(attention, ("w_q", "w_k", "w_v"), "w_out", group)
+        attention.n_heads //= degree
+        attention.n_kv_heads //= degree
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(attention, name)
+            if norm is not None and attention.use_head_qk_norm:
+                norm.weight.sums_over = group  # every rank has the gradient of its own heads
+            elif norm is not None:
+                setattr(attention, name, SplitNorm(norm, group))
+        if feed_forward.w1.weight.shape[0] % degree == 0:
+            _split_pair(feed_forward, ("w1", "w3"), "w2", group)
+    head = model.lm_head
+    if isinstance(head, LogprobHead) and not model.tie_word_embeddings and head.vocab_size % degree == 0:
+        head.w_out = _column_parallel(head.w_out, group, gather_output=True)
+    vars(model)["ds_autotp_parsed"] = True  # else DeepSpeed would look for matrices itself
+
+
+def _split_pair(module: Any, firsts: tuple[str, ...], second: str, group: Any) -> None:
+    for name in firsts:
+        setattr(module, name, _column_parallel(getattr(module, name), group))
+    row_parallel = deepspeed.module_inject.layers.LinearAllreduce(getattr(module, second), group)
+    _mark(row_parallel.weight, 1, group)
+    setattr(module, second, row_parallel)
+
+
+def _column_parallel(linear: nn.Module, group: Any, **more: Any) -> Any:
+    layer = deepspeed.module_inject.layers.LinearLayer(linear, group, **more)
+    for parameter in layer.parameters():
+        _mark(parameter, 0, group)
+    return layer
+
+
+def _mark(parameter: Any, dim: int, group: Any) -> None:
+    parameter.cut = Cut(dim=dim, index=dist.get_rank(group), degree=dist.get_world_size(group))
+
+
+class SplitNorm(nn.Module):
+    """OLMo-core's norm over all heads, of which this rank has some: ranks add up their squares, and nothing else."""
+
+    def __init__(self, norm: LayerNorm, group: Any) -> None:
+        super().__init__()
+        assert norm.bias is None and norm.full_precision
+        self.eps: float = norm.eps
+        self.group: Any = group
+        self.casts_first: bool = isinstance(norm, QwenRMSNorm)
+        degree = dist.get_world_size(group)
+        self.weight: Any = nn.Parameter(norm.weight.detach().chunk(degree)[0].clone())
+        _mark(self.weight, 0, group)
+        self.weight.tensor_model_parallel = True
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        exact_BTD = x_BTD.float()
+        squares_BT1 = _summed(exact_BTD.pow(2).mean(-1, keepdim=True), self.group)
+        exact_BTD = exact_BTD * torch.rsqrt(squares_BT1 / dist.get_world_size(self.group) + self.eps)
+        if self.casts_first:
+            exact_BTD = exact_BTD.type_as(x_BTD)
+        return (self.weight.type_as(exact_BTD) * exact_BTD).type_as(x_BTD)
+
+
+def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """Over the ranks of `group`, each of which has a gradient of its own to add for all of them."""
+    layers = deepspeed.module_inject.layers
+    summed: torch.Tensor = layers.ColumnParallel.apply(group, layers.RowParallel.apply(group, values, False))
+    return summed

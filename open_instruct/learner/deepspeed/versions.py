@@ -1,0 +1,45 @@
+"""Which DeepSpeed is there, and whether it will do: no torch, no DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from open_instruct.errors import InputError
+
+WANTED = SpecifierSet(">=0.19.8,<0.20")
+LACKING = {
+    SpecifierSet("<0.16.4"): "it cannot split matrices (--tensor_parallel_degree)",
+    SpecifierSet("<=0.17.5"): "below stage 3 its states cannot leave the device between phases",
+    SpecifierSet("<0.18.9"): "its Muon forgets the learning rates",
+}
+"""What versions lack, of those that people still have."""
+
+
+def installed_version() -> str | None:
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def refuse_unfit(version: str | None) -> None:
+    """:raises InputError: there is none, or another than those that the tests were run with."""
+    remedy = "make install puts it in, and so does pip install 'open-instruct[deepspeed]'"
+    if version is None:
+        raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}")
+    if Version(version) not in WANTED:
+        lacks = "".join(f"; {lack}" for lack in lacking(version))
+        raise InputError(
+            f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed{lacks}; {remedy}"
+        )
+
+
+def lacking(version: str) -> Iterator[str]:
+    """Compared as versions: as strings 0.9.5 would be newer than 0.16.4."""
+    for versions, lack in LACKING.items():
+        if versions.contains(version, prereleases=True):
+            yield lack
