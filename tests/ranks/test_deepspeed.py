@@ -94,7 +94,7 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
     cases = {
         entry: objective_case(tmp_path / entry, entry, family=family)
         for entry, family in (
-            *(("sft", "olmo3"), ("kto", "olmo2"), ("reward_model", "llama"), ("prm", "qwen3"), ("distill", "olmo2")),
+            *(("sft", "qwen3"), ("kto", "olmo2"), ("reward_model", "llama"), ("prm", "olmo3"), ("distill", "olmo2")),
         )
     }
     for name, ranks, flags in (("base", 1, {}), ("stage_3", 2, of_stage(3))):
@@ -107,7 +107,7 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
 
 def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     rows, own = folder / "rows.jsonl", dict[str, Any]()
-    model = write_tiny_model(folder / "model", family=family, size="tiny", tie=entry == "prm")
+    model = write_tiny_model(folder / "model", family=family, size="tiny", tie=entry == "sft")
     if entry == "kto":
         write_synthetic_preferences(folder / "pairs.jsonl", num_rows=NUM_ROWS, seed=1)
         write_labelled(folder / "pairs.jsonl", rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal, cast
@@ -44,6 +45,23 @@ class HeldAdamWConfig(AdamWConfig):
         return HeldAdamW
 
 
+@contextmanager
+def _embeddings_alone(model: Transformer) -> Iterator[None]:
+    """Within, the head does not show a matrix that it shares with the embeddings.
+
+    Stage 3 takes the gradients of a head that is gathered as one when its backward pass ends, and to this one the
+    embeddings have still to add theirs. So it is reduced as what it is too, a matrix of the embeddings.
+    """
+    matrix, embeddings = model.lm_head.w_out, model.embeddings
+    assert matrix is not None and embeddings is not None
+    shared = matrix.weight if matrix.weight is embeddings.weight else None
+    if shared is not None:
+        del matrix.weight
+    yield
+    if shared is not None:
+        matrix.weight = shared
+
+
 class DeepSpeedTrainModule(ObjectiveTrainModule):
     """An `ObjectiveTrainModule` whose model and optimizer are DeepSpeed's.
 
@@ -62,9 +80,10 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         assert isinstance(self.optim, HeldAdamW)
         self.optim.is_held = self._is_held
         self._norm: float | None = None
-        self.engine = deepspeed.initialize(
-            model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
-        )[0]
+        with _embeddings_alone(self.model):
+            self.engine = deepspeed.initialize(
+                model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
+            )[0]
         self.masters = Masters(self.engine, rank=dist.get_rank())
 
     @property

@@ -23,15 +23,24 @@ from open_instruct.train import train
 from tests.ranks.jobs.train_runs import run_each
 
 
-def nothing_persists(*sections: Any, **more: Any) -> dict[str, Any]:
-    """DeepSpeed leaves what has few values gathered, which is all that a tiny model has."""
+LESS_THAN_A_MATRIX = 20_000
+OF_LARGE_MODELS = {
+    "reduce_bucket_size": LESS_THAN_A_MATRIX,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": LESS_THAN_A_MATRIX,
+    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 3 * LESS_THAN_A_MATRIX),
+}
+
+
+def as_for_large_models(*sections: Any, **more: Any) -> dict[str, Any]:
+    """DeepSpeed leaves gathered what has few values, and reduces so much at once, that a tiny model is all of that."""
     settings = engine_settings(*sections, **more)
-    return settings | {"zero_optimization": settings["zero_optimization"] | {"stage3_param_persistence_threshold": 0}}
+    return settings | {"zero_optimization": settings["zero_optimization"] | OF_LARGE_MODELS}
 
 
 def run(entries: list[str], commands: list[list[str]], ports: list[int]) -> None:
-    """Of each command the run of its entry, where stage 3 shares the smallest parameter too, as it does large ones."""
-    policy.engine_settings = nothing_persists
+    """Of each command the run of its entry, where a tiny model is gathered and reduced in parts, as large ones are."""
+    policy.engine_settings = as_for_large_models
     for entry, command, port in zip(entries, commands, ports, strict=True):
         run_each([command], [port], entry=entry)
 
