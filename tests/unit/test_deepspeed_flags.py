@@ -14,8 +14,6 @@ from open_instruct.config.upstream_flags import SYNONYMS
 from open_instruct.errors import InputError
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.parallel.layout import layout_of
-from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import parse_request
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
 
@@ -147,10 +145,3 @@ def test_the_versions_that_were_asked_for_will_do(version: str) -> None:
     from open_instruct.learner.deepspeed import library
 
     library.refuse_unfit(version)
-
-
-def test_a_plan_of_zero_is_refused() -> None:
-    words = ["dpo", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--backend", "deepspeed"]
-    request = parse_request([*words, "--deepspeed_stage", "3"])
-    with pytest.raises(InputError, match="--backend deepspeed: what a run needs under ZeRO is not planned"):
-        plan_of(request.setting)

@@ -53,7 +53,7 @@ def _embeddings_alone(model: Transformer) -> Iterator[None]:
     embeddings have still to add theirs. So it is reduced as what it is too, a matrix of the embeddings.
     """
     matrix, embeddings = model.lm_head.w_out, model.embeddings
-    assert matrix is not None and embeddings is not None
+    assert embeddings is not None
     shared = matrix.weight if matrix.weight is embeddings.weight else None
     if shared is not None:
         del matrix.weight

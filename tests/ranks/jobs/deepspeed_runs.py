@@ -22,7 +22,6 @@ from open_instruct.parallel.process import stop_process
 from open_instruct.train import train
 from tests.ranks.jobs.train_runs import run_each
 
-
 LESS_THAN_A_MATRIX = 20_000
 OF_LARGE_MODELS = {
     "reduce_bucket_size": LESS_THAN_A_MATRIX,
