@@ -123,7 +123,8 @@ def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
     best = next((other for other in ranked if other.has_room), None)
     if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
         return None
-    return Change(values=plan.backend.flags(best, instead_of=plan), plan=best)
+    now, then = (vars(each.setting.config.parallel) for each in (plan, best))
+    return Change(values={name: value for name, value in then.items() if value != now[name]}, plan=best)
 
 
 def fewer_reductions(plan: Plan) -> Change | None:

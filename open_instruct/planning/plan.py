@@ -184,11 +184,7 @@ class Backend:
     """Who holds the shards, as a plan asks it: FSDP2, and another by what it overrides."""
 
     columns = ("shard ×", "replicas ×", "tensor")
-
-    @property
-    def sharing(self) -> str:
-        """How, where that is no layout that can be drawn."""
-        return ""
+    sharing = ""  # how, where that is no layout that can be drawn
 
     def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> Moments:
         return Moments(shape, layout, workload)
@@ -211,12 +207,6 @@ class Backend:
             data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
             for shard in divisors(data_parallel) if rest == 0 else ():
                 yield sharding_flags(shard, data_parallel // shard, tensor)
-
-    def flags(self, plan: Plan, *, instead_of: Plan) -> dict[str, Any]:
-        """Those that make the one of the other: of tensor degrees where they differ."""
-        layout, tensor = plan.layout, plan.layout.tensor_parallel_degree
-        other_tensor = tensor if tensor != instead_of.layout.tensor_parallel_degree else None
-        return sharding_flags(layout.shard_degree, layout.num_replicas, other_tensor)
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""

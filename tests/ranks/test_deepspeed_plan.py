@@ -125,7 +125,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 def test_every_byte_that_stays(measured: Measured, name: str) -> None:
     for rank, found in enumerate(measured.by_case[name]):
         planned = measured.planned(name, rank)
-        stays, tables = planned.stays, planned.held(0)[BUFFERS] - planned.stays.get(BUFFERS, 0)
+        stays, tables = planned.stays, planned.held(0)[BUFFERS] - planned.stays[BUFFERS]
         between = sum(stays.values()) + tables
         assert 0 <= found["between"] - between < FEW_BYTES, f"rank {rank}, between steps"
         copies = planned.shares.copied_nearby * planned.workload.compute_bytes

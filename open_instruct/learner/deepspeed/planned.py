@@ -8,7 +8,6 @@ from typing import Any
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.deepspeed.gathering import Limits
 from open_instruct.learner.deepspeed.planned_memory import ZeroMoments
 from open_instruct.learner.deepspeed.planned_state import Zero
 from open_instruct.learner.deepspeed.planned_traffic import exchanges_of
@@ -16,7 +15,7 @@ from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.parallel.training_state import ADAMW_MOMENTS, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED
 from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS
-from open_instruct.planning.plan import Backend, Plan, Setting, Way
+from open_instruct.planning.plan import Backend, Setting, Way
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
@@ -32,22 +31,18 @@ DEFAULTS = {
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
-SHARING = ("deepspeed_stage", "deepspeed_zpg", "adam_offload", "offload")
 
 
 def zero_of(sharing: dict[str, Any], *, decays: bool) -> Zero:
     """From what is `zero_optimization` in DeepSpeed's configuration."""
-    values = DEFAULTS | sharing
-    names = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
+    values = {name.removeprefix("stage3_"): value for name, value in (DEFAULTS | sharing).items()}
     return Zero(
         stage=values["stage"],
         nearby=values.get("zero_hpz_partition_size", 1),
         optimizer_on_host="offload_optimizer" in values,
         weights_on_host="offload_param" in values,
         decays=decays,
-        reduce_bucket_size=values["reduce_bucket_size"],
-        sub_group_size=values["sub_group_size"],
-        limits=Limits(**{name: values[f"stage3_{name}"] for name in names}),
+        **{name.removeprefix("stage3_"): values[name.removeprefix("stage3_")] for name in DEFAULTS},
     )
 
 
@@ -57,18 +52,9 @@ class DeepSpeed(Backend):
 
     parallel: ParallelSection
     zero: Zero
+    sharing: str
 
     columns = ("stage", "zpg", "host")
-
-    @property
-    def sharing(self) -> str:
-        """In a sentence."""
-        zero, flags = self.zero, self.parallel
-        on_host = {"optimizer": zero.optimizer_on_host, "weights": zero.weights_on_host}
-        kept = ", ".join(name for name, is_there in on_host.items() if is_there)
-        shared = ("nothing", "optimizer states", "optimizer states and gradients", "everything")[zero.stage]
-        nearby = f", and {flags.deepspeed_zpg} neighbours a second copy of the weights" if zero.nearby > 1 else ""
-        return f"DeepSpeed ZeRO-{zero.stage}: all ranks share {shared}{nearby}; in host memory: {kept or 'nothing'}"
 
     def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> ZeroMoments:
         return ZeroMoments(self.zero, shape, layout, workload)
@@ -105,10 +91,6 @@ class DeepSpeed(Backend):
                 offload = {"adam_offload": flags.adam_offload and stage > 0, "offload": flags.offload and stage == 3}
                 yield {"deepspeed_stage": stage, "deepspeed_zpg": zpg} | offload
 
-    def flags(self, plan: Plan, *, instead_of: Plan) -> dict[str, Any]:
-        pairs = {name: [getattr(each.setting.config.parallel, name) for each in (plan, instead_of)] for name in SHARING}
-        return {name: other for name, (other, now) in pairs.items() if other != now}
-
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Later stages (kind 0), then the optimizer in host memory (kind 4), then the weights too (kind 5)."""
         flags = self.parallel
@@ -141,4 +123,13 @@ def backend_of(config: LearnerConfig, *, on_cuda: bool) -> DeepSpeed:
     parallel, optim = config.parallel, config.optim
     assert isinstance(parallel, ParallelSection)
     settings = engine_settings(parallel, model=config.model, optim=optim, on_cuda=on_cuda)
-    return DeepSpeed(parallel=parallel, zero=zero_of(settings["zero_optimization"], decays=optim.weight_decay > 0))
+    zero = zero_of(settings["zero_optimization"], decays=optim.weight_decay > 0)
+    return DeepSpeed(parallel=parallel, zero=zero, sharing=_in_a_sentence(zero))
+
+
+def _in_a_sentence(zero: Zero) -> str:
+    on_host = {"optimizer": zero.optimizer_on_host, "weights": zero.weights_on_host}
+    kept = " and ".join(name for name, is_there in on_host.items() if is_there) or "nothing"
+    shared = ("nothing", "optimizer states", "optimizer states and gradients", "everything")[zero.stage]
+    nearby = f", and {zero.nearby} neighbours a second copy of the weights" if zero.nearby > 1 else ""
+    return f"DeepSpeed ZeRO-{zero.stage}: all ranks share {shared}{nearby}; in host memory: {kept}"

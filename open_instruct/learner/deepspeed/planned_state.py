@@ -15,12 +15,12 @@ Sources, in DeepSpeed 0.19 (`stage_1_and_2.py`, `bf16_optimizer.py`, `stage3.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
+from itertools import accumulate
 
-from open_instruct.learner.deepspeed.gathering import Limits
 from open_instruct.parallel.training_state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.memory.forward_backward import GRADIENTS
 from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS
@@ -42,7 +42,10 @@ class Zero:
     decays: bool
     reduce_bucket_size: int
     sub_group_size: int
-    limits: Limits
+    prefetch_bucket_size: int
+    max_live_parameters: int
+    max_reuse_distance: int
+    param_persistence_threshold: int
 
     def adds_up_flat(self, compute_bytes: int) -> bool:
         """Whether it is `BF16_Optimizer` that steps."""
@@ -91,86 +94,66 @@ class Shares:
         """Values of all parameters of which something is in this rank's part."""
         total = 0
         for group, part in zip(self.groups, self.parts, strict=True):
-            start, stop, at = self.rank * part, (self.rank + 1) * part, 0
-            for _, size in group:
-                total += size if at < stop and at + size > start else 0
-                at += size
+            ends = accumulate(size for _, size in group)
+            start, stop = self.rank * part, (self.rank + 1) * part
+            total += sum(size for (_, size), end in zip(group, ends, strict=True) if end > start and end - size < stop)
         return total
-
-    @property
-    def largest(self) -> int:
-        return max(parameter.num_params for parameter in self.shape.parameters)
 
     def part(self, size: int) -> int:
         """A rank's of one parameter, at stage 3."""
         return -(-size // self.world_size)
 
     @property
+    def persistent(self) -> list[int]:
+        """Of the parameters that stay whole at stage 3."""
+        at_most = self.zero.param_persistence_threshold if self.world_size > 1 else 0
+        return [each.num_params for each in self.shape.parameters if each.num_params <= at_most]
+
+    @property
     def copied_nearby(self) -> int:
         """Of a second copy that neighbours hold, once everything was gathered in a step."""
-        if self.zero.stage < 3 or self.zero.nearby == 1 or self.world_size == 1:
-            return 0
-        cut = sum(self.part(size) for group in self.groups for _, size in group if size > self.persists)
-        return cut * self.world_size // self.zero.nearby
-
-    @property
-    def persists(self) -> int:
-        """Parameters of so many values at most stay whole."""
-        return self.zero.limits.param_persistence_threshold if self.world_size > 1 else 0
-
-    @property
-    def whole(self) -> int:
-        """Values of the parameters that stay whole at stage 3."""
-        return sum(size for group in self.groups for _, size in group if size <= self.persists)
+        cut = (self.own - sum(map(self.part, self.persistent))) * self.world_size
+        return cut // self.zero.nearby if self.zero.nearby > 1 and self.world_size > 1 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Bytes by label: what stays on the device and on its host, and on the device until the step, if a backward ran."""
 
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-    until_step: Mapping[str, int]
+    device: Counter[str]
+    host: Counter[str]
+    until_step: Counter[str]
 
 
 def state_of(shares: Shares, compute_bytes: int) -> State:
     """A rank's, after a first step."""
     zero, own, c = shares.zero, shares.own, compute_bytes
     flat, num_params, in_float32 = sum(shares.flat), shares.shape.num_params, c == MASTER_BYTES
-    num_flat = len(shares.parts) if zero.stage else len(shares.shape.parameters)
-    device, host = dict[str, int](), dict[str, int]()
+    largest = max(parameter.num_params for parameter in shares.shape.parameters)
+    device, host, until_step = Counter[str](), Counter[str](), Counter[str]()
     of_optimizer = host if zero.optimizer_on_host else device
-    of_optimizer[PARAMETERS] = own * MASTER_BYTES
-    of_optimizer[OPTIMIZER] = own * ADAMW_MOMENTS * MOMENT_BYTES + num_flat * STEP_BYTES
-    until_step = {}
-    if zero.stage == 0:
-        until_step[GRADIENTS] = num_params * GRADIENT_BYTES
-    elif zero.stage == 3:
-        of_weights = host if zero.weights_on_host else device
-        of_weights[PARAMETERS] = of_weights.get(PARAMETERS, 0) + own * c
-        device[PARAMETERS] = device.get(PARAMETERS, 0) + shares.whole * c
-        device[BUFFERS] = zero.reduce_bucket_size * GRADIENT_BYTES
-        of_optimizer[GRADIENTS] = own * GRADIENT_BYTES * (2 if zero.optimizer_on_host else 1)
-    else:
-        device[PARAMETERS] = device.get(PARAMETERS, 0) + flat * c
-        if zero.adds_up_flat(c):
-            device[GRADIENTS] = flat * GRADIENT_BYTES
-            until_step[GRADIENTS] = num_params * c
-        elif zero.stage == 1:
-            until_step[GRADIENTS] = num_params * GRADIENT_BYTES
-            until_step[BUFFERS] = zero.reduce_bucket_size * GRADIENT_BYTES
-        elif not in_float32:
-            until_step[GRADIENTS] = own * GRADIENT_BYTES
-        elif zero.optimizer_on_host:
-            host[GRADIENTS] = shares.touched * GRADIENT_BYTES
-        else:
-            until_step[GRADIENTS] = shares.touched * GRADIENT_BYTES
-        if zero.optimizer_on_host:
-            host[GRADIENTS] = host.get(GRADIENTS, 0) + own * GRADIENT_BYTES
-            device[BUFFERS], host[BUFFERS] = shares.largest * c, (own + shares.largest) * c
+    num_flat = len(shares.parts) if zero.stage else len(shares.shape.parameters)
+    of_optimizer[PARAMETERS] += own * MASTER_BYTES
+    of_optimizer[OPTIMIZER] += own * ADAMW_MOMENTS * MOMENT_BYTES + num_flat * STEP_BYTES
+    if zero.stage == 3:
+        (host if zero.weights_on_host else device)[PARAMETERS] += own * c
+        device[PARAMETERS] += sum(shares.persistent) * c
+        device[BUFFERS] += zero.reduce_bucket_size * GRADIENT_BYTES
+        of_optimizer[GRADIENTS] += own * GRADIENT_BYTES
+    elif zero.stage:
+        device[PARAMETERS] += flat * c
+    if zero.adds_up_flat(c):
+        device[GRADIENTS] += flat * GRADIENT_BYTES
+        until_step[GRADIENTS] += num_params * c
+    elif zero.stage < 2:
+        until_step[GRADIENTS] += num_params * GRADIENT_BYTES
+        until_step[BUFFERS] += zero.stage * zero.reduce_bucket_size * GRADIENT_BYTES
+    elif zero.stage == 2:
+        adds_up = host if in_float32 and zero.optimizer_on_host else until_step
+        adds_up[GRADIENTS] += (shares.touched if in_float32 else own) * GRADIENT_BYTES
+    if zero.optimizer_on_host:
+        host[GRADIENTS] += own * GRADIENT_BYTES
+        if zero.stage < 3:
+            device[BUFFERS] += largest * c
+            host[BUFFERS] += (own + largest) * c
     return State(device=device, host=host, until_step=until_step)
-
-
-def added(*parts: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by label of all of them together."""
-    return {label: sum(part.get(label, 0) for part in parts) for part in parts for label in part}

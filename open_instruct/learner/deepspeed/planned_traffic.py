@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from open_instruct.learner.deepspeed.gathering import HEAD, Modules
 from open_instruct.learner.deepspeed.planned_memory import UNSHARED_BUCKET, ZeroMoments
+from open_instruct.learner.deepspeed.planned_state import Shares
 from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import activation_exchanges
 from open_instruct.planning.traffic.per_step import forward_passes, metrics_exchanges
@@ -40,35 +41,29 @@ def exchanges_of(moments: ZeroMoments) -> Iterator[Exchange]:
             yield exchange_in(layout, "world", what, collective, num_bytes, times * count)
 
     c, shares = workload.compute_bytes, moments.shares
-    groups = range(len(shares.groups))
+    # At stage 3 a norm is a float64, unless the host adds it up.
+    norms = [FLOAT64 if zero.stage == 3 and not zero.optimizer_on_host else FLOAT32] * len(shares.groups)
     if zero.stage == 3:
         yield from _gathers(moments)
-        modules = Modules(shape=shape, is_recomputed=False)
-        order = _backward_order(modules, [name for group in shares.groups for name, _ in group])
-        sizes = [modules.sizes[name] for name in order]
-        cut = _buckets([(size, shares.part(size)) for size in sizes], zero.reduce_bucket_size)
+        order = _backward_order(shares, heads_together=True)
+        cut = _buckets([(size, shares.part(size)) for size in order], zero.reduce_bucket_size)
         whole = [FLOAT32 * shares.world_size * part for part in cut]
         yield from in_world("gradients", "reduce_scatter", whole, num_passes)
-        yield from in_world("norm of the gradient", "all_reduce", [_norm_bytes(moments)] * len(groups), num_updates)
-        persistent = [size for size in modules.sizes.values() if size <= shares.persists]
-        sizes = [c * shares.world_size * shares.part(size) for size in persistent]
+        yield from in_world("norm of the gradient", "all_reduce", norms, num_updates)
+        sizes = [c * shares.world_size * shares.part(size) for size in shares.persistent]
         yield from in_world("weights that stay whole", "all_gather", sizes, num_updates)
         return
     if zero.stage == 0 or zero.adds_up_flat(c):
-        in_order = [each.num_params for each in shape.parameters] if zero.stage == 0 else list(shares.flat)
-        sizes = [FLOAT32 * size for size in _filled(in_order, UNSHARED_BUCKET)]
-        yield from in_world("gradients", "all_reduce", sizes, num_updates)
+        order = [each.num_params for each in shape.parameters] if zero.stage == 0 else list(shares.flat)
+        yield from in_world("gradients", "all_reduce", _filled(order, UNSHARED_BUCKET), num_updates)
     else:
-        in_order = [size for group in shares.groups for _, size in group]
-        if zero.stage == 2:
-            names = _backward_order(Modules(shape=shape, is_recomputed=False))
-            sizes_by_name = dict(each for group in shares.groups for each in group)
-            in_order = [sizes_by_name[name] for name in names]
-        sizes = [FLOAT32 * size for size in _buckets([(size, size) for size in in_order], zero.reduce_bucket_size)]
-        yield from in_world("gradients", "all_reduce", sizes, num_passes if zero.stage == 2 else num_updates)
+        order = [size for group in shares.groups for _, size in group]
+        order, times = (_backward_order(shares), num_passes) if zero.stage == 2 else (order, num_updates)
+        sizes = [FLOAT32 * size for size in _buckets([(size, size) for size in order], zero.reduce_bucket_size)]
+        yield from in_world("gradients", "all_reduce", sizes, times)
         if c < FLOAT32:
             yield from in_world("whether gradients are finite", "all_reduce", [1], num_updates)
-        yield from in_world("norm of the gradient", "all_reduce", [_norm_bytes(moments)] * len(groups), num_updates)
+        yield from in_world("norm of the gradient", "all_reduce", norms, num_updates)
     if zero.stage and layout.world_size > 1:
         yield from in_world("weights after the step", "all_gather", [c * size for size in shares.flat], num_updates)
 
@@ -82,24 +77,19 @@ def _gathers(moments: ZeroMoments) -> Iterator[Exchange]:
     )
     for (num_bytes, is_nearby), count in calls.items():
         what = "weights, from second copies" if is_nearby else "weights, before they are needed"
-        neighbours = moments.zero.nearby if is_nearby else None
-        num_calls = count * moments.workload.num_updates
-        yield exchange_in(moments.layout, "world", what, "all_gather", num_bytes, num_calls, neighbours=neighbours)
+        num_calls, nearby = count * moments.workload.num_updates, moments.zero.nearby if is_nearby else 0
+        yield exchange_in(moments.layout, "world", what, "all_gather", num_bytes, num_calls, nearby)
 
 
-def _norm_bytes(moments: ZeroMoments) -> int:
-    """At stage 3 it is a float64, unless the host adds it up."""
-    return FLOAT64 if moments.zero.stage == 3 and not moments.zero.optimizer_on_host else FLOAT32
-
-
-def _backward_order(modules: Modules, of_optimizer: Sequence[str] = ()) -> list[str]:
-    """Parameters as their gradients come; those of the head come together at stage 3, in the order `of_optimizer`."""
-    entered = [visit.module for visit in modules.backward() if visit.is_entered]
+def _backward_order(shares: Shares, *, heads_together: bool = False) -> list[int]:
+    """Sizes of parameters as their gradients come; those of the head may come together, in the optimizer's order."""
+    modules, of_optimizer = Modules(shape=shares.shape), [name for group in shares.groups for name, _ in group]
+    entered = dict.fromkeys(visit.module for visit in modules.backward() if visit.is_entered)
     of_head = [name for name in reversed(modules.own[HEAD]) if name.startswith(HEAD)]
-    if of_optimizer:
+    if heads_together:
         of_head.sort(key=of_optimizer.index)
-    others = (name for module in dict.fromkeys(entered) if module != HEAD for name in modules.own.get(module, ()))
-    return [*of_head, *others]
+    others = [name for module in entered if module != HEAD for name in modules.own.get(module, ())]
+    return [modules.sizes[name] for name in (*of_head, *others)]
 
 
 def _buckets(sizes: Sequence[tuple[int, int]], bucket: int) -> Iterator[int]:
@@ -115,12 +105,10 @@ def _buckets(sizes: Sequence[tuple[int, int]], bucket: int) -> Iterator[int]:
 
 
 def _filled(sizes: Sequence[int], bucket: int) -> Iterator[int]:
-    """Sums of what is collected until it is more than a bucket."""
+    """Bytes of what is collected until it is more than a bucket."""
     total = 0
-    for size in sizes:
+    for at, size in enumerate(sizes, start=1):
         total += size
-        if total > bucket:
-            yield total
+        if total > bucket or at == len(sizes):
+            yield FLOAT32 * total
             total = 0
-    if total:
-        yield total

@@ -65,36 +65,29 @@ def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
 
 
 def exchange_in(
-    layout: ShardLayout,
-    axis: Axis,
-    what: str,
-    collective: Collective,
-    bytes_per_call: int,
-    num_calls: int,
-    *,
-    neighbours: int | None = None,
+    layout: ShardLayout, axis: Axis, what: str, collective: Collective, num_bytes: int, num_calls: int, within: int = 0
 ) -> Exchange:
-    """Calls in the groups of one axis of the layout, or in those of so many of its neighbours."""
-    group_size, crosses_nodes, ranks_on_a_node = span_of(layout, axis, neighbours)
+    """Calls of `num_bytes` each in the groups of one axis of the layout, or `within` so many neighbours of each."""
+    group_size, crosses_nodes, ranks_on_a_node = span_of(layout, axis, within)
     return Exchange(
         what=what,
         collective=collective,
         axis=axis,
         num_calls=num_calls,
-        bytes_per_call=bytes_per_call,
+        bytes_per_call=num_bytes,
         group_size=group_size,
-        wire_bytes=num_calls * ring_bytes(collective, bytes_per_call, group_size),
+        wire_bytes=num_calls * ring_bytes(collective, num_bytes, group_size),
         crosses_nodes=crosses_nodes,
         ranks_on_a_node=ranks_on_a_node,
     )
 
 
 @lru_cache(maxsize=1024)
-def span_of(layout: ShardLayout, axis: Axis, neighbours: int | None = None) -> tuple[int, bool, int]:
+def span_of(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool, int]:
     """Size of an axis's groups, whether any crosses nodes, and the fewest ranks that such a group has on a node."""
     groups = groups_of(layout, axis)
-    if neighbours is not None:
-        groups = [group[at : at + neighbours] for group in groups for at in range(0, len(group), neighbours)]
+    if within:
+        groups = [group[at : at + within] for group in groups for at in range(0, len(group), within)]
     straddling = layout.straddling(groups)
     ends = tuple(accumulate(layout.gpus_per_node))
     fewest = min((min(Counter(bisect_right(ends, rank) for rank in group).values()) for group in straddling), default=1)

@@ -56,13 +56,7 @@ class StepTime:
 
 
 def step_time(
-    shape: ModelShape,
-    layout: ShardLayout,
-    workload: Workload,
-    device: Device,
-    *,
-    exchanges: Sequence[Exchange],
-    mfu: float,
+    shape: ModelShape, layout: ShardLayout, work: Workload, device: Device, exchanges: Sequence[Exchange], mfu: float
 ) -> StepTime:
     """The bound of one step.
 
@@ -71,7 +65,7 @@ def step_time(
         mfu: share of the peak that arithmetic reaches, above 0 and at most 1. Recomputed work counts as work.
     """
     return StepTime(
-        compute_s=flops_per_step(shape, layout, workload) / (device.peak_tflops_bf16 * TERA * mfu),
+        compute_s=flops_per_step(shape, layout, work) / (device.peak_tflops_bf16 * TERA * mfu),
         in_node_s=_seconds((exchange for exchange in exchanges if not exchange.crosses_nodes), device),
         cross_node_s=_seconds((exchange for exchange in exchanges if exchange.crosses_nodes), device),
         waiting_s=_seconds((exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device),
