@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,15 +94,7 @@ def run_ours(
     args: argparse.Namespace, model: Path, rows: Path, out: Path, layout: list[str], *, name: str = "dpo"
 ) -> Speed:
     """One run of dpo.py, or of another objective; the speed of each step is what it writes itself."""
-    flags = [
-        *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
-        *("--cache_dir", out.parent / "cache", "--max_seq_length", args.max_length, "--param_dtype", "float32"),
-        *("--loss_type", name, "--beta", BETA, "--learning_rate", LEARNING_RATE),
-        *("--lr_scheduler_type", "constant", "--warmup_ratio", "0"),
-        *("--per_device_train_batch_size", args.batch, "--gradient_accumulation_steps", args.accumulation),
-        *([] if args.sharded else ["--fsdp_num_replicas", args.ranks, "--fsdp_shard_degree", 1]),
-        *("--max_train_steps", args.num_steps, *layout),
-    ]
+    flags = [*ours_of(args, model, rows, out, name), *layout]
     torchrun(sys.executable, args.ranks, REPOSITORY / "open_instruct" / f"{name}.py", flags)
     rows_out = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     timed = rows_out[args.num_warmup_steps :]
@@ -111,15 +104,35 @@ def run_ours(
     )
 
 
+def ours_of(args: argparse.Namespace, model: Path, rows: Path, out: Path, name: str) -> list[object]:
+    """The flags of a run of ours."""
+    return [
+        *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
+        *("--cache_dir", out.parent / "cache", "--max_seq_length", args.max_length, "--param_dtype", "float32"),
+        *("--loss_type", name, "--beta", BETA, "--learning_rate", LEARNING_RATE),
+        *("--lr_scheduler_type", "constant", "--warmup_ratio", "0"),
+        *("--per_device_train_batch_size", args.batch, "--gradient_accumulation_steps", args.accumulation),
+        *([] if args.sharded else ["--fsdp_num_replicas", args.ranks, "--fsdp_shard_degree", 1]),
+        *("--max_train_steps", args.num_steps),
+    ]
+
+
 def run_trl(
-    args: argparse.Namespace, python: Path, model: Path, rows: Path, out: Path, *, program: str = "trl_dpo.py"
+    args: argparse.Namespace,
+    python: Path,
+    model: Path,
+    rows: Path,
+    out: Path,
+    *,
+    program: str = "trl_dpo.py",
+    more: Sequence[object] = (),
 ) -> Speed:
     """One run of TRL; tokens of a step are those of all ranks, its time that of the slowest."""
     out.mkdir()
     flags = [
         *("--model", model, "--rows", rows, "--out", out, "--beta", BETA, "--learning_rate", LEARNING_RATE),
         *("--batch", args.batch, "--accumulation", args.accumulation, "--steps", args.num_steps),
-        *("--max_length", args.max_length),
+        *("--max_length", args.max_length, *more),
     ]
     torchrun(python, args.ranks, REPOSITORY / "benchmarks" / program, flags)
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(args.ranks)]

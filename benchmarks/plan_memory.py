@@ -113,7 +113,7 @@ def fields_of(case: Case) -> Any:
 def predicted(case: Case) -> dict[str, int]:
     """Bytes of each phase of a step."""
     from open_instruct.parallel.layout import resolve_layout
-    from open_instruct.planning.memory.phases import memory_by_phase
+    from open_instruct.planning.memory.phases import Moments, memory_by_phase
     from open_instruct.planning.subject.model import shape_of_fields
     from open_instruct.planning.subject.workload import Workload
 
@@ -132,7 +132,7 @@ def predicted(case: Case) -> dict[str, int]:
         checkpointing_modules=("blocks.*.feed_forward",),
         on_cuda=False,
     )
-    phases = memory_by_phase(shape, layout, workload)
+    phases = memory_by_phase(Moments(shape, layout, workload))
     return {p.name: p.total_bytes for p in phases if p.name in ("forward", "backward", "optimizer step")}
 
 

@@ -6,8 +6,10 @@ Each rank writes OUT/rank{N}.json: seconds, real tokens and loss of every step.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,9 @@ class StepClock(TrainerCallback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.began_s = time.perf_counter()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._began_s = time.perf_counter()
@@ -44,9 +49,26 @@ def parsed(strength: str) -> argparse.Namespace:
         parser.add_argument(f"--{flag}", type=Path, required=True)
     for flag in ("batch", "accumulation", "steps", "max_length"):
         parser.add_argument(f"--{flag}", type=int, required=True)
+    parser.add_argument("--zero_stage", type=int, help="with DeepSpeed, which must be on the path")
     for flag in (strength, "learning_rate"):
         parser.add_argument(f"--{flag}", type=float, required=True)
     return parser.parse_args()
+
+
+def with_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
+    """What `TrainingArguments` are given: torch's AdamW, and nothing that is compiled first.
+
+    Accelerate takes DeepSpeed on accelerators alone, so it is told of gloo where it looks for theirs.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    state = importlib.import_module("accelerate.state")
+    state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.NO)
+    zero = {"stage": args.zero_stage}
+    settings = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    return {"deepspeed": settings | sizes}
 
 
 def train_timed(
@@ -67,11 +89,13 @@ def train_timed(
     """
     torch.manual_seed(0)
     clock = StepClock()
+    of_zero = {} if args.zero_stage is None else with_deepspeed(args)
+    began_s = time.perf_counter()
     trainer = trainer_class(
         model=load(args.model, dtype=torch.float32),
         args=config_class(
             output_dir=str(args.out),
-            use_cpu=True,
+            use_cpu=args.zero_stage is None,
             bf16=False,
             per_device_train_batch_size=args.batch,
             gradient_accumulation_steps=args.accumulation,
@@ -85,6 +109,7 @@ def train_timed(
             report_to="none",
             disable_tqdm=True,
             **own,
+            **of_zero,
         ),
         train_dataset=load_dataset("json", data_files=str(args.rows), split="train"),
         processing_class=AutoTokenizer.from_pretrained(args.model),
@@ -106,6 +131,8 @@ def train_timed(
         sum(num_tokens[step * args.accumulation : (step + 1) * args.accumulation]) for step in range(args.steps)
     ]
     result = {"seconds": clock.seconds, "num_tokens": per_step, "losses": clock.losses}
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    result |= {"load_s": clock.began_s - began_s, "peak_gib": peak_gib}
     (args.out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 

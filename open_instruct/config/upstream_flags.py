@@ -8,7 +8,9 @@ from importlib.resources import files
 import yaml
 
 SYNONYMS: dict[str, str] = {
-    "sequence_parallel_size": "context_parallel_degree",
+    **dict.fromkeys(("sequence_parallel_size", "ring_attn_size"), "context_parallel_degree"),
+    "ds_tensor_parallel_size": "tensor_parallel_degree",
+    "max_norm": "max_grad_norm",
     "advantages": "advantage_normalization_type",
     "zero_stage": "deepspeed_stage",
     "lora_rank": "lora_r",

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
 from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
@@ -18,7 +17,7 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import Plan, Setting, plan_of, ranked_layouts, sharding_flags, tensor_degrees
+from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts
 from open_instruct.planning.shown.units import amount, gib, seconds
 from open_instruct.planning.subject.workload import MIB
 
@@ -52,15 +51,6 @@ class Change:
         if self.plan.setting.names_learners:
             return f"--num_learners_per_node {spelled(list(nodes))} {self.flags}".rstrip()
         return f"on {nodes_text(nodes)}" + (f" with {self.flags}" if self.flags else "")
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """One way to change one thing. Kinds are tried in their order, and options of a kind from the mildest on."""
-
-    kind: int
-    strength: int
-    values: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +123,8 @@ def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
     best = next((other for other in ranked if other.has_room), None)
     if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
         return None
-    layout, tensor = best.layout, best.layout.tensor_parallel_degree
-    other_tensor = tensor if tensor != plan.layout.tensor_parallel_degree else None
-    return Change(values=sharding_flags(layout.shard_degree, layout.num_replicas, other_tensor), plan=best)
+    now, then = (vars(each.setting.config.parallel) for each in (plan, best))
+    return Change(values={name: value for name, value in then.items() if value != now[name]}, plan=best)
 
 
 def fewer_reductions(plan: Plan) -> Change | None:
@@ -153,44 +142,22 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
         yield {name: value for option in choice for name, value in option.values.items()}
 
 
-def _size_of_change(choice: Sequence[_Option]) -> tuple[int, list[int], int]:
+def _size_of_change(choice: Sequence[Way]) -> tuple[int, list[int], int]:
     return len(choice), sorted(option.kind for option in choice), sum(option.strength for option in choice)
 
 
-def _layouts_that_can_fit(setting: Setting) -> list[_Option | None]:
+def _layouts_that_can_fit(setting: Setting) -> list[Way | None]:
     """The layout as it is (None) and others, but for those that do not fit with everything else at its smallest."""
     strongest = [option for options in WAYS_TO_NEED_LESS for option in options(setting)[-1:]]
     least = {name: value for option in strongest for name, value in option.values.items()}
     return [
         option
-        for option in (None, *_layouts(setting))
+        for option in (None, *setting.backend.ways_to_need_less(setting))
         if (plan := _planned(setting, least | (option.values if option else {}))) and plan.has_room
     ]
 
 
-def _layouts(setting: Setting) -> list[_Option]:
-    """Larger shard degrees within a node (kind 0) and across (kind 4), then tensor degrees within a node (kind 5)."""
-    now = setting.layout
-    if now.single_device:
-        return []
-    options = []
-    for shard in divisors(now.data_parallel_world_size):
-        if shard > now.shard_degree:
-            values = sharding_flags(shard, now.data_parallel_world_size // shard)
-            straddles = setting.with_flags(values).layout.straddles_nodes
-            options.append(_Option(kind=4 if straddles else 0, strength=shard, values=values))
-    context = now.context_parallel_degree
-    for tensor in tensor_degrees(setting.shape, context):
-        if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % (tensor * context) == 0:
-            world = now.world_size // (tensor * context)
-            for shard in divisors(world):
-                if (split := shard * tensor) >= now.shard_degree * now.tensor_parallel_degree:
-                    values = sharding_flags(shard, world // shard, tensor)
-                    options.append(_Option(kind=5, strength=split, values=values))
-    return options
-
-
-def _checkpointing(setting: Setting) -> list[_Option]:
+def _checkpointing(setting: Setting) -> list[Way]:
     """Recompute whole blocks (kind 1), and then from inputs that a GPU's host keeps (kind 3)."""
     memory, flags = setting.config.memory, flags_of(type(setting.config))
     kinds = {"full": 1, "offload": 3} if setting.on_cuda else {"full": 1}
@@ -198,13 +165,13 @@ def _checkpointing(setting: Setting) -> list[_Option]:
     names = ("activation_checkpointing_modules", "activation_memory_budget")
     freed = {name: flags[name].default for name in names if getattr(memory, name) != flags[name].default}
     return [
-        _Option(kind=kind, strength=1, values={"activation_checkpointing": mode} | freed)
+        Way(kind=kind, strength=1, values={"activation_checkpointing": mode} | freed)
         for mode, kind in kinds.items()
         if kind > kinds.get(memory.activation_checkpointing, 0)
     ]
 
 
-def _microbatches(setting: Setting) -> list[_Option]:
+def _microbatches(setting: Setting) -> list[Way]:
     """Fewer rows at once and more of them after each other, so that the global batch stays; shorter packs for GRPO."""
     config = setting.config
     smaller: list[dict[str, Any]] = []
@@ -221,7 +188,7 @@ def _microbatches(setting: Setting) -> list[_Option]:
     return _ever_stronger(2, smaller)
 
 
-def _engine_shares(setting: Setting) -> list[_Option]:
+def _engine_shares(setting: Setting) -> list[Way]:
     """Less of the GPU for an engine that shares it (kind 6), as long as a sequence of full length finds its cache."""
     config, shape = setting.config, setting.shape
     if not isinstance(config, GRPOConfig) or not config.parallel.single_gpu_mode:
@@ -238,15 +205,15 @@ def _engine_shares(setting: Setting) -> list[_Option]:
     return _ever_stronger(6, [{"vllm_gpu_memory_utilization": share} for share in smaller])
 
 
-def _reductions(setting: Setting) -> list[_Option]:
+def _reductions(setting: Setting) -> list[Way]:
     """Gradients that are reduced after every microbatch: the mildest change of all."""
     is_last = setting.config.parallel.gradient_reduction == "last"
-    return [_Option(kind=0, strength=0, values={"gradient_reduction": "every"})] if is_last else []
+    return [Way(kind=0, strength=0, values={"gradient_reduction": "every"})] if is_last else []
 
 
-def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[_Option]:
+def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[Way]:
     """An option for each, in their order."""
-    return [_Option(kind=kind, strength=index, values=values) for index, values in enumerate(all_values, start=1)]
+    return [Way(kind=kind, strength=index, values=values) for index, values in enumerate(all_values, start=1)]
 
 
 WAYS_TO_NEED_LESS = (_reductions, _checkpointing, _microbatches, _engine_shares)

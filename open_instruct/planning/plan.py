@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from math import gcd
 from typing import Any
 
@@ -13,7 +15,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
-from open_instruct.planning.memory.phases import Phase, host_memory, memory_by_phase
+from open_instruct.planning.memory.phases import Moments, Phase, host_memory, memory_by_phase
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, is_wrapped, validate, workload_of
@@ -23,6 +25,17 @@ from open_instruct.records import ShardLayout
 
 # Share of a GPU that advice leaves free.
 ROOM = 0.05
+# Where `Backend`s are found that stand above: by name, and loaded for their own plans alone.
+DEEPSPEED = "open_instruct.learner.deepspeed.planned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to change one thing. Kinds are tried in their order, and those of a kind from the mildest on."""
+
+    kind: int
+    strength: int
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +65,12 @@ class Setting:
             InputError: the sharding flags cannot work on these nodes.
         """
         return layout_of(self.config.parallel, self.gpus_per_node)
+
+    @property
+    def backend(self) -> Backend:
+        """Who holds the shards."""
+        is_own = self.config.parallel.zero_stage is None
+        return Backend() if is_own else import_module(DEEPSPEED).backend_of(self.config, on_cuda=self.on_cuda)
 
     @property
     def names_learners(self) -> bool:
@@ -95,6 +114,8 @@ class Plan:
     setting: Setting
     layout: ShardLayout
     workload: Workload
+    backend: Backend
+    moments: Moments
     phases: tuple[Phase, ...]
 
     @property
@@ -124,12 +145,12 @@ class Plan:
     @cached_property
     def host(self) -> Phase:
         """What each GPU's process keeps in host memory."""
-        return host_memory(self.setting.shape, self.layout, self.workload)
+        return host_memory(self.moments)
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that one rank exchanges in a step."""
-        return traffic_per_step(self.setting.shape, self.layout, self.workload)
+        return self.backend.exchanges(self.setting.shape, self.layout, self.workload)
 
     @property
     def sent_bytes(self) -> int:
@@ -139,8 +160,10 @@ class Plan:
     @cached_property
     def time(self) -> StepTime:
         """A lower bound of one step."""
-        setting = self.setting
-        return step_time(setting.shape, self.layout, self.workload, setting.device, mfu=setting.mfu)
+        setting, exchanges = self.setting, self.exchanges
+        return step_time(
+            setting.shape, self.layout, self.workload, setting.device, exchanges=exchanges, mfu=setting.mfu
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -157,50 +180,52 @@ class Plan:
         return self.tokens_per_step / self.time.step_s
 
 
-def plan_of(setting: Setting) -> Plan:
-    """The plan of a setting.
+class Backend:
+    """Who holds the shards, as a plan asks it: FSDP2, and another by what it overrides."""
 
-    Raises:
-        InputError: the layout cannot be, the model cannot be split so, its layers are not recomputed alike, or it is
-            DeepSpeed's, or has adapters.
-    """
-    if setting.config.parallel.zero_stage is not None:
-        raise InputError("--backend deepspeed: what a run needs under ZeRO is not planned; plan it without that flag")
-    if setting.config.adapters is not None:
-        raise InputError("--use_lora: what a run with adapters needs is not planned; plan it without that flag")
-    layout, shape = setting.layout, setting.shape
-    check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
-    workload = setting.workload(layout)
-    _check_layers_alike(shape, workload)
-    phases = memory_by_phase(shape, layout, workload)
-    return Plan(setting=setting, layout=layout, workload=workload, phases=phases)
+    columns = ("shard ×", "replicas ×", "tensor")
+    sharing = ""  # how, where that is no layout that can be drawn
 
+    def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> Moments:
+        return Moments(shape, layout, workload)
 
-def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
-    """A plan for each (shard degree, replicas, tensor degree): by tokens per second, then those that do not fit.
+    def exchanges(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
+        return traffic_per_step(shape, layout, workload)
 
-    The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
-    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the
-    run itself would refuse.
-    """
-    if setting.config.parallel.single_gpu_mode:
-        return ()
-    context, plans = setting.config.parallel.context_parallel_degree, []
-    for tensor in tensor_degrees(setting.shape, context):
-        data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
-        for shard in divisors(data_parallel) if rest == 0 else ():
-            with suppress(InputError):
-                plans.append(plan_of(setting.with_flags(sharding_flags(shard, data_parallel // shard, tensor))))
-    return tuple(sorted(plans, key=_order))
+    def cells(self, layout: ShardLayout) -> tuple[str, str, str]:
+        """What it is told from others by, under `columns`."""
+        return f"{layout.shard_degree} ×", f"{layout.num_replicas} ×", f"{layout.tensor_parallel_degree}"
 
+    def meanings(self, layout: ShardLayout, workload: Workload) -> dict[str, str]:
+        """Of those parts of the memory that are something else than under FSDP2."""
+        return {}
 
-def _order(plan: Plan) -> tuple[bool, float, bool, float]:
-    if not plan.fits:
-        return True, plan.peak.total_bytes, False, 0.0
-    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
-    time = plan.time
-    exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
-    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
+    def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
+        """Flags of every way to share on these devices: each (shard degree, replicas, tensor degree) of several."""
+        context = setting.config.parallel.context_parallel_degree
+        for tensor in () if setting.config.parallel.single_gpu_mode else tensor_degrees(setting.shape, context):
+            data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
+            for shard in divisors(data_parallel) if rest == 0 else ():
+                yield sharding_flags(shard, data_parallel // shard, tensor)
+
+    def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
+        """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""
+        now = setting.layout
+        if now.single_device:
+            return
+        for shard in divisors(now.data_parallel_world_size):
+            if shard > now.shard_degree:
+                values = sharding_flags(shard, now.data_parallel_world_size // shard)
+                straddles = setting.with_flags(values).layout.straddles_nodes
+                yield Way(kind=4 if straddles else 0, strength=shard, values=values)
+        context = now.context_parallel_degree
+        for tensor in tensor_degrees(setting.shape, context):
+            if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % (tensor * context) == 0:
+                world = now.world_size // (tensor * context)
+                for shard in divisors(world):
+                    if (split := shard * tensor) >= now.shard_degree * now.tensor_parallel_degree:
+                        values = sharding_flags(shard, world // shard, tensor)
+                        yield Way(kind=5, strength=split, values=values)
 
 
 def sharding_flags(shard_degree: int, num_replicas: int, tensor_degree: int | None = None) -> dict[str, int]:
@@ -213,6 +238,48 @@ def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...
     """The tensor degrees that leave every rank whole heads, which context ranks share out too."""
     num_shares = gcd(shape.num_heads, shape.num_kv_heads)
     return divisors(num_shares // context_degree) if num_shares % context_degree == 0 else ()
+
+
+def plan_of(setting: Setting) -> Plan:
+    """The plan of a setting.
+
+    Raises:
+        InputError: the layout cannot be, the model cannot be split so, its layers are not recomputed alike, or it
+            has adapters.
+    """
+    if setting.config.adapters is not None:
+        raise InputError("--use_lora: what a run with adapters needs is not planned; plan it without that flag")
+    layout, shape = setting.layout, setting.shape
+    check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
+    workload = setting.workload(layout)
+    _check_layers_alike(shape, workload)
+    backend = setting.backend
+    moments = backend.moments(shape, layout, workload)
+    phases = memory_by_phase(moments)
+    return Plan(setting=setting, layout=layout, workload=workload, backend=backend, moments=moments, phases=phases)
+
+
+def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:
+    """A plan for each way to share: by tokens per second, then those that do not fit.
+
+    The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
+    compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the
+    run itself would refuse.
+    """
+    plans = []
+    for values in setting.backend.others(setting):
+        with suppress(InputError):
+            plans.append(plan_of(setting.with_flags(values)))
+    return tuple(sorted(plans, key=_order))
+
+
+def _order(plan: Plan) -> tuple[bool, float, bool, float]:
+    if not plan.fits:
+        return True, plan.peak.total_bytes, False, 0.0
+    # Where arithmetic bounds them all, the one that stays in its nodes and exchanges least has most to spare.
+    time = plan.time
+    exchanged_s = (time.in_node_s + time.cross_node_s) / plan.tokens_per_step
+    return False, -float(f"{plan.tokens_per_second:.3g}"), plan.layout.straddles_nodes, exchanged_s
 
 
 def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:

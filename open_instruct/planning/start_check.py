@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from open_instruct.errors import InputError
 from open_instruct.planning.advice import change_to_fit, other_batch
-from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.plan import Plan, Setting, plan_of
 from open_instruct.planning.shown.units import GIB, gib
 from open_instruct.planning.subject.devices import device_named
@@ -58,7 +57,7 @@ def _checked(setting: Setting) -> StartCheck:
     plan, each = plan_of(setting), "on each GPU" if setting.on_cuda else "for each process of a node"
     needs, memory = gib(plan.peak.total_bytes), gib(plan.memory_bytes)
     line = f"plan: needs {needs} of {memory} GiB {each} (most in: {plan.peak.name})"
-    state = sum(state_bytes(setting.shape, plan.layout, plan.workload))
+    state = sum(plan.moments.state_bytes())
     if plan.fits:
         return StartCheck(line=line)
     if state <= plan.memory_bytes:

@@ -148,7 +148,7 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
     cases = {
         entry: objective_case(tmp_path / entry, entry, family=family)
         for entry, family in (
-            *(("sft", "olmo3"), ("kto", "qwen3"), ("reward_model", "llama"), ("prm", "qwen3"), ("distill", "olmo2")),
+            *(("sft", "qwen3"), ("kto", "olmo2"), ("reward_model", "llama"), ("prm", "olmo3"), ("distill", "olmo2")),
         )
     }
     split = of_stage(2, tensor_parallel_degree=2)
@@ -167,7 +167,7 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
 
 def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     rows, own = folder / "rows.jsonl", dict[str, Any]()
-    model = write_tiny_model(folder / "model", family=family, size="tiny", tie=entry == "prm")
+    model = write_tiny_model(folder / "model", family=family, size="tiny", tie=entry == "sft")
     if entry == "kto":
         write_synthetic_preferences(folder / "pairs.jsonl", num_rows=NUM_ROWS, seed=1)
         write_labelled(folder / "pairs.jsonl", rows)

@@ -23,8 +23,6 @@ from open_instruct.learner.deepspeed.versions import refuse_unfit
 from open_instruct.learner.olmo_core.kernels import kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.parallel.layout import layout_of
-from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import parse_request
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
 
@@ -322,10 +320,3 @@ def test_nothing_is_said_of_a_compiler_that_nobody_uses() -> None:
     config = config_of("")
     assert ["compiler does not work" in warning for warning in warnings(config)] == [True]
     assert warnings(uncompiled(config)) == []
-
-
-def test_a_plan_of_zero_is_refused() -> None:
-    words = ["dpo", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--backend", "deepspeed"]
-    request = parse_request([*words, "--deepspeed_stage", "3"])
-    with pytest.raises(InputError, match="--backend deepspeed: what a run needs under ZeRO is not planned"):
-        plan_of(request.setting)

@@ -24,7 +24,7 @@ from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.parallel.wording import one_of
 from open_instruct.planning.advice import Advice, advise, change_to_fit, faster_layout
-from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
 from open_instruct.planning.shown.html_page import html_page
@@ -193,7 +193,7 @@ class TestPlan:
     def test_it_is_made_of_the_runs_own_layout_and_workload(self) -> None:
         plan = planned(*DPO_7B, *FULL)
         assert (plan.layout.shard_degree, plan.layout.num_replicas) == (8, 2)
-        assert plan.phases == memory_by_phase(plan.setting.shape, plan.layout, plan.workload)
+        assert plan.phases == memory_by_phase(Moments(plan.setting.shape, plan.layout, plan.workload))
         assert plan.peak.total_bytes == max(phase.total_bytes for phase in plan.phases)
         assert plan.headroom_bytes == plan.memory_bytes - plan.peak.total_bytes
         assert plan.tokens_per_step == 16 * 8 * 2 * 2048

@@ -26,6 +26,7 @@ from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
 from open_instruct.planning.memory.phases import (
     NUM_SYNC_SLOTS,
     READ_CHUNK_BYTES,
+    Moments,
     host_memory,
     memory_by_phase,
 )
@@ -181,7 +182,9 @@ def test_the_passes_of_a_whole_model(dtype: Any, max_logits_bytes: int, monkeypa
         on_cuda=False,
     )
     layout = resolve_layout([1], single_device=True)
-    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(shape_of(hf_config), layout, workload)}
+    phases = {
+        phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape_of(hf_config), layout, workload))
+    }
     activations.head_profile.cache_clear()
     assert phases["forward"]["buffers"] == real.pop("tables of RoPE")
     there_before = ("parameters", "optimizer states", "buffers")
@@ -255,7 +258,7 @@ LAYOUT = resolve_layout([8, 8])
 
 
 def total(shape: ModelShape, layout: Any = LAYOUT, **changes: Any) -> int:
-    return max(phase.total_bytes for phase in memory_by_phase(shape, layout, replace(WORKLOAD, **changes)))
+    return max(phase.total_bytes for phase in memory_by_phase(Moments(shape, layout, replace(WORKLOAD, **changes))))
 
 
 def test_what_saves_memory_saves_memory() -> None:
@@ -272,12 +275,12 @@ def test_what_saves_memory_saves_memory() -> None:
 
 def test_phases_are_those_of_the_run() -> None:
     shape = model_shape("Qwen/Qwen3-8B")
-    assert [phase.name for phase in memory_by_phase(shape, LAYOUT, WORKLOAD)] == [
+    assert [phase.name for phase in memory_by_phase(Moments(shape, LAYOUT, WORKLOAD))] == [
         *("load", "reference pass", "forward", "backward", "optimizer step", "export")
     ]
     reference = Scoring(shape=shape, stands_as="reference policy")
     grpo = replace(WORKLOAD, reference_pass_tokens=0, scorings=(reference,), num_engines=2, sync_bucket_bytes=256 << 20)
-    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(shape, LAYOUT, grpo)}
+    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape, LAYOUT, grpo))}
     assert [*phases][1:3] == ["scoring pass", "forward"] and "reference policy" not in phases["load"]
     assert phases["backward"]["reference policy"] == phases["backward"]["parameters"]
     # Of two buckets a rank brings an eighth. The embeddings, of 1.2 GB, come in pieces.
@@ -288,7 +291,7 @@ def test_phases_are_those_of_the_run() -> None:
 def test_an_engine_on_the_same_device_is_counted() -> None:
     shape, layout = model_shape("Qwen/Qwen3-0.6B"), resolve_layout([1], single_device=True)
     shared = replace(WORKLOAD, algorithm="grpo", num_engines=1, sync_backend="ipc")
-    phases = memory_by_phase(shape, layout, replace(shared, sync_bucket_bytes=1 << 28, kv_cache_bytes=1 << 30))
+    phases = memory_by_phase(Moments(shape, layout, replace(shared, sync_bucket_bytes=1 << 28, kv_cache_bytes=1 << 30)))
     for phase in phases:
         assert dict(phase.parts)["vLLM engine"] == 2 * shape.num_params + (1 << 30), phase.name
         assert "gathered weights" not in dict(phase.parts), phase.name
@@ -306,14 +309,17 @@ def test_the_copy_that_checkpoints_are_written_from_is_where_they_are_written() 
     ):
         copied = round(bytes_a_parameter * shape.num_params)
         on_gpu = replace(workload, copies_checkpoints=True)
-        ((_, num_bytes),) = host_memory(shape, layout, on_gpu).parts
+        ((_, num_bytes),) = host_memory(Moments(shape, layout, on_gpu)).parts
         assert num_bytes == pytest.approx(copied, rel=1e-3)
-        assert memory_by_phase(shape, layout, on_gpu) == memory_by_phase(shape, layout, workload)
+        assert memory_by_phase(Moments(shape, layout, on_gpu)) == memory_by_phase(Moments(shape, layout, workload))
         with_copy, without = (
-            {phase.name: phase.total_bytes for phase in memory_by_phase(shape, layout, replace(each, on_cuda=False))}
+            {
+                phase.name: phase.total_bytes
+                for phase in memory_by_phase(Moments(shape, layout, replace(each, on_cuda=False)))
+            }
             for each in (on_gpu, workload)
         )
-        assert not host_memory(shape, layout, replace(on_gpu, on_cuda=False)).parts
+        assert not host_memory(Moments(shape, layout, replace(on_gpu, on_cuda=False))).parts
         more = {name: with_copy[name] - num_bytes for name, num_bytes in without.items()}
         assert more.pop("load") == more.pop("reference pass") == 0
         assert set(more.values()) == {num_bytes}
@@ -322,11 +328,14 @@ def test_the_copy_that_checkpoints_are_written_from_is_where_they_are_written() 
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:
     shape = model_shape("allenai/OLMo-2-1124-7B")
     phases = [
-        {phase.name: dict(phase.parts) for phase in memory_by_phase(shape, LAYOUT, replace(WORKLOAD, **changes))}
+        {
+            phase.name: dict(phase.parts)
+            for phase in memory_by_phase(Moments(shape, LAYOUT, replace(WORKLOAD, **changes)))
+        }
         for changes in ({"num_microbatches": 2}, {"num_microbatches": 2, "reduces_last": True}, {"reduces_last": True})
     ]
     every, last, alone = phases
     assert last["forward"]["gradients"] == 4 * shape.num_params > 7 * every["forward"]["gradients"]
     assert last["optimizer step"] == every["optimizer step"]
-    plain = memory_by_phase(shape, LAYOUT, WORKLOAD)
+    plain = memory_by_phase(Moments(shape, LAYOUT, WORKLOAD))
     assert alone == {phase.name: dict(phase.parts) for phase in plain}

@@ -25,7 +25,7 @@ from open_instruct.models.build import build_model
 from open_instruct.models.load import parameter_shapes
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
@@ -147,7 +147,7 @@ def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
         for name, (hf_config, num_values) in beside.items()
     ]
     workload = replace(WORKLOAD, scorings=tuple(scorings))
-    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(scorings[0].shape, layout, workload)}
+    phases = {phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(scorings[0].shape, layout, workload))}
     for name, (hf_config, num_values) in beside.items():
         join_as(0, layout.world_size)
         model = sharded_model(hf_config, layout)

@@ -15,7 +15,9 @@ from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import exchange_in, ring_bytes, span_of
 from open_instruct.planning.traffic.per_step import traffic_of_weight_sync, traffic_per_step
-from open_instruct.planning.traffic.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second, step_time
+from open_instruct.planning.traffic.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
+from open_instruct.planning.traffic.step_time import step_time as step_time_of
+from open_instruct.records import ShardLayout
 
 # 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all; vocabulary of 10.
 SHAPE = ModelShape(
@@ -48,6 +50,11 @@ HEAD = 2 * 4 * 10 * 4
 FORWARD = 2 * MATRICES + sum(ATTENTION) + HEAD
 ALONE = resolve_layout([1], single_device=True)
 SLOW = Device(name="slow", memory_gib=1, peak_tflops_bf16=1, in_node_gb_s=100, cross_node_gb_s=10)
+
+
+def step_time(shape: ModelShape, layout: ShardLayout, workload: Workload, device: Device, *, mfu: float) -> StepTime:
+    exchanges = traffic_per_step(shape, layout, workload)
+    return step_time_of(shape, layout, workload, device, exchanges=exchanges, mfu=mfu)
 
 
 def test_ring() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -26,6 +27,23 @@ from open_instruct.learner.reference_policy import IN_CHECKPOINT
 from open_instruct.records import Metric, StepBatch
 
 
+@contextmanager
+def _embeddings_alone(model: Transformer) -> Iterator[None]:
+    """Within, the head does not show a matrix that it shares with the embeddings.
+
+    Stage 3 takes the gradients of a head that is gathered as one when its backward pass ends, and to this one the
+    embeddings have still to add theirs. So it is reduced as what it is too, a matrix of the embeddings.
+    """
+    matrix, embeddings = model.lm_head.w_out, model.embeddings
+    assert embeddings is not None
+    shared = matrix.weight if matrix.weight is embeddings.weight else None
+    if shared is not None:
+        del matrix.weight
+    yield
+    if shared is not None:
+        matrix.weight = shared
+
+
 class DeepSpeedTrainModule(ObjectiveTrainModule):
     """An `ObjectiveTrainModule` whose model and optimizer are DeepSpeed's.
 
@@ -45,9 +63,10 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         assert self.optim is not None
         hold(self.optim, self._is_held)
         self._norm: float | None = None
-        self.engine = deepspeed.initialize(
-            model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
-        )[0]
+        with _embeddings_alone(self.model):
+            self.engine = deepspeed.initialize(
+                model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
+            )[0]
         if self._split_over > 1:
             self.engine.first_dataloader_check.remove()  # of batches, which fails on one rank and leaves others waiting
         self.masters = Masters(self.engine, rank=dist.get_rank())

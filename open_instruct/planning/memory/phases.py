@@ -54,13 +54,12 @@ class Phase:
         return sum(num_bytes for _, num_bytes in self.parts)
 
 
-def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Phase, ...]:
+def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
     """The phases of a run in their order, each at its worst moment on rank 0, which never needs less than another.
 
     A phase that the run does not have is left out. A step after the first is meant: optimizer states are there.
-    Rows are taken to be full.
     """
-    run = _Moments(shape, layout, workload.with_full_rows())
+    workload = run.workload
     # `stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet.
     loading = run.held(0, is_training=False) | {BUFFERS: READ_CHUNK_BYTES}
     moments: dict[str, Iterable[Moment]] = {"load": [loading]}
@@ -72,7 +71,7 @@ def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) 
     moments |= {
         "forward": run.passes.forward(during_step),
         "backward": run.passes.backward(during_step),
-        "optimizer step": [run.held(run.gradients) | {TEMPORARIES: run.step_temporaries()}],
+        "optimizer step": run.step(),
     }
     if workload.num_engines:
         moments["weight sync"] = [run.weight_sync()]
@@ -80,13 +79,9 @@ def memory_by_phase(shape: ModelShape, layout: ShardLayout, workload: Workload) 
     return tuple(_phase(name, of_phase) for name, of_phase in moments.items())
 
 
-def host_memory(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Phase:
-    """What a rank keeps in memory of its host from step to step, beside a GPU; of inputs all blocks'."""
-    run = _Moments(shape, layout, workload.with_full_rows())
-    # PyTorch pins memory by powers of two.
-    of_block = 1 << (run.passes.kept_by_block - 1).bit_length() if run.passes.offloads else 0
-    copy_bytes = run.checkpoint_copy() if workload.on_cuda else 0
-    return _phase("host", [{INPUTS: shape.num_layers * of_block, CHECKPOINT: copy_bytes}])
+def host_memory(run: Moments) -> Phase:
+    """What a rank keeps in memory of its host from step to step, beside a GPU."""
+    return _phase("host", [run.on_host()])
 
 
 def _phase(name: str, moments: Iterable[Moment]) -> Phase:
@@ -94,12 +89,33 @@ def _phase(name: str, moments: Iterable[Moment]) -> Phase:
     return Phase(name=name, parts=tuple((label, num_bytes) for label, num_bytes in worst.items() if num_bytes))
 
 
-class _Moments:
+class Moments:
+    """What is there when most is, in bytes by label; where FSDP2 shards. Rows are taken to be full."""
+
     def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
-        self.shape, self.layout, self.workload = shape, layout, workload
-        self.passes = Passes(shape, layout, workload)
-        self.parameters, self.gradients, self.optimizer = state_bytes(shape, layout, workload)
+        self.shape, self.layout, self.workload = shape, layout, workload.with_full_rows()
+        self.passes = self.passes_over(self.workload)
+        self.parameters, self.gradients, self.optimizer = self.state_bytes()
         self.own = [local_size(parameter, layout).own for parameter in shape.parameters]
+
+    def state_bytes(self) -> tuple[int, int, int]:
+        """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
+        return state_bytes(self.shape, self.layout, self.workload)
+
+    def passes_over(self, workload: Workload) -> Passes:
+        """Of the policy."""
+        return Passes(self.shape, self.layout, workload)
+
+    def on_host(self) -> dict[str, int]:
+        """Beside a GPU; of inputs all blocks'."""
+        # PyTorch pins memory by powers of two.
+        of_block = 1 << (self.passes.kept_by_block - 1).bit_length() if self.passes.offloads else 0
+        copy_bytes = self.checkpoint_copy() if self.workload.on_cuda else 0
+        return {INPUTS: self.shape.num_layers * of_block, CHECKPOINT: copy_bytes}
+
+    def step(self) -> Iterable[Moment]:
+        """Of the optimizer."""
+        yield self.held(self.gradients) | {TEMPORARIES: self.step_temporaries()}
 
     def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
         """What is there throughout a phase; before training neither optimizer states nor frozen models."""
@@ -135,18 +151,19 @@ class _Moments:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
         one for those that have none."""
         num_pairs = len({window is None for window in self.shape.windows})
-        return num_pairs * 2 * FLOAT32 * self.passes.sizes.num_tokens * self.shape.head_dim
+        return num_pairs * 2 * FLOAT32 * self.workload.tokens_per_microbatch * self.shape.head_dim
 
     def reference_pass(self) -> Iterator[Moment]:
         """Over the start weights before training; of more documents where not all of a row are learned."""
         workload = replace(self.workload, tokens_per_microbatch=self.workload.reference_pass_tokens)
         held = self.held(0, is_training=False)
-        yield from Passes(self.shape, self.layout, workload).forward(held, keeps=False)
+        yield from self.passes_over(workload).forward(held, keeps=False)
 
     def scoring_pass(self) -> Iterator[Moment]:
         """In a step: before its first update, but for a teacher whose head the policy's multiplies with."""
         for each in self.workload.scorings:
-            passes, runs_head = Passes(each.shape, self.layout, self.workload), each.num_values > 0
+            passes = Passes(each.shape, self.layout, self.workload) if each.stands_as else self.passes
+            runs_head = each.num_values > 0
             held = self.held(0 if runs_head else self.passes.accumulated(self.gradients))
             yield from passes.forward(held, keeps=False, runs_head=runs_head)
 

@@ -46,6 +46,7 @@ def _change(change: Change | None) -> dict[str, Any] | None:
 def _layout(plan: Plan) -> dict[str, Any]:
     degrees = ("shard_degree", "num_replicas", "tensor_parallel_degree", "context_parallel_degree", "straddles_nodes")
     return {name: getattr(plan.layout, name) for name in degrees} | {
+        "sharing": " ".join(plan.backend.cells(plan.layout)),
         "fits": plan.fits,
         "peak_bytes": plan.peak.total_bytes,
         "peak_phase": plan.peak.name,

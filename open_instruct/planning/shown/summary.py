@@ -33,7 +33,7 @@ PURPOSES = {
 }
 
 # Axes whose groups may leave a node.
-MEANT_TO_CROSS = ("replica", "sync", "metrics")
+MEANT_TO_CROSS = ("replica", "sync", "metrics", "world")
 
 STAYS = (PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, ENGINE)
 COMES_AND_GOES = (GATHERED, REDUCED, ACTIVATIONS, HEAD, TEMPORARIES, BUFFERS, CUDA)
@@ -94,6 +94,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
     if workload.activation_memory_budget < 1:
         checkpointing = f"the compiler keeps {workload.activation_memory_budget:g} of the activations"
     yield f"computed in {workload.param_dtype}, optimizer {workload.optimizer}, {checkpointing}"
+    if plan.backend.sharing:
+        yield plan.backend.sharing
     if plan.host.parts:
         parts = ", ".join(f"{gib(num_bytes)} GiB for {label}" for label, num_bytes in plan.host.parts)
         yield f"host memory of each GPU's process: {parts}"
@@ -217,4 +219,5 @@ def meaning_of(label: str, plan: Plan) -> str:
         TEMPORARIES: "results that are needed only while an operation runs",
         BUFFERS: "tables of positions, and pieces of tensors that are being read, sent or written",
         CUDA: "an allowance for CUDA, cuBLAS and NCCL",
+        **plan.backend.meanings(layout, workload),
     }[label]

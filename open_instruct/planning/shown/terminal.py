@@ -48,7 +48,8 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
             console.print(line, soft_wrap=True, highlight=False)
 
     show(_head(plan))
-    print_layout(plan.layout, console)
+    if not plan.backend.sharing:
+        print_layout(plan.layout, console)
     times = _titled("Time of a step, at least", summary.time_lines(plan))
     show(chain(_memory(plan), _traffic(plan), times, _ranking(plan, advice)))
     show(_titled("Advice", advice.lines(plan)))
@@ -126,14 +127,17 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
     context = plan.layout.context_parallel_degree
     split = f" with context degree {context}" if context > 1 else ""
     yield from _title(f"The layouts of {counted(plan.layout.world_size, 'GPU')}{split}, the fastest that fits first")
-    yield Text(f"{'shard':>7} ×{'replicas':>9} ×{'tensor':>7}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
+    columns = _columns(plan.backend.columns)
+    yield Text(f"{columns}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
+    cells = plan.backend.cells(plan.layout)
     for index, other in enumerate(advice.ranked):
-        layout, is_this = other.layout, other.layout == plan.layout
+        of_other = other.backend.cells(other.layout)
+        is_this = of_other == cells
         if index >= MAX_LAYOUTS_SHOWN and not is_this:
             continue
         line = Text(
-            f"{layout.shard_degree:>7} ×{layout.num_replicas:>9} ×{layout.tensor_parallel_degree:>7}"
-            f"{gib(other.peak.total_bytes):>10}{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
+            f"{_columns(of_other)}{gib(other.peak.total_bytes):>10}"
+            f"{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
         )
         if not other.fits:
             line.stylize("dim")
@@ -143,6 +147,10 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
         yield line
     if (num_more := len(advice.ranked) - MAX_LAYOUTS_SHOWN) > 0:
         yield Text(f"{num_more} more with --json or --html", style="dim")
+
+
+def _columns(cells: tuple[str, str, str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (9, 11, 7), strict=True))
 
 
 def _titled(title: str, lines: Iterable[str]) -> Iterator[Text]:

@@ -13,7 +13,7 @@ from typing import Literal
 from open_instruct.records import ShardLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-Axis = Literal["shard", "replica", "tensor", "context", "sync", "metrics"]
+Axis = Literal["shard", "replica", "tensor", "context", "sync", "metrics", "world"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +65,29 @@ def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
 
 
 def exchange_in(
-    layout: ShardLayout, axis: Axis, what: str, collective: Collective, bytes_per_call: int, num_calls: int
+    layout: ShardLayout, axis: Axis, what: str, collective: Collective, num_bytes: int, num_calls: int, within: int = 0
 ) -> Exchange:
-    """Calls in the groups of one axis of the layout."""
-    group_size, crosses_nodes, ranks_on_a_node = span_of(layout, axis)
+    """Calls of `num_bytes` each in the groups of one axis of the layout, or `within` so many neighbours of each."""
+    group_size, crosses_nodes, ranks_on_a_node = span_of(layout, axis, within)
     return Exchange(
         what=what,
         collective=collective,
         axis=axis,
         num_calls=num_calls,
-        bytes_per_call=bytes_per_call,
+        bytes_per_call=num_bytes,
         group_size=group_size,
-        wire_bytes=num_calls * ring_bytes(collective, bytes_per_call, group_size),
+        wire_bytes=num_calls * ring_bytes(collective, num_bytes, group_size),
         crosses_nodes=crosses_nodes,
         ranks_on_a_node=ranks_on_a_node,
     )
 
 
 @lru_cache(maxsize=1024)
-def span_of(layout: ShardLayout, axis: Axis) -> tuple[int, bool, int]:
+def span_of(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool, int]:
     """Size of an axis's groups, whether any crosses nodes, and the fewest ranks that such a group has on a node."""
     groups = groups_of(layout, axis)
+    if within:
+        groups = [group[at : at + within] for group in groups for at in range(0, len(group), within)]
     straddling = layout.straddling(groups)
     ends = tuple(accumulate(layout.gpus_per_node))
     fewest = min((min(Counter(bisect_right(ends, rank) for rank in group).values()) for group in straddling), default=1)
@@ -94,6 +96,8 @@ def span_of(layout: ShardLayout, axis: Axis) -> tuple[int, bool, int]:
 
 def groups_of(layout: ShardLayout, axis: Axis) -> Sequence[tuple[int, ...]]:
     """The global ranks of every group of an axis."""
+    if axis == "world":
+        return [tuple(range(layout.world_size))]
     if axis == "metrics":  # all ranks that read different data
         stride = layout.model_parallel_degree
         return [tuple(range(first, layout.world_size, stride)) for first in range(stride)]

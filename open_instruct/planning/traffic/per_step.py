@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload)
     exchanges: list[Exchange] = []
     if not layout.single_device:
         for scoring in workload.scorings:
-            exchanges += _forward_passes(scoring, layout, workload, scoring.num_rounds * workload.num_microbatches)
+            exchanges += forward_passes(scoring, layout, workload)
         exchanges += _updates(shape, layout, workload)
     if workload.num_engines:
         exchanges += traffic_of_weight_sync(shape, layout, workload)
@@ -48,11 +49,13 @@ def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload)
 
 def traffic_of_reference_pass(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
     """What one rank exchanges for one microbatch of DPO's pass over the data before training."""
-    return () if layout.single_device else tuple(_forward_passes(Scoring(shape=shape), layout, workload, 1))
+    once = replace(workload, num_microbatches=1)
+    return () if layout.single_device else tuple(forward_passes(Scoring(shape=shape), layout, once))
 
 
-def _forward_passes(scoring: Scoring, layout: ShardLayout, workload: Workload, num_passes: int) -> Iterator[Exchange]:
-    """Passes over a microbatch without gradients: every unit is gathered once."""
+def forward_passes(scoring: Scoring, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
+    """Passes over the microbatches of an update without gradients: every unit is gathered once in each."""
+    num_passes = scoring.num_rounds * workload.num_microbatches
     for what, unit, count in _kinds_of_units(scoring.shape):
         yield from _gathers(layout, workload, f"{what}, without gradients", unit, num_passes * count)
     yield from activation_exchanges(scoring.shape, layout, workload, num_passes, scoring.num_values, trains=False)
@@ -88,8 +91,7 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
             num_bytes = NORM_BYTES * len(shape.parameters)
             yield exchange_in(layout, axis, "gradient norm", "all_reduce", num_bytes, num_updates)
     yield from muon_exchanges(shape, layout, workload)
-    if layout.data_parallel_world_size > 1:
-        yield exchange_in(layout, "metrics", "metrics", "all_reduce", _metric_bytes(layout, workload), num_updates)
+    yield from metrics_exchanges(layout, workload)
 
 
 def _gathers(layout: ShardLayout, workload: Workload, what: str, unit: Unit, num_calls: int) -> Iterator[Exchange]:
@@ -104,13 +106,16 @@ def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
     yield "blocks", shape.units[-1], shape.num_layers
 
 
-def _metric_bytes(layout: ShardLayout, workload: Workload) -> int:
+def metrics_exchanges(layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
+    """Once an update."""
     # A mean travels as two numbers, a maximum as one for each rank.
     num_means, num_sums, num_maxima = workload.num_metrics
     # With the shares of padding and of what is shared; with the norm of the gradient and the peak of memory, of a GPU
     # also of what is reserved, and how often that was short.
     num_maxima += 4 if workload.on_cuda else 2
-    return METRIC_BYTES * (2 * (num_means + 2) + num_sums + num_maxima * layout.data_parallel_world_size)
+    num_bytes = METRIC_BYTES * (2 * (num_means + 2) + num_sums + num_maxima * layout.data_parallel_world_size)
+    if layout.data_parallel_world_size > 1:
+        yield exchange_in(layout, "metrics", "metrics", "all_reduce", num_bytes, workload.num_updates)
 
 
 def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:

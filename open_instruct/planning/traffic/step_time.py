@@ -5,7 +5,7 @@ L layers, T tokens of a microbatch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from open_instruct.planning.memory.activations import logit_chunks
@@ -14,7 +14,6 @@ from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.model_parallel import is_recomputed, num_head_positions
-from open_instruct.planning.traffic.per_step import traffic_per_step
 from open_instruct.records import ShardLayout
 
 GIGA, TERA = 10**9, 10**12
@@ -56,15 +55,17 @@ class StepTime:
         }
 
 
-def step_time(shape: ModelShape, layout: ShardLayout, workload: Workload, device: Device, *, mfu: float) -> StepTime:
+def step_time(
+    shape: ModelShape, layout: ShardLayout, work: Workload, device: Device, exchanges: Sequence[Exchange], mfu: float
+) -> StepTime:
     """The bound of one step.
 
     Args:
+        exchanges: of the step.
         mfu: share of the peak that arithmetic reaches, above 0 and at most 1. Recomputed work counts as work.
     """
-    exchanges = traffic_per_step(shape, layout, workload)
     return StepTime(
-        compute_s=flops_per_step(shape, layout, workload) / (device.peak_tflops_bf16 * TERA * mfu),
+        compute_s=flops_per_step(shape, layout, work) / (device.peak_tflops_bf16 * TERA * mfu),
         in_node_s=_seconds((exchange for exchange in exchanges if not exchange.crosses_nodes), device),
         cross_node_s=_seconds((exchange for exchange in exchanges if exchange.crosses_nodes), device),
         waiting_s=_seconds((exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device),

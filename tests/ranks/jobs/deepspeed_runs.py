@@ -29,11 +29,19 @@ from open_instruct.train import train
 
 SMALL = 16 * 4 * 512  # bytes: the logits of 16 positions
 
+LESS_THAN_A_MATRIX = 20_000
+OF_LARGE_MODELS = {
+    "reduce_bucket_size": LESS_THAN_A_MATRIX,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": LESS_THAN_A_MATRIX,
+    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 3 * LESS_THAN_A_MATRIX),
+}
 
-def nothing_persists(*sections: Any, **more: Any) -> dict[str, Any]:
-    """DeepSpeed leaves what has few values gathered, which is all that a tiny model has."""
+
+def as_for_large_models(*sections: Any, **more: Any) -> dict[str, Any]:
+    """DeepSpeed leaves gathered what has few values, and reduces so much at once, that a tiny model is all of that."""
     settings = engine_settings(*sections, **more)
-    return settings | {"zero_optimization": settings["zero_optimization"] | {"stage3_param_persistence_threshold": 0}}
+    return settings | {"zero_optimization": settings["zero_optimization"] | OF_LARGE_MODELS}
 
 
 def run(runs: list[dict[str, Any]], ports: list[int]) -> list[Any]:
@@ -61,7 +69,7 @@ def one(
     callback = None if does is None else CALLBACKS[does]()
     with ExitStack() as held:
         if not persists:
-            held.enter_context(mock.patch.object(policy, "engine_settings", nothing_persists))
+            held.enter_context(mock.patch.object(policy, "engine_settings", as_for_large_models))
         if does == "idle":  # as many chunks as a microbatch needs: ranks differ
             held.enter_context(mock.patch.object(LogprobHead, "max_logits_bytes", SMALL))
         if adam is not None:

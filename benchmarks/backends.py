@@ -1,0 +1,136 @@
+"""FSDP2, ZeRO 1, 2 and 3, and TRL on ZeRO-2 at the same DPO: model, rows, precision, global batch and ranks.
+
+As in dpo_vs_trl.py: gloo ranks under torchrun, float32, reference log-probs computed beforehand and not timed; only
+real tokens count, and steps of warm-up do not. All take turns, so that a busy machine slows each. Ours pack rows and
+share prompts, as they do by default; TRL pads. The peak is of a whole process, DeepSpeed's bucket of 2 GB among it as
+far as it is used; loading is until the policy can step, of TRL until its first step, less the reference's pass.
+
+    python benchmarks/backends.py [--rows FILE] [--num_steps 10] [--num_rounds 2] [--size mini] [--ranks 2]
+
+TRL has an environment of its own and DeepSpeed beside it, both made on the first run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpo_vs_trl import REPOSITORY, arguments, ours_of, run_trl
+from trl_environment import our_version, torchrun, trl_python
+
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
+
+BESIDE_TRL = Path("~/.cache/open_instruct/trl_deepspeed").expanduser()
+NEEDED = ("deepspeed", "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "psutil")
+OURS = {
+    "FSDP2": [],
+    **{f"ZeRO-{stage}": ["--backend", "deepspeed", "--deepspeed_stage", str(stage)] for stage in (1, 2, 3)},
+}
+THEIRS, AGAINST = "TRL, ZeRO-2", "ZeRO-2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of one of them: medians over the timed steps, and what came before and after."""
+
+    tokens_per_second: float
+    peak_gib: float
+    load_s: float
+    export_s: float | None
+    losses: list[float]
+
+
+def deepspeed_beside(python: Path) -> Path:
+    """A folder with DeepSpeed for TRL's environment, whose other users had better not find it; made if not there."""
+    if not (BESIDE_TRL / ".complete").exists():
+        packages = [our_version(NEEDED[0]), *NEEDED[1:]]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(BESIDE_TRL)]
+        subprocess.run([*pip, *packages], check=True, stderr=subprocess.DEVNULL)
+        (BESIDE_TRL / ".complete").touch()
+    return BESIDE_TRL
+
+
+def main() -> None:
+    args = arguments(__doc__, "preference pairs")
+    args.sharded = True
+    python = trl_python(args.trl_venv)
+    path = deepspeed_beside(python)
+    with tempfile.TemporaryDirectory(prefix="backends_") as name:
+        folder = Path(name)
+        model = write_tiny_model(folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size)
+        rows = args.rows or folder / "rows.jsonl"
+        if args.rows is None:
+            write_synthetic_preferences(rows, num_rows=512, seed=0)
+        runs: dict[str, list[Run]] = {name: [] for name in (*OURS, THEIRS)}
+        for number in range(args.num_rounds):
+            for name, flags in OURS.items():
+                runs[name].append(run_one(args, model, rows, folder / f"{name}_{number}", flags))
+                say(name, runs[name][-1])
+            os.environ["PYTHONPATH"] = str(path)
+            runs[THEIRS].append(run_theirs(args, python, model, rows, folder / f"trl_{number}"))
+            del os.environ["PYTHONPATH"]
+            say(THEIRS, runs[THEIRS][-1])
+        report(runs)
+
+
+def run_one(args: Namespace, model: Path, rows: Path, out: Path, flags: list[str]) -> Run:
+    out.mkdir()
+    ours = [*ours_of(args, model, rows, out / "run", "dpo"), "--packing", *flags]
+    torchrun(sys.executable, args.ranks, REPOSITORY / "benchmarks" / "timed_dpo.py", [out, *ours])
+    metrics = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = json.loads((out / "times.json").read_text())
+    timed = metrics[args.num_warmup_steps :]
+    return Run(
+        tokens_per_second=statistics.median(row["tokens_per_second"] for row in timed),
+        peak_gib=max(row["peak_memory_gib"] for row in metrics),
+        load_s=seconds["build_policy"],
+        export_s=seconds["export_hf"],
+        losses=[row["loss"] for row in metrics],
+    )
+
+
+def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path) -> Run:
+    speed = run_trl(args, python, model, rows, out, more=["--zero_stage", 2])
+    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(args.ranks)]
+    return Run(
+        tokens_per_second=speed.tokens_per_second,
+        peak_gib=max(rank["peak_gib"] for rank in ranks),
+        load_s=max(rank["load_s"] for rank in ranks),
+        export_s=None,
+        losses=speed.losses,
+    )
+
+
+def say(name: str, run: Run) -> None:
+    print(f"{name:12} {run.tokens_per_second:9,.0f} tokens/s", flush=True)
+
+
+def report(runs: dict[str, list[Run]]) -> None:
+    """The medians of all rounds, ratios, and losses as a check that all train the same thing."""
+
+    def median(name: str, field: str) -> float:
+        values = [value for run in runs[name] if (value := getattr(run, field)) is not None]
+        return statistics.median(values) if values else float("nan")
+
+    theirs = median(THEIRS, "tokens_per_second")
+    print(f"\n{'':12}{'tokens/s':>10}{'x TRL':>8}{'x FSDP2':>9}{'peak GiB':>10}{'load s':>8}{'export s':>10}  loss")
+    for name, of_name in runs.items():
+        speed, losses = median(name, "tokens_per_second"), of_name[0].losses
+        print(
+            f"{name:12}{speed:>10,.0f}{speed / theirs:>8.2f}{speed / median('FSDP2', 'tokens_per_second'):>9.2f}"
+            f"{median(name, 'peak_gib'):>10.2f}{median(name, 'load_s'):>8.1f}{median(name, 'export_s'):>10.1f}"
+            f"  {losses[0]:.4f} -> {statistics.mean(losses[-3:]):.4f}"
+        )
+    print(f"ratio, ours to TRL on ZeRO-2: {median(AGAINST, 'tokens_per_second') / theirs:.2f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""dpo.py, with the seconds that the policy takes to be there and to be exported; run by `backends.py` under torchrun.
+
+Rank 0 writes OUT/times.json, where OUT is the first word; the others are dpo.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from open_instruct.dpo import main
+from open_instruct.learner import export
+from open_instruct.learner.olmo_core import policy as on_fsdp2
+
+
+def timed(module: Any, name: str, seconds: dict[str, float]) -> None:
+    """Have a function of a module note how long it took."""
+    function: Callable[..., Any] = getattr(module, name)
+
+    def noted(*args: Any, **more: Any) -> Any:
+        began_s = time.perf_counter()
+        result = function(*args, **more)
+        seconds[name] = time.perf_counter() - began_s
+        return result
+
+    setattr(module, name, noted)
+
+
+if __name__ == "__main__":
+    out, words = Path(sys.argv[1]), sys.argv[2:]
+    seconds: dict[str, float] = {}
+    timed(export, "export_hf", seconds)
+    if "--backend" in words:
+        from open_instruct.learner.deepspeed import policy as on_deepspeed
+
+        timed(on_deepspeed, "build_policy", seconds)
+    else:
+        timed(on_fsdp2, "build_policy", seconds)
+    code = main(words)
+    if os.environ["RANK"] == "0":
+        (out / "times.json").write_text(json.dumps(seconds))
+    sys.exit(code)

@@ -1,0 +1,83 @@
+"""What ranks on DeepSpeed really hold from step to step, and every collective of a step."""
+
+from __future__ import annotations
+
+import gc
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+from open_instruct.config.parser import parse
+from open_instruct.learner.deepspeed import policy as built
+from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.learner.grpo import DriversState
+from open_instruct.learner.loop import Loop
+from open_instruct.objectives.dpo import DPO
+from open_instruct.parallel.process import stop_process
+from open_instruct.records import StepBatch
+from open_instruct.run.opened import join_run
+from open_instruct.run.pretrained import open_pretrained
+from tests.ranks.jobs.traffic import _counted, _row
+
+
+def measure_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any] | None]:
+    """Of each case what this rank measures; None where it is not in its world."""
+    results = []
+    rank = int(os.environ["RANK"])
+    for case, port in zip(cases, ports, strict=True):
+        world_size = str(case.pop("world_size"))
+        os.environ.update(MASTER_PORT=str(port), WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+        results.append(_measured(**case) if rank < int(world_size) else None)
+    return results
+
+
+def _measured(flags: list[str], sharing: dict[str, int], num_tokens: int, num_microbatches: int) -> dict[str, Any]:
+    def settings(*sections: Any, **more: Any) -> dict[str, Any]:
+        of_flags = engine_settings(*sections, **more)
+        return of_flags | {"zero_optimization": of_flags["zero_optimization"] | sharing}
+
+    built.engine_settings = settings
+    config = parse(DPO.config_class, flags)
+    DPO.validate(config)
+    run = join_run(config)
+    pretrained = open_pretrained(
+        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
+    )
+    microbatch = _row(num_tokens, 2)
+    num_rows = num_microbatches * run.layout.data_parallel_world_size
+    step = StepBatch(
+        microbatches=(microbatch,) * num_microbatches,
+        counts={"rows": num_rows, "tokens": num_rows * num_tokens, "labels": num_rows * num_tokens // 2},
+    )
+    before = _storages()
+    policy = built.build_policy(pretrained, run=run, config=config, num_steps=9, loss=DPO.bind(config))
+    policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # reference log-probs are made up
+    folder = run.directory.path
+    loop = Loop(policy, DriversState(), folder=folder, start_model="", num_steps=9, max_tokens_per_step=10**6)
+    policy.scores(microbatch)
+    # The second pass learns the order of the modules.
+    for _ in range(2):
+        loop.take_step([step], num_tokens=num_rows * num_tokens)
+    measured: dict[str, Any] = {"between": _new_bytes(before)}
+    measured["step"] = _counted(partial(loop.take_step, [step], num_tokens=num_rows * num_tokens))
+    policy.forward_backward(step)
+    measured["with_gradients"] = _new_bytes(before)
+    policy.update()
+    stop_process()
+    return measured
+
+
+def _storages() -> dict[int, torch.UntypedStorage]:
+    """Of all tensors that there are; held, so that none takes the place of another."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    real = (tensor for tensor in tensors if type(tensor).__name__ != "FakeTensor" and tensor.device.type == "cpu")
+    storages = [tensor.untyped_storage() for tensor in real]
+    return {storage._cdata: storage for storage in storages}
+
+
+def _new_bytes(before: dict[int, torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for key, storage in _storages().items() if key not in before)

@@ -1,0 +1,147 @@
+"""What the planner says of DeepSpeed is what its engine holds, byte for byte, and sends, call for call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.config.parser import parse
+from open_instruct.learner.deepspeed.planned import zero_of
+from open_instruct.learner.deepspeed.planned_memory import ZeroMoments
+from open_instruct.learner.deepspeed.planned_traffic import exchanges_of
+from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.parallel.layout import layout_of
+from open_instruct.planning.memory.phases import BUFFERS
+from open_instruct.planning.request import PLAN_CONFIGS
+from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.planning.subject.workload import workload_of
+from open_instruct.planning.traffic.collectives import groups_of
+from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
+from tests.ranks.launch import run_ranks
+from tests.ranks.shallow import write_shallow_model
+from tests.ranks.test_traffic import words_of
+from tests.ranks.train_case import free_ports
+
+NUM_RANKS, NUM_TOKENS, NUM_MICROBATCHES = 4, 64, 2
+FEW_BYTES = 64  # of counters and flags, which no plan counts
+
+# No vocabulary but the tied one divides by the ranks; of three layers the one in the middle is between others.
+MODELS: dict[str, dict[str, Any]] = {
+    "olmo2": {"family": "olmo2", "vocab_size": 515, "tie": False, "layers": 2},
+    "tied": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 3},
+    "llama": {"family": "llama", "vocab_size": 514, "tie": False, "layers": 2},
+}
+FLOAT32 = {"param_dtype": "float32"}
+FULL = {"activation_checkpointing": "full"}
+DECAYS = {"weight_decay": 0.1}
+ON_HOST = {"adam_offload": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: str
+    num_ranks: int
+    flags: dict[str, Any]
+    sharing: dict[str, int] = field(default_factory=dict)
+
+
+def of_stage(stage: int, model: str, num_ranks: int, *flags: dict[str, Any], **sharing: int) -> Case:
+    together = {name: value for each in flags for name, value in each.items()}
+    given = {"backend": "deepspeed", "deepspeed_stage": stage} | together
+    return Case(model=model, num_ranks=num_ranks, flags=given, sharing=sharing)
+
+
+CASES = {
+    "0": of_stage(0, "olmo2", 4, FLOAT32),
+    "1": of_stage(1, "olmo2", 4, DECAYS),
+    "1 in parts, on the host": of_stage(1, "tied", 4, ON_HOST, reduce_bucket_size=50_000),
+    "2": of_stage(2, "llama", 4, DECAYS),
+    "2 in parts, float32, on the host": of_stage(2, "olmo2", 4, FLOAT32, ON_HOST, reduce_bucket_size=70_000),
+    "3 in parts, again": of_stage(3, "tied", 4, FLOAT32, FULL, DECAYS, **OF_LARGE_MODELS),
+    "3, copies nearby": of_stage(3, "olmo2", 4, {"deepspeed_zpg": 2}, **OF_LARGE_MODELS),
+    "3, all on the host": of_stage(3, "llama", 4, ON_HOST, {"offload": True}),
+    "1 of 2 ranks, float32": of_stage(1, "tied", 2, FLOAT32),
+    "2 of 2 ranks, in parts": of_stage(2, "tied", 2, reduce_bucket_size=70_000),
+    "2 of 2 ranks, on the host": of_stage(2, "llama", 2, ON_HOST),
+    "3 of 2 ranks, in parts": of_stage(3, "llama", 2, **OF_LARGE_MODELS),
+    "3 of 2 ranks, again": of_stage(3, "olmo2", 2, FULL, ON_HOST, **OF_LARGE_MODELS),
+    "3 of 2 ranks, rows split": of_stage(3, "llama", 2, {"sequence_parallel_size": 2}),
+    **{f"{stage} of 1 rank": of_stage(stage, "olmo2", 1, FLOAT32) for stage in range(4)},
+}
+
+
+class Measured:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models = {name: write_shallow_model(folder / name, **given) for name, given in MODELS.items()}
+
+    @cached_property
+    def by_case(self) -> dict[str, list[dict[str, Any]]]:
+        """What the ranks of every case measured: all cases one after the other in the same four."""
+        jobs = []
+        for name, case in CASES.items():
+            (self.folder / name).mkdir()
+            job = {"flags": self.words(name), "sharing": case.sharing, "world_size": case.num_ranks}
+            jobs.append(job | {"num_tokens": NUM_TOKENS, "num_microbatches": NUM_MICROBATCHES})
+        target, ports = "tests.ranks.jobs.deepspeed_plan:measure_each", free_ports(len(jobs))
+        of_ranks = run_ranks(NUM_RANKS, target, timeout_s=300, cases=jobs, ports=ports)
+        return {
+            name: [found for found in each if found]
+            for name, each in zip(CASES, zip(*of_ranks, strict=True), strict=True)
+        }
+
+    def words(self, name: str) -> list[str]:
+        case = CASES[name]
+        flags = {"model_name_or_path": self.models[case.model], "output_dir": self.folder / name, "learning_rate": 1e-4}
+        flags |= {"mixer_list": "rows.jsonl 1.0", "max_seq_length": NUM_TOKENS} | case.flags
+        return [word for flag, value in flags.items() for word in (f"--{flag}", *words_of(value))]
+
+    def planned(self, name: str, rank: int) -> ZeroMoments:
+        case, config = CASES[name], parse(PLAN_CONFIGS["dpo"], self.words(name))
+        shape = model_shape(str(self.models[case.model]))
+        layout = layout_of(config.parallel, [case.num_ranks])
+        workload = replace(
+            workload_of(config, shape, layout),
+            tokens_per_microbatch=NUM_TOKENS,
+            num_microbatches=NUM_MICROBATCHES,
+            on_cuda=False,
+        )
+        settings = engine_settings(config.parallel, model=config.model, optim=config.optim, on_cuda=False)
+        zero = zero_of(settings["zero_optimization"] | case.sharing, decays=config.optim.weight_decay > 0)
+        return ZeroMoments(zero, shape, layout, workload, rank=rank)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return Measured(tmp_path_factory.mktemp("plan"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_that_stays(measured: Measured, name: str) -> None:
+    for rank, found in enumerate(measured.by_case[name]):
+        planned = measured.planned(name, rank)
+        stays, tables = planned.stays, planned.held(0)[BUFFERS] - planned.stays[BUFFERS]
+        between = sum(stays.values()) + tables
+        assert 0 <= found["between"] - between < FEW_BYTES, f"rank {rank}, between steps"
+        copies = planned.shares.copied_nearby * planned.workload.compute_bytes
+        with_gradients = between + sum(planned.state.until_step.values()) + copies
+        assert 0 <= found["with_gradients"] - with_gradients < FEW_BYTES, f"rank {rank}, with gradients"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_call_and_every_byte(measured: Measured, name: str) -> None:
+    for rank, found in enumerate(measured.by_case[name]):
+        planned = measured.planned(name, rank)
+        calls: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+        for exchange in exchanges_of(planned):
+            (group,) = (group for group in groups_of(planned.layout, exchange.axis) if rank in group)
+            first = group.index(rank) // exchange.group_size * exchange.group_size
+            neighbours = group[first : first + exchange.group_size]
+            calls[exchange.collective, exchange.bytes_per_call, neighbours] += exchange.num_calls
+        issued = Counter({(row[0], row[1], tuple(row[2])): row[3] for row in found["step"]})
+        assert calls == issued, f"rank {rank}"
