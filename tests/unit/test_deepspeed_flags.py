@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from olmo_core.nn.transformer import Transformer
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig
@@ -266,6 +267,16 @@ def test_nothing_is_said_of_a_compiler_that_nobody_uses() -> None:
     config = config_of("")
     assert ["compiler does not work" in warning for warning in warnings(config)] == [True]
     assert warnings(uncompiled(config)) == []
+
+
+def test_a_reference_of_the_other_backend_cannot_follow() -> None:
+    from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule
+    from open_instruct.learner.reference_policy import Reference
+
+    module = object.__new__(DeepSpeedTrainModule)
+    module.reference = Reference(model=Transformer.__new__(Transformer), update_freq=4)
+    with pytest.raises(InputError, match=r"--ref_policy_update_freq 4: .* or use --backend olmo_core"):
+        module.with_frozen_logprobs([], num_epochs=1)
 
 
 def test_a_plan_of_zero_is_refused() -> None:
