@@ -242,6 +242,11 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
             f"--num_learners_per_node {spelled(learners)}: takes the learners of each node, each at least 1, such as "
             "'8 8'"
         )
+    if parallel.zero_stage is not None and parallel.tensor_parallel_degree > 1:
+        yield (
+            f"--tensor_parallel_degree {parallel.tensor_parallel_degree}: of matrices that DeepSpeed splits nothing "
+            "can be sent to engines; leave it out, or use --backend olmo_core"
+        )
     if parallel.single_gpu_mode:
         for name, value, wanted in (
             ("num_learners_per_node", learners, [1]),

@@ -50,7 +50,7 @@ def results() -> dict[str, Any]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # DeepSpeed prints before
     return found
 
 

@@ -13,6 +13,7 @@ from tests.ranks.test_grpo_step import WAYS, assert_same_trajectory
 from tests.ranks.train_case import free_ports
 
 JOBS = "tests.ranks.jobs.deepspeed_grpo"
+OWN_WAYS = {**WAYS, "moving": WAYS["minibatches"] | {"ref_policy_update_freq": 2, "alpha": 0.5}}
 COMPLETIONS = [13, 9, 3, 6, 8]
 
 
@@ -29,12 +30,16 @@ def run(case: GRPOCase, ranks: int, runs: dict[str, dict[str, Any]]) -> dict[str
 @pytest.fixture(scope="module")
 def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
     """On the other backend, without anything shared."""
-    return run(grpo_case, 1, {way: flags | {"prefix_sharing": "off"} for way, flags in WAYS.items()})
+    return run(grpo_case, 1, {way: flags | {"prefix_sharing": "off"} for way, flags in OWN_WAYS.items()})
 
 
 def test_every_stage_takes_the_steps_of_one_process(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
-    """With a reference policy, and with several updates a step."""
-    runs = {f"{way}_{stage}": of_stage(stage, **flags) for way, flags in WAYS.items() for stage in range(4)}
+    """With a reference policy, with several updates a step, and with a reference that follows."""
+    runs = {f"minibatches_{stage}": of_stage(stage, **WAYS["minibatches"]) for stage in range(4)}
+    runs |= {
+        f"{way}_{stage}": of_stage(stage, **OWN_WAYS[way])
+        for way, stage in (("plain", 0), ("moving", 2), ("moving", 3))
+    }
     for name, rows in run(grpo_case, 2, runs).items():
         assert_same_trajectory(rows, one_process[name.partition("_")[0]])
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from olmo_core.nn.transformer import Transformer
 
 from open_instruct import grpo_fast
 from open_instruct.config.dpo import DPOConfig, validate_dpo
@@ -114,10 +115,9 @@ def test_both_entries_of_grpo_take_either_backend() -> None:
     [
         ("", "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"),
         ("--deepspeed_stage 2 --single_gpu_mode", "--single_gpu_mode true cannot go with --backend deepspeed"),
-        ("--deepspeed_stage 2 --tensor_parallel_degree 2", "--tensor_parallel_degree 2 cannot go with"),
-        ("--deepspeed_stage 2 --beta 0.1 --ref_policy_update_freq 2", "--ref_policy_update_freq 2 cannot go with"),
+        ("--deepspeed_stage 2 --tensor_parallel_degree 2", "nothing can be sent to engines"),
         ("--deepspeed_stage 2 --optimizer skip_step_adamw", "--optimizer skip_step_adamw cannot go with"),
-        ("--deepspeed_stage 2 --offload", "--offload true: --deepspeed_stage 2 does not share"),
+        ("--deepspeed_stage 2 --offload", "--offload true has no use under --deepspeed_stage 2"),
         ("--backend olmo_core --deepspeed_stage 2", "--deepspeed_stage 2 is read only with --backend deepspeed"),
     ],
 )
@@ -320,3 +320,20 @@ def test_nothing_is_said_of_a_compiler_that_nobody_uses() -> None:
     config = config_of("")
     assert ["compiler does not work" in warning for warning in warnings(config)] == [True]
     assert warnings(uncompiled(config)) == []
+
+
+def test_a_reference_of_the_other_backend_cannot_follow() -> None:
+    from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule
+    from open_instruct.learner.reference_policy import Reference
+
+    module = object.__new__(DeepSpeedTrainModule)
+    module.reference = Reference(model=Transformer.__new__(Transformer), update_freq=4)
+    with pytest.raises(InputError, match=r"--ref_policy_update_freq 4: .* or use --backend olmo_core"):
+        module.with_frozen_logprobs([], num_epochs=1)
+
+
+def test_a_plan_of_zero_is_refused() -> None:
+    words = ["dpo", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--backend", "deepspeed"]
+    request = parse_request([*words, "--deepspeed_stage", "3"])
+    with pytest.raises(InputError, match="--backend deepspeed: what a run needs under ZeRO is not planned"):
+        plan_of(request.setting)

@@ -60,8 +60,8 @@ class DeepSpeed(Backend):
     def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> ZeroMoments:
         if layout.tensor_parallel_degree > 1:
             raise InputError(
-                f"--tensor_parallel_degree {layout.tensor_parallel_degree}: what split matrices need is not planned with "
-                "--backend deepspeed; plan it without that flag"
+                f"--tensor_parallel_degree {layout.tensor_parallel_degree}: what split matrices need is not planned "
+                "with --backend deepspeed; plan it without that flag"
             )
         return ZeroMoments(self.zero, shape, layout, workload)
 

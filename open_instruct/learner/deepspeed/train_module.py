@@ -99,6 +99,11 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         """See `ObjectiveTrainModule`. The policy's come before the reference takes its place."""
         reference = self.reference
         if not isinstance(reference, HeldReference):
+            if reference is not None and reference.update_freq is not None:
+                raise InputError(
+                    f"--ref_policy_update_freq {reference.update_freq}: sharded otherwise than the policy, this "
+                    "reference cannot follow it; leave the flag out, or use --backend olmo_core"
+                )
             return super().with_frozen_logprobs(updates, num_epochs=num_epochs)
         self.reference = None
         updates = super().with_frozen_logprobs(updates, num_epochs=num_epochs)
