@@ -91,7 +91,7 @@ BUDGETS = {
     "ground": 305,
     "learner": 1070,
     "learner/deepspeed": 325,
-    "learner/olmo_core": 885,
+    "learner/olmo_core": 907,
     "losses": 635,
     "models": 2295,
     "objectives": 1330,
