@@ -99,7 +99,7 @@ BUDGETS = {
     "parallel": 1110,
     "planning": 2420,
     "rollout": 1290,
-    "run": 770,
+    "run": 780,
     "toys": 400,
     "verifiers": 885,
     "weights": 895,
