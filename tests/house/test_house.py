@@ -96,7 +96,7 @@ BUDGETS = {
     "models": 2295,
     "objectives": 1330,
     "packing": 560,
-    "parallel": 1110,
+    "parallel": 1119,
     "planning": 2420,
     "rollout": 1290,
     "run": 780,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +25,25 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT, REPLIES = 14, (27, 40, 33)
 
 NEVER = blocks.FEWEST_KEYS * 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is set is glibc's")
+def test_memory_that_is_freed_is_taken_again_without_asking_the_system() -> None:
+    """In a process of its own: what it sets, it sets for good."""
+    program = (
+        "import resource, torch\n"
+        "from open_instruct.parallel.process import keep_freed_memory\n"
+        "keep_freed_memory()\n"
+        "faults = []\n"
+        "for _ in range(4):\n"
+        "    tensors = [torch.ones(2**21) for _ in range(16)]\n"
+        "    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
+        "    del tensors\n"
+        "print(faults[-1] - faults[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    num_pages = 4 * 2**21 * 16 // resource.getpagesize()
+    assert int(done.stdout) < num_pages / 4, done.stdout
 
 
 def documents() -> list[Document]:
