@@ -117,6 +117,7 @@ class SafeCheckpointer(Checkpointer):
         assert not ephemeral, "all checkpoints are alike"
         return self._begin(Path(dir), train_module, train_state, run=in_background, copied=self._copies.of)
 
+    @torch.no_grad()
     def _begin(
         self,
         final: Path,

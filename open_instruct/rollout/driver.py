@@ -50,7 +50,7 @@ class Driver:
         self.console = run.console
         self.conductor = fleet.new_conductor()
         self.signal_watch = SignalWatch(config)
-        self.metrics = MetricsLog(run.directory.metrics, run.trackers)
+        self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
         self.num_restarts = 0

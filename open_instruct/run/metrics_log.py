@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
 from open_instruct.run.run_directory import rows_of
 from open_instruct.whole_file import replace_text
+
+log = logging.getLogger(__name__)
+
+UNCOMPILED = (
+    "since step {step} a function runs uncompiled, slower and without --activation_memory_budget: the compiler made "
+    "too many versions of it. run.log says of which and why; --no_compile_model, with --activation_checkpointing full "
+    "where memory is short, runs all of them so"
+)
 
 
 class Tracker(Protocol):
@@ -21,11 +30,16 @@ class Tracker(Protocol):
 
 
 class MetricsLog:
-    """Append-only rows of JSON, one a step, which trackers are told of too. One process of a run writes them."""
+    """Append-only rows of JSON, one a step, which trackers are told of too. One process of a run writes them.
 
-    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()) -> None:
+    :param warn: is told where a row says of a learner, which may have no console, what people should not miss.
+    """
+
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = (), warn: Callable[[str], None] = log.warning) -> None:
         self.path = path
         self.trackers = trackers
+        self.warn = warn
+        self._num_uncompiled = 0.0
 
     def keep_until(self, step: int) -> None:
         """Drop rows after `step`: a resumed run writes them again."""
@@ -48,6 +62,9 @@ class MetricsLog:
             file.write(json.dumps(said, allow_nan=False) + "\n")
         for tracker in self.trackers:
             tracker.log(int(row["step"]), row)
+        if (num_uncompiled := row.get("uncompiled_functions", 0.0)) > self._num_uncompiled:
+            self._num_uncompiled = num_uncompiled
+            self.warn(UNCOMPILED.format(step=row["step"]))
 
     def close(self) -> None:
         for tracker in self.trackers:

@@ -80,7 +80,7 @@ def logging_steps(
         return
     trackers = build_trackers(config.logging, folder=run.directory.path, config=as_flat_dict(config))
     with (
-        closing(MetricsLog(run.directory.metrics, trackers)) as log,
+        closing(MetricsLog(run.directory.metrics, trackers, run.console.warn)) as log,
         run.console.training(first_step=first_step, num_steps=num_steps) as show,
     ):
         log.keep_until(first_step)

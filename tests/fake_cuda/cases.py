@@ -187,11 +187,32 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             own = policy.masters.own.values() if hasattr(policy, "masters") else ()
             seen["masters"] = sorted({_kind(held) for each in own for held in (each.weights, *each.moments.values())})
             seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
+            seen["saved"] = _saved(policy)
         return seen
     finally:
         attention.varlen_attn, InputsOnHost.unpack = kernel, unpack  # type: ignore[method-assign]
         dist.destroy_process_group()
         parallel._WORLD_MESH = None
+
+
+def _saved(policy: Any) -> dict[str, Any]:
+    """What a checkpoint lists of weights and moments, beside what OLMo-core's own train module does."""
+    from olmo_core.train.train_module import TransformerTrainModule
+
+    from open_instruct.checkpoints.safe_checkpointer import split
+
+    if not policy.optim.state:
+        return {}
+    WAITS.taken()
+    tensors, values = split(policy.state_dict_to_save())
+    waits = WAITS.taken()
+    expected, expected_values = split(TransformerTrainModule.state_dict_to_save(policy))
+    of_reference = {name for name in tensors if name.startswith("reference")}
+    return {
+        "waits": waits,
+        "has_same_names": tensors.keys() - of_reference == expected.keys() and values == expected_values,
+        "kinds": sorted({_kind(tensor) for name, tensor in tensors.items() if not name.endswith(".step")}),
+    }
 
 
 def _waits_noted() -> dict[str, list[str]]:

@@ -97,6 +97,15 @@ def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
 
 
 @of_each_case
+def test_a_checkpoint_lists_what_is_there_and_leaves_it_on_the_device(found: dict[str, Any]) -> None:
+    kind = "FakeTensor" if found["name"] in ON_ONE_DEVICE else "DTensor"
+    has_state = found["name"] != "reference_logprobs"  # which takes no step
+    assert found["saved"] == (
+        {"waits": {}, "has_same_names": True, "kinds": [f"{kind} torch.float32 cuda:0"]} if has_state else {}
+    )
+
+
+@of_each_case
 def test_inputs_of_blocks_wait_on_the_host_where_they_are_to(found: dict[str, Any]) -> None:
     if "offloaded" not in found["name"] and found["name"] != "zero_1":
         assert found["on_host"] == []

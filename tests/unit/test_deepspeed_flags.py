@@ -330,10 +330,3 @@ def test_a_reference_of_the_other_backend_cannot_follow() -> None:
     module.reference = Reference(model=Transformer.__new__(Transformer), update_freq=4)
     with pytest.raises(InputError, match=r"--ref_policy_update_freq 4: .* or use --backend olmo_core"):
         module.with_frozen_logprobs([], num_epochs=1)
-
-
-def test_a_plan_of_zero_is_refused() -> None:
-    words = ["dpo", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--backend", "deepspeed"]
-    request = parse_request([*words, "--deepspeed_stage", "3"])
-    with pytest.raises(InputError, match="--backend deepspeed: what a run needs under ZeRO is not planned"):
-        plan_of(request.setting)

@@ -128,6 +128,14 @@ def test_damaged_evaluations_are_passed_over(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 8]
 
 
+def test_functions_that_run_uncompiled_are_warned_of_when_there_are_more(tmp_path: Path) -> None:
+    warned: list[str] = []
+    file = MetricsLog(tmp_path / "metrics.jsonl", warn=warned.append)
+    for step, number in enumerate((None, 0.0, 1.0, 1.0, 1.5, 2.0), 1):
+        file.write({"step": step} | ({} if number is None else {"uncompiled_functions": number}))
+    assert [warning.split(" a function")[0] for warning in warned] == ["since step 3", "since step 5", "since step 6"]
+
+
 def test_a_number_that_json_cannot_say_is_null(tmp_path: Path) -> None:
     file = MetricsLog(tmp_path / "metrics.jsonl")
     file.write({"step": 1, "grad_norm": float("nan"), "loss": 0.5})

@@ -31,9 +31,7 @@ from open_instruct.run.pretrained import Pretrained
 
 # Of what is frozen nothing is in a checkpoint.
 STATE_OF_ADAPTERS = {
-    "state_dict_save_opts": StateDictOptions(
-        flatten_optimizer_state_dict=True, cpu_offload=True, ignore_frozen_params=True
-    ),
+    "state_dict_save_opts": StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True),
     "state_dict_load_opts": StateDictOptions(
         flatten_optimizer_state_dict=True, strict=False, ignore_frozen_params=True
     ),

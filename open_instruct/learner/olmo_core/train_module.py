@@ -26,6 +26,7 @@ from open_instruct.errors import RunError
 from open_instruct.learner.backend import Metrics, refuse_other_backend
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
+from open_instruct.learner.olmo_core.saved_state import state_of
 from open_instruct.learner.reference_policy import Reference
 from open_instruct.learner.speed import StepClock
 from open_instruct.learner.teacher import Comparison
@@ -88,6 +89,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
 
     def __init__(self, *, loss: BoundLoss, reduces_last: bool = False, **olmo_core: Any) -> None:
         super().__init__(**olmo_core)
+        # From a GPU they are copied while the training goes on, not when they are listed.
+        self.state_dict_save_opts.cpu_offload = False
         self.loss = loss
         self.reduces_last = reduces_last
         # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
@@ -121,7 +124,11 @@ class ObjectiveTrainModule(TransformerTrainModule):
             self._copy.refresh()
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
-        state = super().state_dict_to_save(optim=optim)
+        if optim is False or self.optim is None or not self.optim.state:
+            # OLMo-core's own gives the optimizer its first state.
+            state = super().state_dict_to_save(optim=optim)
+        else:
+            state = state_of(self.model, self.optim)
         if self.reference is not None:
             state |= self.reference.state_to_save(self.state_dict_save_opts)
         return state
