@@ -19,7 +19,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.upstream_flags import SYNONYMS
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
-from open_instruct.learner.deepspeed.settings import engine_settings, sleep_problem
+from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.versions import refuse_unfit
 from open_instruct.learner.olmo_core.kernels import kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
@@ -284,28 +284,6 @@ class TestAdam:
         assert building_problem("FusedAdam") == COMPILER_IS_MISSING
         monkeypatch.setattr(deepspeed.ops.op_builder.FusedAdamBuilder, "load", lambda builder: None)
         assert building_problem("FusedAdam") is None
-
-
-class TestSleep:
-    @pytest.mark.parametrize(
-        ("words", "stage", "adam", "told"),
-        [
-            ("--param_dtype float32", 0, "AdamW", "--deepspeed_stage 0: DeepSpeed moves none of its states; use 1"),
-            ("", 1, "FusedAdam", "--deepspeed_stage 1: in bfloat16 DeepSpeed does not move its states; use 2 or 3"),
-            ("--adam_offload", 2, "DeepSpeedCPUAdam", "in host memory at all times; leave them out"),
-            ("--offload", 3, "FusedAdam", "in host memory at all times; leave them out"),
-            ("", 3, "AdamW", "moves the states of its FusedAdam alone, and AdamW steps; use 2"),
-        ],
-    )
-    def test_what_cannot_leave_the_device_is_said(self, words: str, stage: int, adam: str, told: str) -> None:
-        assert told in (sleep_problem(settings_of(words, stage), optimizer=adam) or "")
-
-    @pytest.mark.parametrize(
-        ("words", "stage", "adam"),
-        [("--param_dtype float32", 1, "AdamW"), ("", 2, "AdamW"), ("", 2, "FusedAdam"), ("", 3, "FusedAdam")],
-    )
-    def test_all_else_can(self, words: str, stage: int, adam: str) -> None:
-        assert sleep_problem(settings_of(words, stage), optimizer=adam) is None
 
 
 def test_nothing_is_said_of_a_compiler_that_nobody_uses() -> None:

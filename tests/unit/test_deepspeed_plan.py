@@ -11,7 +11,7 @@ from rich.console import Console
 
 from open_instruct.config.parser import parse
 from open_instruct.learner.deepspeed import planned, planned_state
-from open_instruct.learner.olmo_core.optimizers import NOT_DECAYED
+from open_instruct.learner.olmo_core.optimizers import BIASES, NOT_DECAYED
 from open_instruct.planning.advice import advise
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PLAN_CONFIGS, parse_request
@@ -97,7 +97,7 @@ def test_what_it_takes_from_deepspeed_and_from_torch_is_theirs() -> None:
     theirs = deepspeed.runtime.zero.config.DeepSpeedZeroConfig()
     names = {name: name.removeprefix("stage3_") for name in planned.DEFAULTS}
     assert {name: getattr(theirs, field) for name, field in names.items()} == planned.DEFAULTS
-    assert list(planned_state.NOT_DECAYED) == NOT_DECAYED
+    assert list(planned_state.NOT_DECAYED) == [*NOT_DECAYED, BIASES]
 
 
 def test_a_plan_loads_neither_torch_nor_deepspeed() -> None:

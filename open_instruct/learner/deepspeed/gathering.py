@@ -60,7 +60,7 @@ class Modules:
         """The parameters that a module is gathered with: its own, of the head all."""
         own: dict[str, tuple[str, ...]] = defaultdict(tuple)
         for name in self.sizes:
-            own[HEAD if name.startswith(HEAD) else name.removesuffix(".weight")] += (name,)
+            own[HEAD if name.startswith(HEAD) else name.rpartition(".")[0]] += (name,)
         own[HEAD] += ("embeddings.weight",) if self.shape.is_tied else ()
         return own
 

@@ -17,9 +17,7 @@ Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
 
 def adam_for(device: torch.device, *, adam_offload: bool) -> Adam:
     """On CUDA that which was made for where the states are; a CPU's is PyTorch's, and needs no compiler."""
-    if device.type != "cuda":
-        return "AdamW"
-    return "CPUAdam" if adam_offload else "FusedAdam"
+    return "AdamW" if device.type != "cuda" else "CPUAdam" if adam_offload else "FusedAdam"
 
 
 def building_problem(adam: Adam) -> str | None:

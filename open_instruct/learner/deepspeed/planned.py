@@ -36,14 +36,13 @@ DEFAULTS = {
 
 def zero_of(sharing: dict[str, Any], *, decays: bool) -> Zero:
     """From what is `zero_optimization` in DeepSpeed's configuration."""
-    values = {name.removeprefix("stage3_"): value for name, value in (DEFAULTS | sharing).items()}
     return Zero(
-        stage=values["stage"],
-        nearby=values.get("zero_hpz_partition_size", 1),
-        optimizer_on_host="offload_optimizer" in values,
-        weights_on_host="offload_param" in values,
+        stage=sharing["stage"],
+        nearby=sharing.get("zero_hpz_partition_size", 1),
+        optimizer_on_host="offload_optimizer" in sharing,
+        weights_on_host="offload_param" in sharing,
         decays=decays,
-        **{name.removeprefix("stage3_"): values[name.removeprefix("stage3_")] for name in DEFAULTS},
+        **{name.removeprefix("stage3_"): sharing.get(name, default) for name, default in DEFAULTS.items()},
     )
 
 
@@ -90,44 +89,32 @@ class DeepSpeed(Backend):
 
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Every stage, with what stays as it is where it can, and second copies within a node."""
-        flags, layout = self.parallel, setting.layout
+        flags, sizes = self.parallel, set(setting.layout.gpus_per_node)
+        in_nodes = sizes if len(setting.layout.nodes) > 1 and len(sizes) == 1 else set()
         for stage in range(4):
-            nearby = {1, flags.deepspeed_zpg, *_copies_in_nodes(layout)} if stage == 3 else {1}
-            for zpg in sorted(nearby):
+            for zpg in sorted({1, flags.deepspeed_zpg} | in_nodes if stage == 3 else {1}):
                 offload = {"adam_offload": flags.adam_offload and stage > 0, "offload": flags.offload and stage == 3}
                 yield {"deepspeed_stage": stage, "deepspeed_zpg": zpg} | offload
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Later stages (kind 0), then the optimizer in host memory (kind 4), then the weights too (kind 5)."""
-        flags = self.parallel
-        if setting.layout.world_size > 1:
-            for stage in range(flags.deepspeed_stage + 1, 4):
-                yield Way(kind=0, strength=stage, values={"deepspeed_stage": stage})
-        if not setting.on_cuda:
-            return
-        if not flags.adam_offload:
-            for stage in range(max(1, flags.deepspeed_stage), 4):
-                values = {"deepspeed_stage": stage, "adam_offload": True}
-                yield Way(kind=4, strength=stage, values=_changes(flags, values))
-        if not flags.offload:
-            values = {"deepspeed_stage": 3, "adam_offload": True, "offload": True}
-            yield Way(kind=5, strength=1, values=_changes(flags, values))
-
-
-def _changes(flags: ParallelSection, values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if getattr(flags, name) != value}
-
-
-def _copies_in_nodes(layout: ShardLayout) -> set[int]:
-    """A second copy for each node, where nodes are alike and there are several."""
-    sizes = set(layout.gpus_per_node)
-    return sizes if len(layout.nodes) > 1 and len(sizes) == 1 else set()
+        now, shares = self.parallel, setting.layout.world_size > 1
+        later, on_host = range(now.deepspeed_stage + 1, 4), {"adam_offload": True}
+        found = [(0, stage, {"deepspeed_stage": stage}) for stage in later if shares]
+        if setting.on_cuda and not now.adam_offload:
+            found += [
+                (4, stage, {"deepspeed_stage": stage} | on_host) for stage in range(max(1, now.deepspeed_stage), 4)
+            ]
+        if setting.on_cuda and not now.offload:
+            found += [(5, 1, {"deepspeed_stage": 3, "offload": True} | on_host)]
+        for kind, strength, flags in found:
+            values = {name: value for name, value in flags.items() if getattr(now, name) != value}
+            yield Way(kind=kind, strength=strength, values=values)
 
 
 def backend_of(config: LearnerConfig, *, on_cuda: bool) -> DeepSpeed:
     """How a run shares."""
     parallel, optim = config.parallel, config.optim
-    assert isinstance(parallel, ParallelSection)
     settings = engine_settings(parallel, model=config.model, optim=optim, on_cuda=on_cuda)
     zero = zero_of(settings["zero_optimization"], decays=optim.weight_decay > 0)
     return DeepSpeed(parallel=parallel, zero=zero, sharing=_in_a_sentence(zero))

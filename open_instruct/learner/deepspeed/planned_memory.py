@@ -48,8 +48,7 @@ class ZeroPasses(Passes):
             self.moves = self.c * largest + GRADIENT_BYTES * moved
 
     def accumulated(self, shards: int) -> int:
-        is_there = self.accumulates or not self.keeps_whole
-        return shards + (self.until_step[GRADIENTS] if is_there else 0)
+        return shards + (self.until_step[GRADIENTS] if self.accumulates or not self.keeps_whole else 0)
 
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
         waits = self.until_step[BUFFERS] if keeps and self.accumulates else 0

@@ -27,8 +27,8 @@ from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS
 from open_instruct.planning.memory.state import STEP_BYTES
 from open_instruct.planning.subject.model import ModelShape
 
-# `learner.olmo_core.optimizers.NOT_DECAYED`, which cannot be imported without torch; a test holds the two equal.
-NOT_DECAYED = ("embeddings.*", "*norm.weight")
+# As `learner.olmo_core.optimizers`, which cannot be imported without torch, has them; a test holds the two equal.
+NOT_DECAYED = ("embeddings.*", "*norm.weight", "*.bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,6 @@ def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]
     seed_all(config.optim.seed)
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)
-    assert dist.is_initialized()
     # DeepSpeed, which asks for what a launcher says, and remembers the groups of an earlier run in this process.
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     deepspeed.comm.comm.cdb = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.config.sections import ModelSection, OptimizerSection, ParallelSection
@@ -49,18 +48,3 @@ def _sharing(parallel: ParallelSection, *, on_cuda: bool) -> dict[str, Any]:
     if parallel.offload:
         sharing["offload_param"] = in_host_memory
     return sharing
-
-
-def sleep_problem(settings: Mapping[str, Any], *, optimizer: str) -> str | None:
-    """Why DeepSpeed cannot have its states wait in host memory while another uses the device; None where it can."""
-    sharing = settings["zero_optimization"]
-    stage = sharing["stage"]
-    if stage == 0:
-        return "--deepspeed_stage 0: DeepSpeed moves none of its states; use 1 or more"
-    if stage == 1 and "bf16" in settings:
-        return "--deepspeed_stage 1: in bfloat16 DeepSpeed does not move its states; use 2 or 3"
-    if "offload_param" in sharing or "offload_optimizer" in sharing:
-        return "--adam_offload and --offload keep states in host memory at all times; leave them out"
-    if stage == 3 and optimizer != "FusedAdam":
-        return f"--deepspeed_stage 3: DeepSpeed moves the states of its FusedAdam alone, and {optimizer} steps; use 2"
-    return None

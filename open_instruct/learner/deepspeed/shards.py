@@ -48,17 +48,16 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
             for name, meta in module._parameters.items():
                 if meta is not None:
                     if meta not in made:
-                        made[meta] = _shard(meta, init, dtype) if stage == 3 else _unfilled(meta, dtype, device)
+                        if stage == 3:
+                            made[meta] = _shard(meta, init, dtype)
+                        else:
+                            made[meta] = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=dtype, device=device))
                         _take_over(meta, made[meta])
                     module._parameters[name] = made[meta]
         model._device = device  # which it would ask its parameters for, of which none has a value here
         warm_up_rope(model, max_seq_len=max_seq_len, device=device)
 
     return init_weights
-
-
-def _unfilled(meta: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.full(meta.shape, float("nan"), dtype=dtype, device=device))
 
 
 def _take_over(meta: nn.Parameter, made: nn.Parameter) -> None:
@@ -116,12 +115,7 @@ class Masters:
     """All that this rank's optimizer holds, as views. Collective."""
 
     def __init__(self, engine: Any, *, rank: int) -> None:
-        self._engine, self._rank = engine, rank
-        self.look()
-
-    def look(self) -> None:
-        """Find where everything is; again, after DeepSpeed has moved it."""
-        engine = self._engine
+        self._engine = engine
         stage = engine.zero_optimization_stage()
         self._optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
         named = {clean_name(name): parameter for name, parameter in engine.module.named_parameters()}
@@ -143,7 +137,7 @@ class Masters:
                 local = self.own[name].weights if name in self.own else nothing
                 by_columns = cuts[name].degree if name in cuts and cuts[name].dim else 1
                 parameter.flat_range = FlatRange(
-                    local=local, shape=self.shapes[name], ranges=ranges, rank=self._rank, num_slabs=by_columns
+                    local=local, shape=self.shapes[name], ranges=ranges, rank=rank, num_slabs=by_columns
                 )
 
     def _master(self, flat: torch.Tensor, at: int, start: int, stop: int) -> Master:

@@ -20,7 +20,6 @@ from open_instruct.learner.backend import OF_ZERO, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import hold
 from open_instruct.learner.deepspeed.reference import HeldReference
-from open_instruct.learner.deepspeed.settings import sleep_problem
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.olmo_core.train_module import GRAD_NORM, ObjectiveTrainModule
 from open_instruct.learner.reference_policy import IN_CHECKPOINT
@@ -53,7 +52,7 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
     """
 
     def __init__(self, *, settings: Mapping[str, Any], model: Transformer, **more: Any) -> None:
-        self._settings, self._split_over = settings, settings["tensor_parallel"]["autotp_size"]
+        self._split_over = settings["tensor_parallel"]["autotp_size"]
         if settings["zero_optimization"]["stage"] == 3 or self._split_over > 1:
             dtype = next(model.parameters()).dtype
             model.init_weights = MethodType(without_weights(settings, dtype=dtype), model)  # type: ignore[method-assign]
@@ -112,19 +111,6 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         with reference.in_place():
             frozen = super().with_frozen_logprobs
             return tuple(filled for update in updates for filled in frozen([update], num_epochs=1))
-
-    def sleep(self) -> None:
-        """Have all that a step needs wait in host memory, while another uses the device. `wake` must follow.
-
-        :raises InputError: it cannot, see `sleep_problem`.
-        """
-        if problem := sleep_problem(self._settings, optimizer=type(self.optim).__name__):
-            raise InputError(problem)
-        self.engine.offload_states()
-
-    def wake(self) -> None:
-        self.engine.reload_states()
-        self.masters.look()
 
     def _is_held(self) -> bool:
         """Whether there is nothing to step with. Within the engine's step, when gradients are reduced."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -32,14 +31,8 @@ def refuse_unfit(version: str | None) -> None:
     if version is None:
         raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}")
     if Version(version) not in WANTED:
-        lacks = "".join(f"; {lack}" for lack in lacking(version))
+        # As versions: as strings 0.9.5 would be newer than 0.16.4.
+        lacks = "".join(f"; {lack}" for those, lack in LACKING.items() if those.contains(version, prereleases=True))
         raise InputError(
             f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed{lacks}; {remedy}"
         )
-
-
-def lacking(version: str) -> Iterator[str]:
-    """Compared as versions: as strings 0.9.5 would be newer than 0.16.4."""
-    for versions, lack in LACKING.items():
-        if versions.contains(version, prereleases=True):
-            yield lack

@@ -1,4 +1,4 @@
-"""Runs on DeepSpeed, with what a run from the command line seldom has: nothing to learn, broken gradients, sleep."""
+"""Runs on DeepSpeed, with what a run from the command line seldom has: nothing to learn, broken gradients."""
 
 from __future__ import annotations
 
@@ -153,25 +153,6 @@ class Idler(Callback):
             assert torch.equal(weights_of(module), before)
 
 
-class Sleeper(Callback):
-    """Before the third step and the fourth all states leave the device, and come back to another place."""
-
-    def pre_step(self, batch: dict[str, Any]) -> None:
-        del batch
-        if self.trainer.global_step in (3, 4):
-            module = self.trainer.train_module
-            flats, before = flats_of(module), weights_of(module)
-            places = [flat.data_ptr() for flat in flats]
-            module.sleep()
-            assert all(place != flat.data_ptr() for place, flat in zip(places, flats, strict=True))
-            module.wake()
-            assert torch.equal(weights_of(module), before)
-
-
-def flats_of(module: Any) -> list[torch.Tensor]:
-    return [values for group in module.engine.optimizer.optimizer.param_groups for values in group["params"]]
-
-
 def weights_of(module: Any) -> torch.Tensor:
     return torch.cat([master.weights.flatten() for master in module.masters.own.values()])
 
@@ -205,4 +186,4 @@ def _broken(outputs: Any) -> Any:
     return replace(outputs, loss=_Broken.apply(outputs.loss))
 
 
-CALLBACKS = {"idle": Idler, "sleep": Sleeper, "break": Breaker}
+CALLBACKS = {"idle": Idler, "break": Breaker}
