@@ -6,10 +6,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from typing import Any
 
 import torch
-from olmo_core.nn.transformer import Transformer, TransformerBlock
+from olmo_core.nn.transformer import Transformer
 
 from open_instruct.planning.subject.devices import DEVICES
 
@@ -68,5 +68,11 @@ def flops_of_step(model: Transformer, counts: Mapping[str, int], *, mean_length:
     :param counts: of all ranks: `tokens` go through the blocks, `labels` through the head.
     :param mean_length: of a document, for attention.
     """
-    of_token = sum(cast(TransformerBlock, block).num_flops_per_token(mean_length) for block in model.blocks.values())
-    return counts["tokens"] * of_token + counts["labels"] * model.lm_head.num_flops_per_token(mean_length)
+
+    def flops(module: Any) -> int:
+        """What is frozen has no gradient of its own, which is two of the six a weight."""
+        frozen = sum(each.numel() for each in module.parameters() if not each.requires_grad)
+        of_all: int = module.num_flops_per_token(mean_length)
+        return of_all - 2 * frozen
+
+    return counts["tokens"] * sum(map(flops, model.blocks.values())) + counts["labels"] * flops(model.lm_head)

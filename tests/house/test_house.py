@@ -95,7 +95,7 @@ BUDGETS = {
     "engines": 695,
     "entries": 1005,
     "ground": 310,
-    "learner": 1090,
+    "learner": 1095,
     "learner/deepspeed": 1200,
     "learner/olmo_core": 935,
     "losses": 635,
