@@ -201,7 +201,7 @@ def _saved(policy: Any) -> dict[str, Any]:
 
     from open_instruct.checkpoints.safe_checkpointer import split
 
-    if not policy.optim.state:
+    if not policy.optim.state or hasattr(policy, "masters"):  # DeepSpeed's are listed by their ranges
         return {}
     WAITS.taken()
     tensors, values = split(policy.state_dict_to_save())
@@ -289,7 +289,9 @@ def _pretrained(family: str, head: Any = "vocabulary") -> Any:
             hf.layer_types = ["full_attention", "sliding_attention"][: hf.num_hidden_layers]
         return build_model(hf, init_device=init_device, head=head)
 
-    return SimpleNamespace(build=build, files=None, names=None, pad_token_id=0)
+    return SimpleNamespace(
+        build=build, files=None, names=SimpleNamespace(has_biases=False), adapter=None, pad_token_id=0
+    )
 
 
 def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
