@@ -18,9 +18,8 @@ MADE_UP = """
 import sys
 from dataclasses import dataclass
 
-from open_instruct.config.sections import (
-    DataSection, LoggingSection, MemorySection, ModelSection, OptimSection, ParallelSection, RunSection, flag
-)
+from open_instruct.config.sections import OptimSection, flag
+from open_instruct.config.training import TrainingConfig
 from open_instruct.objectives.sft import validate_sft
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.objectives.objective import BoundLoss, Objective
@@ -33,14 +32,8 @@ class MadeUpOptim(OptimSection):
 
 
 @dataclass(kw_only=True)
-class MadeUpConfig:
-    model: ModelSection
-    data: DataSection
+class MadeUpConfig(TrainingConfig):
     optim: MadeUpOptim
-    parallel: ParallelSection
-    memory: MemorySection
-    run: RunSection
-    logging: LoggingSection
 
 
 class Triples(RowBuilder):
