@@ -93,7 +93,7 @@ class WeightSender:
         """
         reshard(model)
         self._model = model
-        self._names = names
+        self._name_of = {hf_name: name for name, hf_name in names}
         self._rank = dist.get_rank()
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
@@ -102,7 +102,7 @@ class WeightSender:
         if backend in ON_DEVICE and self._device.type != "cuda":
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
         held_by_name = held_of(model)
-        held = {hf_name: held_by_name[name] for name, hf_name in names}
+        held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
         self.manifest = WeightManifest(
             {name: tuple(tensor.shape) for name, tensor in held.items()},
             {name: _boxes(tensor) for name, tensor in held.items()},
@@ -165,7 +165,7 @@ class WeightSender:
         if progress is None or outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
-        tensors = LocalParts(weights_of(self._model), self._names)
+        tensors = LocalParts(weights_of(self._model), self._name_of)
         buckets, first = self.manifest.buckets, self._position
         taking = f"of {len(buckets)} of version {version}"
         try:
@@ -245,17 +245,17 @@ class WeightSender:
 class LocalParts(Mapping[str, torch.Tensor]):
     """What this rank has of each of `weights`, by the names that travel; made when it is asked for."""
 
-    def __init__(self, weights: Mapping[str, Held], names: TensorNames) -> None:
-        self._weights, self._names = weights, names
+    def __init__(self, weights: Mapping[str, Held], name_of: Mapping[str, str]) -> None:
+        self._weights, self._name_of = weights, name_of
 
     def __getitem__(self, hf_name: str) -> torch.Tensor:
-        return local_part(self._weights[self._names.olmo_core_name(hf_name)])
+        return local_part(self._weights[self._name_of[hf_name]])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names.hf_names)
+        return iter(self._name_of)
 
     def __len__(self) -> int:
-        return len(self._names.hf_names)
+        return len(self._name_of)
 
 
 def _boxes(tensor: Held) -> dict[int, Box]:
