@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo check test lint format gpu-check clean
+.PHONY: help install lock demo demo-dpo demo-grpo check quick-tests test all-tests lint ruff types format gpu-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,19 +26,31 @@ demo-dpo: $(STAMP)  ## tiny model -> DPO over four sharded ranks -> export -> su
 demo-grpo: $(STAMP)  ## tiny model -> supervised warm start -> GRPO with a vLLM engine -> summary
 	@$(PY) scripts/demo_grpo.py
 
-lint: $(STAMP)  ## ruff and mypy
+lint: ruff types  ## ruff and mypy
+
+ruff: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+types: $(STAMP)
 	$(PY) -m mypy
 
+# pytest keeps test files as it has rewritten them, or each of its processes does that anew: ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder
 
-# What is quick to answer after a change; `make test` runs everything.
-check: lint  ## lint, types and the quick tests, in two minutes
+# What is quick to answer after a change; `make test` runs everything. mypy has one thread: tests run beside it.
+check: ruff  ## lint, types and the quick tests, in two minutes
+	@$(MAKE) --no-print-directory -j 2 types quick-tests
+
+quick-tests: $(STAMP)
 	$(PYTEST) -n 2 -m "not slow" tests/house/test_house.py tests/house/test_architecture.py tests/unit
 
+test: ruff  ## lint, types and all tests
+	@$(MAKE) --no-print-directory -j 2 types all-tests
+
 # Three files at a time keep two cores busy: in tests of a fleet, processes wait for each other.
-test: lint  ## lint, then all tests
+all-tests: $(STAMP)
 	$(PYTEST) -n 3 tests
 
 format: $(STAMP)  ## what ruff can mend by itself

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -23,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpo_vs_trl import REPOSITORY, arguments, ours_of, run_trl
-from trl_environment import our_version, torchrun, trl_python
+from trl_environment import beside, our_version, torchrun, trl_python
 
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import write_tiny_model
 
-BESIDE_TRL = Path("~/.cache/open_instruct/trl_deepspeed").expanduser()
-NEEDED = ("deepspeed", "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "psutil")
+DEEPSPEED = (our_version("deepspeed"), "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "psutil")
 OURS = {
     "FSDP2": [],
     **{f"ZeRO-{stage}": ["--backend", "deepspeed", "--deepspeed_stage", str(stage)] for stage in (1, 2, 3)},
@@ -48,21 +46,11 @@ class Run:
     losses: list[float]
 
 
-def deepspeed_beside(python: Path) -> Path:
-    """A folder with DeepSpeed for TRL's environment, whose other users had better not find it; made if not there."""
-    if not (BESIDE_TRL / ".complete").exists():
-        packages = [our_version(NEEDED[0]), *NEEDED[1:]]
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(BESIDE_TRL)]
-        subprocess.run([*pip, *packages], check=True, stderr=subprocess.DEVNULL)
-        (BESIDE_TRL / ".complete").touch()
-    return BESIDE_TRL
-
-
 def main() -> None:
     args = arguments(__doc__, "preference pairs")
     args.sharded = True
     python = trl_python(args.trl_venv)
-    path = deepspeed_beside(python)
+    path = beside(python, "trl_deepspeed", [*DEEPSPEED])
     with tempfile.TemporaryDirectory(prefix="backends_") as name:
         folder = Path(name)
         model = write_tiny_model(folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size)

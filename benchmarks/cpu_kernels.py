@@ -21,14 +21,10 @@ from open_instruct.models.segments import QKV, Segments, documents_of
 from open_instruct.models.shared_attention import attend_in_tiles
 
 CPU = torch.device("cpu")
-# Heads, key-value heads, features of a head; a length; a prompt and the replies that share it.
-DOCUMENTS = [((6, 2, 32), length) for length in (256, 384, 512, 1024)] + [
-    ((4, 4, 64), 512),
-    ((4, 4, 64), 1024),
-    ((8, 4, 64), 512),
-]
-GROUPS = [((6, 2, 32), 400, 32), ((6, 2, 32), 1000, 200)]
-REPLIES = 8
+# Heads, key-value heads, features of a head; documents and their length; a prompt, and the replies that share it.
+HEADS = ((6, 2, 32), (8, 4, 64))
+DOCUMENTS = ((8, 256), (4, 320), (4, 384), (4, 512), (2, 1024), (1, 2048))
+GROUPS = ((200, 312, 2), (400, 32, 8))
 # Tokens; and (inputs, outputs) of a layer.
 TOKENS, LAYERS = (512, 1024, 2048, 4096), ((192, 192), (192, 64), (192, 512), (512, 192), (192, 2048))
 
@@ -38,13 +34,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    for heads, length in DOCUMENTS:
-        compare_attention(f"{heads}, a document of {length} tokens", heads, (length,), (0,), rounds=rounds)
-    for heads, prompt, reply in GROUPS:
-        lengths, prefixes = (prompt, *[reply] * REPLIES), (0, *[prompt] * REPLIES)
-        compare_attention(
-            f"{heads}, {REPLIES} replies of {reply} tokens to {prompt}", heads, lengths, prefixes, rounds=rounds
-        )
+    for heads in HEADS:
+        for count, length in DOCUMENTS:
+            name = f"{heads}, documents of {length} tokens: {count}"
+            compare_attention(name, heads, (length,) * count, (0,) * count, rounds=rounds)
+        for prompt, reply, replies in GROUPS:
+            lengths, prefixes = (prompt, *[reply] * replies), (0, *[prompt] * replies)
+            name = f"{heads}, {replies} replies of {reply} tokens to {prompt}"
+            compare_attention(name, heads, lengths, prefixes, rounds=rounds)
     for num_tokens in TOKENS:
         for sizes in LAYERS:
             compare_products(num_tokens, *sizes, rounds=rounds)
@@ -71,7 +68,7 @@ def compare_products(num_tokens: int, num_in: int, num_out: int, *, rounds: int)
     x = torch.randn(num_tokens, num_in, requires_grad=True)
     weight = torch.randn(num_out, num_in, requires_grad=True)
     ways = {"MKL": lambda: F.linear(x, weight), "oneDNN": lambda: products.by_onednn(x, weight)}
-    is_taken = products.pays(x, weight, None)
+    is_taken = products.pays(x, weight)
     report(f"{num_tokens} tokens, {num_in} to {num_out}", ways, [x, weight], rounds=rounds, is_taken=is_taken)
 
 

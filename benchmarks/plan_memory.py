@@ -67,6 +67,7 @@ class Case:
     num_replicas: int = 1
     num_microbatches: int = 1
     reduces_last: bool = False
+    lora_rank: int = 0
     pairs: tuple[tuple[int, int], ...] = PAIR
 
     @property
@@ -89,6 +90,8 @@ CASES = [
     Case(name="llama-accumulate", family="llama", num_microbatches=2, pairs=SHORT_PAIR),
     Case(name="reduced-last", num_microbatches=3, reduces_last=True, pairs=SHORT_PAIR, param_dtype="bfloat16"),
     Case(name="replicas", shard_degree=1, num_replicas=2, pairs=SHORT_PAIR, optimizer="skip_step_adamw"),
+    Case(name="adapters", lora_rank=16),
+    Case(name="bf16-adapters", lora_rank=16, param_dtype="bfloat16", num_microbatches=2, checkpointing="full"),
     Case(name="four-shards", shard_degree=4, pairs=SHORT_PAIR, checkpointing="full"),
 ]
 
@@ -110,14 +113,21 @@ def fields_of(case: Case) -> Any:
     return tiny_config(case.family, size, vocab_size=case.vocab_size, tie=case.is_tied)  # type: ignore[arg-type]
 
 
+def lora_of(case: Case) -> Any:
+    """The flags of its adapters; None where all of the model is trained."""
+    from open_instruct.config.lora import LoRASection
+
+    return LoRASection(use_lora=True, lora_r=case.lora_rank) if case.lora_rank else None
+
+
 def predicted(case: Case) -> dict[str, int]:
     """Bytes of each phase of a step."""
     from open_instruct.parallel.layout import resolve_layout
     from open_instruct.planning.memory.phases import Moments, memory_by_phase
     from open_instruct.planning.subject.model import shape_of_fields
-    from open_instruct.planning.subject.workload import Workload
+    from open_instruct.planning.subject.workload import Workload, adapted
 
-    shape = shape_of_fields(fields_of(case).to_dict(), name=case.name, where=case.name)
+    shape = adapted(shape_of_fields(fields_of(case).to_dict(), name=case.name, where=case.name), lora_of(case))
     layout = resolve_layout([case.num_ranks], fsdp_shard_degree=case.shard_degree)
     workload = Workload(
         algorithm="dpo",
@@ -136,6 +146,19 @@ def predicted(case: Case) -> dict[str, int]:
     return {p.name: p.total_bytes for p in phases if p.name in ("forward", "backward", "optimizer step")}
 
 
+def build_adapted(case: Case) -> Any:
+    """The model, with the adapters of its case if it has any."""
+    import torch
+
+    from open_instruct.models.build import build_model
+    from open_instruct.models.lora.adapters import adapt
+
+    model = build_model(fields_of(case))
+    if (lora := lora_of(case)) is not None:
+        adapt(model, lora, dtype=getattr(torch, case.param_dtype))
+    return model
+
+
 def build_module(case: Case) -> Any:
     """The train module of a run, on this rank's part of the mesh."""
     import torch
@@ -143,7 +166,6 @@ def build_module(case: Case) -> Any:
     from open_instruct.config.sections import MemorySection, OptimSection, PreferenceLossSection
     from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
     from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
-    from open_instruct.models.build import build_model
     from open_instruct.olmo_core_train_modules import DPOTrainModule
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
@@ -152,7 +174,7 @@ def build_module(case: Case) -> Any:
     layout = resolve_layout([case.num_ranks], fsdp_shard_degree=case.shard_degree)
     memory = MemorySection(activation_checkpointing=case.checkpointing)  # type: ignore[arg-type]
     num_tokens = sum(case.lengths)
-    model = build_model(fields_of(case))
+    model = build_adapted(case)
     return DPOTrainModule(
         model=model,
         optim=build_optimizer_config(OptimSection(optimizer=case.optimizer), device=device),  # type: ignore[arg-type]
@@ -298,7 +320,6 @@ def track(case: Case) -> int:
     from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
     from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
     from open_instruct.models.attention import SegmentAttention, attend_by_document
-    from open_instruct.models.build import build_model
     from open_instruct.models.segments import QKV
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
@@ -317,7 +338,7 @@ def track(case: Case) -> int:
     optim = OptimSection(optimizer=case.optimizer)  # type: ignore[arg-type]
     num_tokens = sum(case.lengths)
     with FakeTensorMode():
-        model = build_model(fields_of(case))
+        model = build_adapted(case)
         for block in model.blocks.values():
             backend = block.attention.backend
             backend.__class__ = KnownLengths
@@ -333,7 +354,7 @@ def track(case: Case) -> int:
         optimizer = build_optimizer_config(optim, device=device).build(model)
         # DTensor works out shapes with tensors of the global shape the first time; the tracker would count those.
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         optimizer.state.clear()
         ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)

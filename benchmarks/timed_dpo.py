@@ -1,4 +1,5 @@
-"""dpo.py, with the seconds that the policy takes to be there and to be exported; run by `backends.py` under torchrun.
+"""dpo.py, with the seconds that the policy takes to be there and to be exported, and its processor time at the end of
+each step; run by `backends.py` and `lora.py` under torchrun.
 
 Rank 0 writes OUT/times.json, where OUT is the first word; the others are dpo.py's.
 """
@@ -9,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from open_instruct.dpo import main
 from open_instruct.learner import export
 from open_instruct.learner.olmo_core import policy as on_fsdp2
+from open_instruct.run.metrics_log import MetricsLog
 
 
-def timed(module: Any, name: str, seconds: dict[str, float]) -> None:
+def timed(module: Any, name: str, seconds: dict[str, Any]) -> None:
     """Have a function of a module note how long it took."""
     function: Callable[..., Any] = getattr(module, name)
 
@@ -33,9 +35,21 @@ def timed(module: Any, name: str, seconds: dict[str, float]) -> None:
     setattr(module, name, noted)
 
 
+def stamped(stamps_s: list[float]) -> None:
+    """Note the processor time of each row of metrics.jsonl."""
+    write = MetricsLog.write
+
+    def noted(self: MetricsLog, row: Mapping[str, Any]) -> None:
+        stamps_s.append(time.process_time())
+        write(self, row)
+
+    MetricsLog.write = noted  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     out, words = Path(sys.argv[1]), sys.argv[2:]
-    seconds: dict[str, float] = {}
+    seconds: dict[str, Any] = {"processor_stamps": []}
+    stamped(seconds["processor_stamps"])
     timed(export, "export_hf", seconds)
     if "--backend" in words:
         from open_instruct.learner.deepspeed import policy as on_deepspeed

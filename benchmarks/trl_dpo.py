@@ -27,6 +27,7 @@ class StepClock(TrainerCallback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.processor_stamps: list[float] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.began_s = time.perf_counter()
@@ -36,6 +37,7 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.seconds.append(time.perf_counter() - self._began_s)
+        self.processor_stamps.append(time.process_time())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
@@ -49,6 +51,7 @@ def parsed(strength: str) -> argparse.Namespace:
         parser.add_argument(f"--{flag}", type=Path, required=True)
     for flag in ("batch", "accumulation", "steps", "max_length"):
         parser.add_argument(f"--{flag}", type=int, required=True)
+    parser.add_argument("--lora_r", type=int, help="with peft, which must be on the path")
     parser.add_argument("--zero_stage", type=int, help="with DeepSpeed, which must be on the path")
     for flag in (strength, "learning_rate"):
         parser.add_argument(f"--{flag}", type=float, required=True)
@@ -79,6 +82,7 @@ def train_timed(
     *,
     own: Mapping[str, Any],
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
+    **trainers_own: Any,
 ) -> None:
     """Train and write what each step took.
 
@@ -86,6 +90,7 @@ def train_timed(
         masks: those of a batch whose ones are real tokens.
         own: what this trainer's config has and others do not.
         load: from a folder to a model with the head that is trained.
+        trainers_own: what this trainer is given and others are not.
     """
     torch.manual_seed(0)
     clock = StepClock()
@@ -114,6 +119,7 @@ def train_timed(
         train_dataset=load_dataset("json", data_files=str(args.rows), split="train"),
         processing_class=AutoTokenizer.from_pretrained(args.model),
         callbacks=[clock],
+        **trainers_own,
     )
     collate = trainer.data_collator
     num_tokens: list[int] = []
@@ -132,11 +138,17 @@ def train_timed(
     ]
     result = {"seconds": clock.seconds, "num_tokens": per_step, "losses": clock.losses}
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    result |= {"load_s": clock.began_s - began_s, "peak_gib": peak_gib}
+    result |= {"load_s": clock.began_s - began_s, "peak_gib": peak_gib, "processor_stamps": clock.processor_stamps}
     (args.out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
     given = parsed("beta")
     frozen = {"beta": given.beta, "precompute_ref_log_probs": True}
-    train_timed(given, DPOTrainer, DPOConfig, ["attention_mask"], own=frozen)
+    adapters = {}
+    if given.lora_r is not None:
+        lora_config = importlib.import_module("peft").LoraConfig
+        adapters["peft_config"] = lora_config(
+            r=given.lora_r, lora_alpha=2 * given.lora_r, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    train_timed(given, DPOTrainer, DPOConfig, ["attention_mask"], own=frozen, **adapters)

@@ -28,6 +28,16 @@ def trl_python(venv: Path) -> Path:
     return python
 
 
+def beside(python: Path, name: str, packages: list[str]) -> Path:
+    """A folder of packages for that environment, whose other users had better not find them; made if not there."""
+    folder = DEFAULT_VENV.with_name(name)
+    if not (folder / ".complete").exists():
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, *packages], check=True, stderr=subprocess.DEVNULL)
+        (folder / ".complete").touch()
+    return folder
+
+
 def our_version(package: str) -> str:
     return f"{package}=={version(package)}"
 

@@ -36,15 +36,15 @@ from benchmarks.load_memory import PeakMemory
 MIB = 2**20
 NUM_LEARNERS = 2
 VOCAB_SIZE = 2048
-BUCKET_MIB = {"small": 32, "base": 64}
+BUCKET_MIB = {"mini": 4, "small": 32, "base": 64}
 TIMEOUT_S = 120.0
 LEAST_RATIO = 0.6
 MOST_BUCKETS = 2.0
 NOISE_BYTES = MIB  # what the interpreter takes for itself meanwhile
 
 
-def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> None:
-    """One of the ranks; the first one writes the rates."""
+def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path, lora_sync: str) -> None:
+    """One of the ranks; the first one writes the rates. With a `lora_sync` but "plain" the model has adapters."""
     import torch
     import torch.distributed as dist
     from olmo_core.config import DType
@@ -52,19 +52,26 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> N
     from olmo_core.train.train_module.transformer import TransformerDataParallelConfig
     from olmo_core.train.train_module.transformer.common import parallelize_model
 
+    from open_instruct.config.lora import LoRASection
     from open_instruct.models.build import build_model
+    from open_instruct.models.lora.adapters import adapt
     from open_instruct.models.names import TensorNames
     from open_instruct.toys.tiny import SIZES, tiny_config
     from open_instruct.weights.sender import WeightSender
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    hf_config = tiny_config("olmo2", SIZES[size], vocab_size=VOCAB_SIZE, tie=False)
+    hf_config = tiny_config(
+        "olmo2", SIZES[size], vocab_size=SIZES[size].vocab_size if lora_sync else VOCAB_SIZE, tie=False
+    )
     dp = TransformerDataParallelConfig(
         name=DataParallelType.hsdp, num_replicas=1, shard_degree=NUM_LEARNERS, param_dtype=DType.bfloat16
     )
+    model = build_model(hf_config)
+    if lora_sync not in ("", "plain"):
+        adapt(model, LoRASection(use_lora=True), dtype=getattr(torch, dtype))
     model = parallelize_model(
-        build_model(hf_config),
+        model,
         world_mesh=build_world_mesh(dp=dp, device_type="cpu"),
         device=torch.device("cpu"),
         max_sequence_length=128,
@@ -80,6 +87,7 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path) -> N
         dtype=getattr(torch, dtype),
         bucket_bytes=BUCKET_MIB[size] * MIB,
         timeout_s=TIMEOUT_S,
+        adapter_alone=lora_sync == "adapter",
     )
     manifest = sender.manifest
     dist.barrier()
@@ -221,7 +229,7 @@ def awaited(path: Path) -> dict[str, Any]:
     return content
 
 
-def measure(backend: str, size: str, dtype: str, repeat: int) -> dict[str, Any]:
+def measure(backend: str, size: str, dtype: str, repeat: int, lora_sync: str = "") -> dict[str, Any]:
     """Rates, and the largest memory of each kind of process, of three fresh processes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -240,7 +248,7 @@ def measure(backend: str, size: str, dtype: str, repeat: int) -> dict[str, Any]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            command = [sys.executable, __file__, "--worker", backend, size, dtype, str(repeat), scratch]
+            command = [sys.executable, __file__, "--worker", backend, size, dtype, str(repeat), scratch, lora_sync]
             log = (folder / f"{rank}.log").open("w")
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         codes = [process.wait() for process in processes]
@@ -256,16 +264,16 @@ def measure(backend: str, size: str, dtype: str, repeat: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=list(BUCKET_MIB), choices=list(BUCKET_MIB))
+    parser.add_argument("--sizes", nargs="+", default=["small", "base"], choices=list(BUCKET_MIB))
     parser.add_argument("--backends", nargs="+", default=["shm", "gloo"], choices=["shm", "gloo"])
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="that travels")
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        backend, size, dtype, repeat, scratch = arguments.worker
+        backend, size, dtype, repeat, scratch, lora_sync = arguments.worker
         if int(os.environ["RANK"]) < NUM_LEARNERS:
-            return learner(backend, size, dtype, int(repeat), Path(scratch))
+            return learner(backend, size, dtype, int(repeat), Path(scratch), lora_sync)
         return receiver(int(repeat), Path(scratch))
 
     missed = []

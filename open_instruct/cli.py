@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from open_instruct import __version__
+from open_instruct.config.help import asks_for_help
 from open_instruct.config.parser import nearest
-from open_instruct.entry import HELP_WORDS, leave, run_to_exit_code
+from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import EXIT_INPUT
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
@@ -19,16 +20,20 @@ PROGRAM = "open-instruct"
 # What each command does, and, but for objectives, what is called with the words after it and returns the exit code.
 COMMANDS = {
     **{
-        name: (f"train on {rows} (several ranks: torchrun open_instruct/{name}.py)", "")
+        name: (f"train on {rows} (on all GPUs of this machine: --num_processes auto)", "")
         for name, (_, rows) in OBJECTIVES.items()
     },
     "train": (
-        "train on an objective of your own: --objective FILE.py:NAME (several ranks: open_instruct/train.py)",
+        "train on an objective of your own: --objective FILE.py:NAME (all GPUs: --num_processes auto)",
         "open_instruct.train:main",
     ),
     "grpo": (
         "train on verifiable rewards: starts Ray, learners and engines by itself",
         "open_instruct.grpo_olmo_core_actor:main",
+    ),
+    "configs": (
+        "list the files of settings that come with the package, or print one",
+        "open_instruct.run.shipped_configs:configs_command",
     ),
     "layout": (
         "show how a model would be sharded over nodes of GPUs",
@@ -36,13 +41,27 @@ COMMANDS = {
     ),
     "plan": (
         "say what memory, traffic and time a run would need, and which flags would make it fit",
-        "open_instruct.planning.command:main",
+        "open_instruct.report.plan_command:main",
+    ),
+    "preview": (
+        "show rows of a run as the model will see them, what is learned of them, and how long they are",
+        "open_instruct.preview.command:main",
+    ),
+    "report": ("make a page of what runs have left: curves, health, rollouts", "open_instruct.report.command:main"),
+    "migrate-args": (
+        "tell a launch of allenai's open-instruct in our flags: migrate-args dpo|sft|grpo|reward_model -- ARGS",
+        "open_instruct.migrate.command:migrate_args",
     ),
     "replay": (
         "take one step of a GRPO run again, under its own or under other settings of the loss",
         "open_instruct.replay:main",
     ),
+    "export": (
+        "write the weights in a checkpoint of a run as a Hugging Face folder",
+        "open_instruct.run.export_command:export_command",
+    ),
     "merge": ("add an adapter to the model that it was trained beside", "open_instruct.merge:main"),
+    "chat": ("talk to a model: what a run has exported, or one on the hub", "open_instruct.chat.command:main"),
     "score": ("score the conversations of a file, or their steps, with a reward model", "open_instruct.score:main"),
     "tiny-model": (
         "write a small random checkpoint with a tokenizer, to try things on",
@@ -58,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), file=sys.stderr)
         return EXIT_INPUT
     name, *rest = words
-    if name in HELP_WORDS:
+    if asks_for_help([name]):
         print(usage())
         return 0
     if name == "--version":
@@ -82,7 +101,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 def program() -> NoReturn:
     """The console script: `main` as a whole process."""
-    leave(main())
+    leave(run_to_exit_code(main, program=PROGRAM))
 
 
 def usage() -> str:

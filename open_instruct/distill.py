@@ -1,6 +1,6 @@
 """Train a student on conversations towards a frozen teacher: parse, build both, fit, export.
 
-    torchrun --nproc_per_node 2 open_instruct/distill.py --model_name_or_path SMALL \
+    open-instruct distill --num_processes 2 --model_name_or_path SMALL \
         --teacher_model_name_or_path LARGE --mixer_list rows.jsonl 1.0 --output_dir OUT
 """
 

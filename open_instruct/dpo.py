@@ -1,6 +1,6 @@
 """Train DPO: parse, build, cache the reference, fit, export.
 
-    torchrun --nproc_per_node 2 open_instruct/dpo.py --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
+    open-instruct dpo --num_processes 2 --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
         --output_dir OUT
 """
 

@@ -21,17 +21,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from open_instruct.config.help import print_help
+from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ShardingSection
+from open_instruct.config.sections import RanksSection, ShardingSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
+from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
+from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
-
-HELP_WORDS = ("--help", "-h")
+from open_instruct.run.run_directory import exported_by
 
 # Most errors are met by every rank at once, and rank 0 tells of them. torchrun ends all ranks as soon as one
 # has failed, so the others wait for this long, or rank 0 might be ended before it has spoken. A rank that
@@ -64,41 +65,75 @@ def run_entry(
     program: str,
     validate: Callable[[ConfigT], list[str]],
     gpus_per_node: Callable[[ConfigT], Sequence[int]] | None = None,
+    script: tuple[Path, Sequence[str]] | None = None,
+    look: Callable[[ConfigT], None] = lambda config: None,
 ) -> int:
     """Parse `argv` (default: the command line), check it, run `main`, and return the exit code.
 
     Flags, and the layout they ask of the nodes, are checked before `main` is called, so an entry that
     imports torch inside `main` refuses bad flags, and answers `--help`, without loading it. `validate`
     returns warnings, which are printed. `gpus_per_node` reads the nodes from the flags, where no launcher
-    tells of them.
+    tells of them. `script` is what ranks are started from, where the flags ask for some, and its first words.
+    `look` refuses files and folders that will not do.
     """
+    program = typed(program)
     words = sys.argv[1:] if argv is None else list(argv)
     speaks = _rank() == 0
 
     def run() -> int:
-        if any(word in HELP_WORDS for word in words):
+        if asks_for_help(words):
             if speaks:
                 print_help(config_class, program)
             return 0
         try:
-            config = parse(config_class, words)
+            unneeded: list[str] = []
+            config = parse(config_class, words, unneeded=unneeded)
             warnings = validate(config)
-            if gpus_per_node is None:
-                check_layout(config.parallel, os.environ)
-            else:
+            num_ranks = None
+            if gpus_per_node is not None:
                 layout_of(config.parallel, gpus_per_node(config))
+            elif isinstance(config.parallel, RanksSection):
+                num_ranks = num_to_start(config.parallel.num_processes, os.environ)
+                check_layout(config.parallel, world_of(num_ranks) if num_ranks else os.environ)
             if speaks:  # rank 0 alone talks to a tracker
                 check_trackers(config.logging.report_to, os.environ)
+                if config.run.push_to_hub:
+                    open_repository(config.run)
         except InputError as error:
             # Every rank has the same words, so none can be the only one that knows.
-            lines = (f"{program}: {error}", f"Nothing was started. `{program} --help` lists every flag.")
+            asking = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == program else program
+            lines = (f"{program}: {error}", f"Nothing was started. `{asking} --help` lists every flag.")
             _tell_of_failure(*lines, known_to_all=True)
             return EXIT_INPUT
-        if speaks:
-            _tell(*(f"{program}: warning: {warning}" for warning in warnings))
-        return run_to_exit_code(lambda: main(config), program=program, log_file=Path(config.run.output_dir) / "run.log")
+        log_file = Path(config.run.output_dir) / "run.log"
+
+        def start() -> int:
+            look(config)
+            if num_ranks is None or script is None:
+                if speaks:
+                    _tell(*(f"{program}: warning: {warning}" for warning in warnings))
+                    if unneeded:
+                        _tell(f"{program}: not needed here, and left out: {'; '.join(unneeded)}")
+                code = main(config)
+                if code == 0 and speaks and config.run.push_to_hub:
+                    print(upload(config.run, exported_by(config)))
+                return code
+            code, untold = start_ranks(script[0], [*script[1], *words], num_ranks, typed=program)
+            if untold:
+                _tell(f"{program}: {untold}. {_way_on(log_file)}")
+            return code
+
+        return run_to_exit_code(start, program=program, log_file=log_file)
 
     return run_to_exit_code(run, program=program)
+
+
+def typed(script: str) -> str:
+    """The command that was typed: `open-instruct dpo`, or `script` where that was started, as a rank too."""
+    if told := os.environ.get(TYPED):
+        return told
+    is_command = Path(sys.argv[0]).name in ("open-instruct", "cli.py") and len(sys.argv) > 1
+    return f"open-instruct {sys.argv[1]}" if is_command else script
 
 
 def check_layout(parallel: ShardingSection, environ: Mapping[str, str]) -> None:
@@ -130,6 +165,12 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
     with _signals_raise():
         try:
             return run()
+        except BrokenPipeError as error:
+            if log_file is not None or sys.stdout.closed:
+                return teller.tell(error)
+            # `| head` has read what it wanted; what is left in the buffer has nowhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except BaseException as error:
             with _last_words:
                 # The launcher ends the other ranks of one that failed: not before the reason is told.

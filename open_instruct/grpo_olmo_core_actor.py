@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.entry import leave, run_entry
+from open_instruct.run.first_look import look_at
 
 if TYPE_CHECKING:
     from open_instruct.cluster.learner_process import LearnerProcess
@@ -43,6 +44,7 @@ def run_grpo(
         program=program,
         validate=validate_grpo,
         gpus_per_node=lambda config: config.parallel.num_learners_per_node,
+        look=look_at,
     )
 
 
@@ -51,10 +53,14 @@ def train(config: GRPOConfig, *, learner_class: type[LearnerProcess]) -> int:
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
     from open_instruct.rollout.checked_run import open_rollout_run
     from open_instruct.rollout.driver import Driver
+    from open_instruct.rollout.finished import export_finished
     from open_instruct.rollout.fleet import start_fleet
 
-    with open_rollout_run(config) as run, start_fleet(learner_class, run) as fleet:
-        return Driver(run, fleet).fit()
+    with open_rollout_run(config) as run:
+        if export_finished(run):
+            return 0
+        with start_fleet(learner_class, run) as fleet:
+            return Driver(run, fleet).fit()
 
 
 class PolicyTrainerOLMoCoreProcess:
@@ -86,6 +92,7 @@ class PolicyTrainerOLMoCoreProcess:
             max_seq_length=config.data.max_seq_length,
             export_folder=self.run.directory.hf_model,
             adapters=config.adapters,
+            data=config.data,
         )
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
         self.sender = WeightSender(
@@ -95,6 +102,7 @@ class PolicyTrainerOLMoCoreProcess:
             dtype=getattr(torch, engine_dtype),
             bucket_bytes=config.fleet.weight_sync_bucket_mib << 20,
             timeout_s=config.fleet.weight_sync_timeout_s,
+            adapter_alone=config.sent_adapter is not None,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:
@@ -118,7 +126,7 @@ class PolicyTrainerOLMoCoreProcess:
         from open_instruct.learner.export import export_policy
 
         self.learner.loop.close()
-        export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config)
+        export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config, trained_by="grpo")
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
         """What the engines need to connect; see `WeightSender.open`."""

@@ -1,6 +1,6 @@
 """Train KTO: parse, build, cache the reference, fit, export.
 
-    torchrun --nproc_per_node 2 open_instruct/kto.py --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
+    open-instruct kto --num_processes 2 --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
         --output_dir OUT
 """
 

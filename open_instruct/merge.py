@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from open_instruct.config.help import print_help
+from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
-from open_instruct.entry import HELP_WORDS
-
-if TYPE_CHECKING:
-    import torch
-
-    from open_instruct.models.checkpoint_files import CheckpointFiles
-    from open_instruct.models.names import TensorNames
 
 
 @dataclass(kw_only=True)
@@ -44,7 +37,7 @@ class MergeFlags:
 
 def main(words: Sequence[str]) -> int:
     """:raises InputError: a folder is missing or damaged, or the adapter is of another model."""
-    if any(word in HELP_WORDS for word in words):
+    if asks_for_help(words):
         print_help(MergeFlags, "open-instruct merge")
         return 0
     flags = parse(MergeFlags, words).merge
@@ -56,9 +49,10 @@ def main(words: Sequence[str]) -> int:
     from open_instruct.models.export import export_hf
     from open_instruct.models.hf_config import load_hf_config
     from open_instruct.models.load import check_cover, parameter_shapes
+    from open_instruct.models.lora.adapters import MergedWeights
     from open_instruct.models.lora.files import open_adapter, read_settings
     from open_instruct.models.names import TensorNames
-    from open_instruct.run.pretrained import local_folder
+    from open_instruct.run.first_look import local_folder
 
     base, adapter_folder = local_folder(flags.model_name_or_path), local_folder(flags.adapter_name_or_path)
     lora, hf_config = LoRASection(**read_settings(adapter_folder)), load_hf_config(str(base))
@@ -68,6 +62,7 @@ def main(words: Sequence[str]) -> int:
         dtype = None if flags.export_dtype == "source" else getattr(torch, flags.export_dtype)
         model.to(dtype or next(iter(files.dtypes.values())))
         adapter = open_adapter(adapter_folder, model, names, lora)
+        stored = {name: files.read(hf_name) for name, hf_name in names}  # views: nothing is read before it is used
         report = export_hf(
             model,
             hf_config,
@@ -75,29 +70,7 @@ def main(words: Sequence[str]) -> int:
             source_folder=base,
             out_folder=flags.output_dir,
             dtype=dtype,
-            weights=MergedFiles(files, names, adapter, scale=lora.scale),
+            weights=MergedWeights(stored, adapter, scale=lora.scale),
         )
     print(f"{base} with the adapter of {adapter_folder} is in {report.folder} ({report.num_bytes / 1e6:,.1f} MB)")
     return 0
-
-
-class MergedFiles(Mapping[str, "torch.Tensor"]):
-    """The tensors of a checkpoint by OLMo-core's names, those with an adapter in float32, made when asked for."""
-
-    def __init__(
-        self, files: CheckpointFiles, names: TensorNames, adapter: Mapping[str, torch.Tensor], *, scale: float
-    ) -> None:
-        self._files, self._names, self._adapter, self._scale = files, names, adapter, scale
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        stored, layer = self._files.read(self._names.hf_name(name)), name.removesuffix(".weight")
-        if f"{layer}.lora_A" not in self._adapter or not name.endswith(".weight"):
-            return stored
-        a_RI, b_OR = (self._adapter[f"{layer}.lora_{half}"].float() for half in "AB")
-        return stored.float().addmm(b_OR, a_RI, alpha=self._scale)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names.olmo_core_names)
-
-    def __len__(self) -> int:
-        return len(self._names.olmo_core_names)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.parser import parse
 from open_instruct.errors import RunError
+from open_instruct.hub.upload import open_repository, upload
 from open_instruct.objectives.objective import Objective
+from open_instruct.run.run_directory import exported_by
 from open_instruct.train import train
 from open_instruct.whole_file import replace_text
 
@@ -55,6 +57,8 @@ def fit(
     config: Any = parse(objective.config_class, words)
     for warning in objective.validate(config):
         print(f"warning: {warning}")
+    if config.run.push_to_hub:
+        open_repository(config.run)
     try:
         code = train(config, objective=objective, callbacks=callbacks)
     finally:
@@ -63,4 +67,6 @@ def fit(
         stop_process()  # the next cell may start another run
     if code != 0:
         raise RunError(f"the run was stopped; give the same again to go on from the last checkpoint in {output_dir}")
-    return Path(output_dir) / "hf_model"
+    if config.run.push_to_hub:
+        print(upload(config.run, exported_by(config)))
+    return exported_by(config)

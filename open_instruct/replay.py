@@ -15,9 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.config.help import print_lines
+from open_instruct.config.help import asks_for_help, print_lines
 from open_instruct.config.replay import Replay, described, help_lines, on_one_process, parse_replay
-from open_instruct.entry import HELP_WORDS
 from open_instruct.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
     :raises InputError: if the flags cannot work, or the run has no such step.
     """
-    if any(word in HELP_WORDS for word in argv):
+    if asks_for_help(argv):
         print_lines(help_lines)
         return 0
     asked = parse_replay(argv)
@@ -50,13 +49,13 @@ def main(argv: Sequence[str]) -> int:
 def replay(asked: Replay) -> dict[str, Any]:
     """Take the step, print what comes of it, and return the same numbers as JSON."""
     from open_instruct.parallel.process import start_process, stop_process
-    from open_instruct.rollout.replay import differences, recorded_row, table, weights_before
+    from open_instruct.rollout.replay import as_decided, differences, recorded_row, table, weights_before
     from open_instruct.rollout.traces import read_traces
     from open_instruct.run.run_directory import RunDirectory
 
     # Libraries warn of what a run keeps in its log; here nobody reads it.
     logging.captureWarnings(True)
-    settings = asked.settings
+    run, settings = asked.run, as_decided(asked.settings, asked.run)
     groups = read_traces(asked.run, asked.step)
     weights = weights_before(asked.run, asked.step, config=settings, given=asked.weights)
     recorded = recorded_row(RunDirectory(path=asked.run).metrics, asked.step)
@@ -67,7 +66,7 @@ def replay(asked: Replay) -> dict[str, Any]:
     changed = None
     if asked.changed is not None:
         print(f"changed: {described(asked.changes)}", flush=True)
-        changed = take_again(asked.changed, groups, step=asked.step, weights=weights, process=process)
+        changed = take_again(as_decided(asked.changed, run), groups, step=asked.step, weights=weights, process=process)
     stop_process()
 
     print("\n" + table({"recorded": recorded, "recomputed": recomputed, "changed": changed}))

@@ -1,6 +1,6 @@
 """Train a reward model: parse, build, fit, export.
 
-    torchrun --nproc_per_node 2 open_instruct/reward_model.py --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
+    open-instruct reward_model --num_processes 2 --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
         --output_dir OUT
 """
 

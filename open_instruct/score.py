@@ -21,14 +21,15 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.config.help import print_help
+from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
-from open_instruct.data.messages import parse_conversation
-from open_instruct.data.rows import BadRow, MalformedRow, open_rows
-from open_instruct.entry import HELP_WORDS, leave, run_to_exit_code
+from open_instruct.data.files.opening import open_rows
+from open_instruct.data.row_forms import conversation_of
+from open_instruct.data.rows import BadRow, MalformedRow
+from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import InputError
 from open_instruct.objectives.prm import IS_PLACEHOLDER, STEP_END, places, texts_of_steps
 from open_instruct.parallel.wording import counted
@@ -55,7 +56,7 @@ class ScoreSection:
         minimum=2,
     )
     batch_tokens: int = flag("tokens that are computed at once", 16384, minimum=1)
-    chat_template_name: str | None = flag("a built-in template; default: the model's own", None)
+    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the model's own", None)
     param_dtype: Literal["bfloat16", "float32"] | None = flag("default: bfloat16 on CUDA, float32 on a CPU", None)
 
 
@@ -76,13 +77,15 @@ class ScoreFlags:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the words in `argv` (default: the command line) and return the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if any(word in HELP_WORDS for word in words):
+    if asks_for_help(words):
         print_help(ScoreFlags, f"{PROGRAM} MODEL FILE")
         return 0
     if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
         raise InputError(f"the first words are a model and a file: {PROGRAM} MODEL FILE --output scored.jsonl")
     flags = parse(ScoreFlags, words[2:]).score
     refuse(limit_problems(flags))
+    if not (folder := Path(words[0])).is_dir():
+        raise InputError(f"MODEL: {folder}: no such folder; give the hf_model that a run has left")
     out = Path(flags.output)
     if out.exists() and Path(words[1]).exists() and out.samefile(words[1]):
         raise InputError(f"--output {out} is the file that is scored; name another")
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from open_instruct.learner.scoring_model import ScoringModel
 
     tokenizer = load_tokenizer(words[0], flag="MODEL")
-    model = ScoringModel.open(Path(words[0]), tokenizer, dtype=flags.param_dtype, normalize=flags.normalize)
+    model = ScoringModel.open(folder, tokenizer, dtype=flags.param_dtype, normalize=flags.normalize)
     chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, flags.chat_template_name))
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -116,7 +119,7 @@ def scored_rows(
         InputError: a row is malformed; with file, line and reason.
     """
     longest = min(flags.max_seq_length or model.max_seq_length, model.max_seq_length)
-    read = partial(solution_of, hf_config=model.hf_config) if model.classes else conversation_of
+    read = partial(solution_of, hf_config=model.hf_config) if model.classes else read_conversation
     while some := list(islice(rows, ROWS_AT_ONCE)):
         documents, is_cut = zip(
             *(document_of(row, partial(read, chat=chat, longest=longest)) for row in some), strict=True
@@ -137,24 +140,12 @@ def document_of(row: Any, read: Callable[[dict[str, Any]], tuple[Document, bool]
         raise InputError(f"{BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason)}") from None
 
 
-def conversation_of(value: dict[str, Any], *, chat: ChatFormat, longest: int) -> tuple[Document, bool]:
+def read_conversation(value: dict[str, Any], *, chat: ChatFormat, longest: int) -> tuple[Document, bool]:
     """A conversation, read at its last token."""
-    if "messages" in value:
-        messages = parse_conversation(value, "messages")
-    else:
-        prompt = parse_conversation(value, "prompt", last_role="user")
-        messages = (*prompt, *parse_reply(value))
+    messages = conversation_of(value)
     token_ids = chat.encode(messages).token_ids
     place = Span(start=1, stop=min(len(token_ids), longest))
     return Document(token_ids=token_ids[:longest], responses=(place,), reads_ends=True), len(token_ids) > longest
-
-
-def parse_reply(row: dict[str, Any]) -> Any:
-    """The one turn under 'completion'."""
-    reply = row.get("completion")
-    asked = {"role": "user", "content": "?"}
-    turns = {"completion": [asked, *(reply if isinstance(reply, list) else [reply])]}
-    return parse_conversation(turns, "completion")[1:]
 
 
 def solution_of(

@@ -1,6 +1,6 @@
 """Train on conversations (a warm start before DPO or GRPO): parse, build, fit, export.
 
-    torchrun --nproc_per_node 2 open_instruct/sft.py --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
+    open-instruct sft --num_processes 2 --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
         --output_dir OUT
 """
 

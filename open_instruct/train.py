@@ -2,7 +2,7 @@
 
 `dpo.py`, `sft.py` and the other entries are this file with an objective; with one of your own it is
 
-    torchrun --nproc_per_node 2 open_instruct/train.py --objective mine.py:MINE --output_dir OUT ...
+    open-instruct train --objective mine.py:MINE --num_processes 2 --output_dir OUT ...
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from open_instruct.config.help import asks_for_help
 from open_instruct.config.training import TrainingConfig
-from open_instruct.entry import HELP_WORDS, leave, run_entry, run_to_exit_code
+from open_instruct.entry import leave, run_entry, run_to_exit_code, typed
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.run.first_look import look_at
 from open_instruct.users_code import load_named
 
 if TYPE_CHECKING:
@@ -39,12 +41,12 @@ Those that are built in are commands of their own: {", ".join(OBJECTIVES)}."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Train the objective that `--objective` names with the other flags in `argv`; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    return run_to_exit_code(lambda: _run_own(words), program="train.py")
+    return run_to_exit_code(lambda: _run_own(words), program=typed("train.py"))
 
 
 def _run_own(words: list[str]) -> int:
     if OBJECTIVE_FLAG not in words[:-1]:
-        if any(word in HELP_WORDS for word in words):
+        if asks_for_help(words):
             print(USAGE)
             return 0
         raise InputError(f"give {OBJECTIVE_FLAG} FILE.py:NAME\n{USAGE}")
@@ -55,17 +57,23 @@ def _run_own(words: list[str]) -> int:
         raise InputError(
             f"{OBJECTIVE_FLAG} {word} is no objective; make it an open_instruct.objectives.objective.Objective"
         )
-    return run_objective(objective, words[:at] + words[at + 2 :])
+    return run_objective(objective, words[:at] + words[at + 2 :], own=words[at : at + 2])
 
 
-def run_objective(objective: Objective, argv: Sequence[str] | None = None) -> int:
-    """Train `objective` with the flags in `argv` (default: the command line) and return the exit code."""
+def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, own: Sequence[str] = ()) -> int:
+    """Train `objective` with the flags in `argv` (default: the command line) and return the exit code.
+
+    `own` are the words that name it, where it is not built in.
+    """
+    file = Path(__file__) if own else Path(__file__).with_name(objective.program)
     return run_entry(
         objective.config_class,
         partial(train, objective=objective),
         argv,
         program=objective.program,
         validate=objective.validate,
+        look=look_at,
+        script=(file, own) if file.is_file() else None,
     )
 
 
@@ -87,12 +95,14 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
     from open_instruct.run.opened import open_run
-    from open_instruct.run.plan_check import check_plan_of_run
+    from open_instruct.run.plan_check import planned_run
     from open_instruct.run.pretrained import open_pretrained
     from open_instruct.run.signals import stopped_by
     from open_instruct.run.start_model import start_model_of
     from open_instruct.run.trackers import logging_steps
 
+    if config.data.eval_mixer_list and objective.evaluate is None:
+        raise InputError(f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out")
     backend = backend_of(config.parallel)
     with open_run(config) as run:
         pretrained = open_pretrained(
@@ -103,9 +113,10 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             head=objective.head,
             seed=config.optim.seed,
             adapters=config.adapters,
+            data=config.data,
         )
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
-        check_plan_of_run(config, run, pretrained.folder)
+        config = planned_run(config, run, pretrained.folder)
         loss = objective.bound(config, pretrained.tokenizer)
         if pretrained.adapter is not None:
             loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
@@ -125,6 +136,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         )
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
         num_rows_per_step = shape.max_samples_per_rank * run.layout.data_parallel_world_size
+        save_interval = config.run.checkpointing_steps or shape.num_steps_per_epoch(len(rows), layout=run.layout)
         for warning in objective.check_rows(rows, num_rows_per_step, config):
             run.console.warn(warning)
 
@@ -133,7 +145,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
 
         if teacher is not None:
             policy.comparison, rows, heldout_rows = compare_with(
-                teacher, rows, heldout_rows, scorer=scorer, run=run, config=config
+                teacher, rows, heldout_rows, student=pretrained, scorer=scorer, run=run, config=config
             )
         scores, moves = {}, objective.reference_moves(config)
         heldout_reference_ND = None
@@ -154,11 +166,6 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
 
         if moves.get("update_freq"):
             policy.reference = backend.moving_reference(policy, pretrained, run=run, config=config, **moves)
-        heldout = None
-        if heldout_rows is not None:
-            heldout = Heldout(heldout_rows, objective, reference_ND=heldout_reference_ND, config=config, run=run)
-            heldout.evaluate(scorer, step=0)
-
         loader = SampleLoader(
             rows,
             scores=scores,
@@ -174,22 +181,34 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             num_steps=num_steps,
             max_tokens_per_step=loader.max_tokens_per_step,
             keep_last_n=config.run.keep_last_n_checkpoints,
+            lasting_interval=save_interval if config.run.ephemeral_save_interval else 1,
             async_checkpoints=config.run.async_checkpoints,
             callbacks=profiling(config.logging.profile_steps, num_steps=num_steps, run_folder=run.directory.path)
             | dict(callbacks or {}),
         )
         if loop.resume(warn=run.console.warn):
             run.console.say(f"resuming after step {loop.step} of {num_steps}")
+        heldout = None
+        if heldout_rows is not None:
+            heldout = Heldout(heldout_rows, heldout_reference_ND, scorer, objective=objective, config=config, run=run)
+            if heldout.is_due(loop.step, num_steps):
+                heldout.evaluate(loop.step)
         with logging_steps(run, config, first_step=loop.step, num_steps=num_steps) as on_step:
-            signal = loop.fit(loader, on_step=on_step, save_interval=config.run.checkpointing_steps)
+            signal = loop.fit(
+                loader,
+                on_step=on_step,
+                save_interval=save_interval,
+                ephemeral_interval=config.run.ephemeral_save_interval,
+                heldout=heldout,
+            )
         if signal is not None:
             told, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
             run.console.say(told)
             return code
 
         if heldout is not None:
-            more_config |= heldout.evaluate(scorer, step=loop.step)
-        export_policy(policy, pretrained, run=run, config=config, more_config=more_config)
+            more_config |= heldout.evaluate(loop.step).exported
+        export_policy(policy, pretrained, run=run, config=config, trained_by=objective.name, more_config=more_config)
         return 0
 
 

@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from open_instruct.run.curves import draw_curve
+from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.toys.synthetic import write_synthetic_preferences
 
 MODEL, TRAIN_ROWS, HELD_OUT_ROWS, RUN = (OUTPUT / name for name in ("model", "train.jsonl", "held_out.jsonl", "run"))

@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from open_instruct.run.curves import draw_curve
+from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.toys.arithmetic import write_arithmetic
 
 # Where configs/sft/cpu_tiny.yaml and configs/grpo/cpu_tiny.yaml look for them.

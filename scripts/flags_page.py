@@ -15,8 +15,8 @@ from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import title_of
 from open_instruct.config.plan import PlanFlags
-from open_instruct.config.upstream_flags import upstream_flags
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.preview.flags import PreviewFlags
 
 MARKDOWN_HEAD = """\
 # Flags
@@ -34,13 +34,9 @@ A command and its script take the same flags: {commands}.
 """
 
 MARKDOWN_UPSTREAM = """\
-## Flags of open-instruct that mean nothing here
+## Flags of open-instruct
 
-A command written for open-instruct's `dpo_tune_cache.py` or `finetune.py` may carry these. Each is refused with its
-sentence, or, where that names a flag which the command lacks, as unknown.
-
-| flag | |
-|---|---|
+What becomes of those is in [upstream.md](upstream.md).
 """
 
 
@@ -64,7 +60,7 @@ def commands_with_flags() -> tuple[CommandFlags, ...]:
 
 
 def markdown(commands: Sequence[CommandFlags]) -> str:
-    """The page `docs/flags.md`: for every command a table a section, and upstream's flags that are refused."""
+    """The page `docs/flags.md`: for every command a table a section."""
     pairs = ", ".join(f"`open-instruct {command.name}` and `{command.script}`" for command in commands)
     parts = [MARKDOWN_HEAD.format(commands=pairs)]
     for command in commands:
@@ -72,8 +68,9 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
         parts += _section_tables(command.config_class)
     parts.append("## plan\n\nThe flags of the run that is planned, and these:\n")
     parts += _section_tables(PlanFlags)
-    rows = "\n".join(f"| `--{name}` | {_escaped(sentence)} |" for name, sentence in sorted(upstream_flags().items()))
-    parts.append(MARKDOWN_UPSTREAM + rows + "\n")
+    parts.append("## preview\n\nThe flags of the run whose rows are shown, and these:\n")
+    parts += _section_tables(PreviewFlags)
+    parts.append(MARKDOWN_UPSTREAM)
     return "\n".join(parts)
 
 

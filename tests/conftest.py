@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
 
 # Models here are small, and files run beside each other: threads of one would take the cores of another. It is read
 # when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A test asserts behaviour, never wall time.
+settings.register_profile("any_time", deadline=None)
+settings.load_profile("any_time")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

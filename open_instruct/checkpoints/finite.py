@@ -9,7 +9,6 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import RunError
-from open_instruct.models.names import is_of_adapter
 from open_instruct.models.shards import held_of, local_part
 
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
@@ -23,7 +22,7 @@ def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype:
     :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than `LARGEST_WEIGHT`.
     """
     limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
-    held = [*held_of(model).values(), *(each for name, each in model.named_parameters() if is_of_adapter(name))]
+    held = [*held_of(model).values(), *held_of(model, of_adapters=True).values()]
     shards = [shard for shard in map(local_part, held) if shard.numel()]
     # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
     bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)

@@ -16,15 +16,13 @@ from open_instruct.checkpoints.background import Run, at_once
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.checkpoints.step_folder import (
-    Damaged,
-    Manifest,
     candidates,
-    damage,
+    damage_of,
     find_checkpoints,
     keep_aside,
     latest_step,
-    read_manifest,
     remove,
+    step_of,
     tidy,
 )
 from open_instruct.errors import InputError, RunError
@@ -88,10 +86,20 @@ def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
     return checkpointer.step_under_way is None
 
 
-def remove_old_checkpoints(folder: Path, *, keep_last_n: int, run: Run[None] = at_once) -> Future[None]:
-    """Remove all but the newest `keep_last_n` checkpoints. Collective: rank 0 removes, once all are past the newest."""
+def remove_old_checkpoints(
+    folder: Path, *, keep_last_n: int, lasting_interval: int = 1, run: Run[None] = at_once
+) -> Future[None]:
+    """Remove all but the newest `keep_last_n` checkpoints (0 keeps all).
+
+    Collective: rank 0 removes, once all are past it.
+
+    Of steps that are no multiple of `lasting_interval` only the newest checkpoint of all stays, and they do not count.
+    """
     barrier()
-    old = find_checkpoints(folder)[:-keep_last_n] if get_rank() == 0 else []
+    checkpoints = find_checkpoints(folder) if get_rank() == 0 else []
+    lasting = [path for path in checkpoints if lasting_interval == 1 or step_of(path) % lasting_interval == 0]
+    kept = {*checkpoints[-1:], *lasting[-keep_last_n:]}
+    old = [path for path in checkpoints if path not in kept]
 
     def remove_each() -> None:
         for path in old:
@@ -174,14 +182,5 @@ def _load(trainer: Trainer, folder: Path) -> None:
 def _damage_on_any_rank(folder: Path) -> list[str]:
     """What is wrong with the files of a checkpoint: each is read by one rank, and all ranks return the same."""
 
-    def manifest_or_reason() -> Manifest | str:
-        try:
-            return read_manifest(folder)
-        except Damaged as error:
-            return str(error)
-
-    manifest = on_main_process(manifest_or_reason)
-    if isinstance(manifest, str):
-        return [manifest]
-    own = damage(folder, manifest, share=get_rank(), num_shares=get_world_size())
+    own = damage_of(folder, share=get_rank(), num_shares=get_world_size())
     return [told for of_rank in gathered(own) for told in of_rank]

@@ -97,6 +97,14 @@ def damage(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int 
     return told
 
 
+def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
+    """All that is not what was written, the manifest among it; see `damage`."""
+    try:
+        return damage(folder, read_manifest(folder), share=share, num_shares=num_shares)
+    except Damaged as error:
+        return [str(error)]
+
+
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step"))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.cluster.process_environment import take_environment
+from open_instruct.cluster.process_environment import go_by, take_environment
 from open_instruct.parallel.peers import doing
 
 
@@ -43,6 +43,7 @@ class LearnerHost:
 
     def set_environment(self, environment: Mapping[str, str]) -> None:
         """A call of its own: Ray imports the learner's class, and so torch, before it enters `construct`."""
+        go_by(f"learner-{environment['RANK']}")
         take_environment(environment, meeting_address=environment["MASTER_ADDR"])
 
     def construct(self, learner_class: type, arguments: Mapping[str, Any]) -> None:

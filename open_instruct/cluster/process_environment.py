@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 from open_instruct.cluster.addresses import address_towards, interface_of
+from open_instruct.cluster.watchdog import ACTOR_NAME
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -32,6 +34,12 @@ def take_environment(environment: Mapping[str, str], *, meeting_address: str) ->
     for name, value in {**_interfaces(meeting_address), **environment}.items():
         if name not in KEPT or not {name, SAME_AS.get(name, name)} & os.environ.keys():
             os.environ[name] = value
+
+
+def go_by(name: str) -> None:
+    """Say, in what a worker of Ray writes, who it is: "learner-0", "engine-1". Its log is kept under that name."""
+    for stream in (sys.stdout, sys.stderr):
+        print(f"{ACTOR_NAME}{name}", file=stream, flush=True)
 
 
 def _interfaces(meeting_address: str) -> dict[str, str]:

@@ -30,6 +30,8 @@ FOLDER_VARIABLE = "OPEN_INSTRUCT_FLEET_FOLDER"
 SHARED_MEMORY = Path("/dev/shm")
 # Of Python's multiprocessing, vLLM, torch and NCCL. A model that somebody keeps there is mapped too, and is not ours.
 SHARED_PREFIXES = ("psm_", "sem.mp-", "vllm_", "torch_", "nccl-")
+# Begins a line by which a worker of Ray says what it is; Ray's own lines begin with a colon too.
+ACTOR_NAME = ":actor_name:"
 POLL_INTERVAL_S = 1.0
 SWEEP_TIMEOUT_S = 20.0
 
@@ -118,11 +120,16 @@ def _shared_memory_of(pids: list[int]) -> set[int]:
 
 
 def _keep_logs(folder: Path, logs_folder: Path) -> None:
-    for path in sorted(folder.glob("*/session_2*/logs/worker-*")):
+    """Copy what was said by workers that said something, under the name that each went by last."""
+    for path in sorted(folder.glob("*/session_2*/logs/worker-*"), key=lambda path: path.stat().st_mtime):
         lines = path.read_bytes().splitlines()
-        if any(not line.startswith(b":") for line in lines):  # Ray's own first lines do
+        names = [line.decode().removeprefix(ACTOR_NAME) for line in lines if line.startswith(ACTOR_NAME.encode())]
+        if any(not line.startswith(b":") for line in lines):
             logs_folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, logs_folder)
+            name = names[-1] if names and "-" in names[-1] else path.stem
+            # One that was started again has a log of its own.
+            before = len([*logs_folder.glob(f"{name}{path.suffix}"), *logs_folder.glob(f"{name}.*{path.suffix}")])
+            shutil.copy(path, logs_folder / f"{name}{f'.{before + 1}' if before else ''}{path.suffix}")
 
 
 if __name__ == "__main__":

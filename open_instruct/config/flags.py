@@ -21,6 +21,8 @@ NONE_WORDS = ("none", "null", "~")
 # Seeds and time-outs fit, no flag counts further, and what is computed from a few such numbers is still a float.
 LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
+# What other trainers call some of the values that flags choose from.
+OTHER_WORDS = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "bf16": "bfloat16", "fp32": "float32"}
 # By the kind of a flag and of a list's items: the value in usage lines, and in error messages.
 KINDS: dict[tuple[type, type], tuple[str, str]] = {
     (bool, str): ("true|false", "true or false"),
@@ -115,9 +117,8 @@ class Flag:
             raise InputError(f"needs a value: {self.accepted}")
         if len(words) > 1:
             raise InputError(f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no flag")
-        if self.optional and words[0].lower() in NONE_WORDS:
-            return None
-        return self._value_of_word(words[0], self.kind)
+        is_none = self.optional and words[0].lower() in NONE_WORDS
+        return None if is_none else self._value_of_word(words[0], self.kind)
 
     def _value_of_word(self, word: str, kind: type) -> Any:
         value: Any
@@ -133,6 +134,8 @@ class Flag:
         return value
 
     def _hint(self, word: str) -> str:
+        if (here := OTHER_WORDS.get(word.lower())) in self.choices:
+            return f"; that is called {here} here"
         number = _finite_number(float, word) if int in (self.kind, self.item_kind) else None
         if number is None or number != int(number):
             return ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.flags import spelled
+from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.losses import OVER_TOKENS, POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import (
     LEAST_TEMPERATURE,
@@ -22,6 +23,7 @@ from open_instruct.config.rollout_sections import (
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import (
     changed,
+    column_problems,
     learner_problems,
     learner_warnings,
     microbatch_problems,
@@ -67,6 +69,11 @@ class GRPOConfig(LearnerConfig):
         return self.rollout.total_episodes // self.num_completions_per_step
 
     @property
+    def sent_adapter(self) -> LoRASection | None:
+        """Where it is all that engines are sent."""
+        return self.adapters if self.fleet.lora_sync == "adapter" else None
+
+    @property
     def max_tokens_per_microbatch(self) -> int:
         return self.loss.pack_length or max(self.data.max_seq_length, DEFAULT_PACK_LENGTH)
 
@@ -98,6 +105,7 @@ def _data_problems(data: PromptDataSection) -> Iterator[str]:
     yield from mixer_problems(
         "dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
     )
+    yield from column_problems(data.columns)
     yield from mixer_problems("sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
     if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
         yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
@@ -151,6 +159,10 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
         module, colon, name = word.rpartition(":")
         if not (module and colon and name):
             yield f"--verifier {word}: takes FILE.py:Class or module:Class, such as my_rewards.py:UnitTests"
+    for word in reward.remap_verifier:
+        old, _, new = word.partition("=")
+        if not (old and new) or "=" in new:
+            yield f"--remap_verifier {word}: takes OLD=NEW, such as math_dapo=math"
     if not reward.apply_r1_style_format_reward:
         for given in changed(config, "r1_style_format_reward", "additive_format_reward"):
             yield f"{given}: is read only with --apply_r1_style_format_reward; add that, or leave this out"
@@ -242,11 +254,6 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
             f"--num_learners_per_node {spelled(learners)}: takes the learners of each node, each at least 1, such as "
             "'8 8'"
         )
-    if parallel.zero_stage is not None and parallel.tensor_parallel_degree > 1:
-        yield (
-            f"--tensor_parallel_degree {parallel.tensor_parallel_degree}: of matrices that DeepSpeed splits nothing "
-            "can be sent to engines; leave it out, or use --backend olmo_core"
-        )
     if parallel.single_gpu_mode:
         for name, value, wanted in (
             ("num_learners_per_node", learners, [1]),
@@ -261,28 +268,37 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
             f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, each of which needs a "
             "token in a step; raise the one or lower the other"
         )
+    if fleet.lora_sync == "adapter" and config.adapters is None:
+        yield "--lora_sync adapter: there is no adapter without --use_lora; add that, or leave this out"
+    elif config.sent_adapter is not None and config.lora.lora_r > RANKS_OF_ENGINES[-1]:
+        yield (
+            f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to {RANKS_OF_ENGINES[-1]}; use at "
+            "most that, or --lora_sync merged"
+        )
     if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
         yield "--weight_sync_backend ipc hands over memory of one device: it needs --single_gpu_mode; use auto"
 
 
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     evaluation = config.evaluation
+    if config.run.checkpointing_steps == 0:
+        yield "--checkpointing_steps 0: a run of prompts has no epochs; give a number of steps"
     if 0 < evaluation.eval_temperature < LEAST_TEMPERATURE:
         yield (
             f"--eval_temperature {spelled(evaluation.eval_temperature)}: must be at least {LEAST_TEMPERATURE}, or 0 "
             "for the likeliest token"
         )
     for k in evaluation.eval_pass_at_k:
-        if not 1 <= k <= evaluation.eval_num_samples:
+        if not 1 <= k <= evaluation.num_samples:
             yield (
                 f"--eval_pass_at_k {k}: needs --eval_num_samples of at least {max(k, 1)}, and it is "
-                f"{evaluation.eval_num_samples}; each k is between 1 and that"
+                f"{evaluation.num_samples}; each k is between 1 and that"
             )
     if not config.data.dataset_mixer_eval_list:
         for given in changed(
             config,
             *("dataset_mixer_eval_list_splits", "eval_on_step_0", "eval_num_samples", "eval_pass_at_k"),
-            *("eval_temperature", "local_eval_every"),
+            *("eval_temperature", "eval_top_p", "local_eval_every"),
         ):
             yield f"{given}: there is no --dataset_mixer_eval_list; leave it out or name held-out prompts"
 

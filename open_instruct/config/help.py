@@ -22,19 +22,28 @@ command line replace those of FILE.yaml, a flat mapping of flag names.
 """
 
 
+def asks_for_help(words: Iterable[str]) -> bool:
+    return not {"--help", "-h"}.isdisjoint(words)
+
+
 def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
     """The lines of `--help`. The description is the config class's docstring, the examples its `examples`."""
     flags = flags_of(config_class)
     required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags.values() if flag.required)
-    yield from wrapped(f"usage: {program} [FILE.yaml] {required} [--flag value ...]", width, later_indent=7)
-    yield BLANK
-    yield from wrapped(inspect.getdoc(config_class) or "", width)
+    yield from first_lines(f"{program} [FILE.yaml] {required}", inspect.getdoc(config_class) or "", width)
     yield BLANK
     yield from wrapped(SPELLING, width)
     for section, section_class in sections_of(config_class).items():
         of_section = [flag for flag in flags.values() if flag.section == section]
         yield from flag_lines(title_of(section_class), of_section, width)
     yield from example_lines(getattr(config_class, "examples", ()))
+
+
+def first_lines(usage: str, description: str, width: int) -> Iterator[Line]:
+    """How a command is given, and what it does."""
+    yield from wrapped(f"usage: {usage} [--flag value ...]", width, later_indent=7)
+    yield BLANK
+    yield from wrapped(description, width)
 
 
 def flag_lines(title: str, flags: Iterable[Flag], width: int, *, with_defaults: bool = True) -> Iterator[Line]:
@@ -94,6 +103,4 @@ def title_of(section_class: type) -> str:
 def _default(flag: Flag) -> str:
     if flag.required:
         return "  [required]"
-    if flag.default is None and "default" in flag.help:
-        return ""
-    return f"  [default: {spelled(flag.default)}]"
+    return "" if flag.default is None and "default" in flag.help else f"  [default: {spelled(flag.default)}]"

@@ -20,6 +20,8 @@ MODULES_OF_TARGETS = {
     "up_proj": "feed_forward.w3",
 }
 ALL_LINEAR = "all-linear"
+# Those that an engine can be set up for.
+RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,6 @@ Both spell values in the same words. Everything that is wrong is collected and r
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of
-from open_instruct.config.upstream_flags import SYNONYMS, upstream_flags
+from open_instruct.config.upstream_flags import Fate, taken
 from open_instruct.errors import InputError
 
 ConfigT = TypeVar("ConfigT")
@@ -23,13 +22,21 @@ YAML_SUFFIXES = (".yaml", ".yml")
 YAML_NULL = "tag:yaml.org,2002:null"
 
 
-def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[str, Any] | None = None) -> ConfigT:
+def parse(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    assumed: Mapping[str, Any] | None = None,
+    unneeded: list[str] | None = None,
+) -> ConfigT:
     """The config that `argv` (without the program's name) describes.
 
     The first word may name a YAML file, a flat mapping of flag names; flags on the command line
     replace its values. Dashes in a flag's name count as underscores. Booleans are spelled `--flag`,
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
     a flag that may be unset. `assumed` has values for flags that must be given and may be left out here.
+    Flags of open-instruct are taken as `upstream_flags` says; those that a run does not need are left out, and told of
+    in `unneeded`, each with its reason; or refused, where that is None.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
@@ -37,7 +44,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[
     """
     flags = flags_of(config_class)
     problems: list[str] = []
-    values = {name: value for name, value in (assumed or {}).items() if name in flags} | _given(argv, flags, problems)
+    values = {name: value for name, value in (assumed or {}).items() if name in flags}
+    values |= _given(argv, flags, problems, unneeded)
     missing = [f"--{flag.name}" for flag in flags.values() if flag.required and flag.name not in values]
     if missing:
         problems.append(f"missing: {', '.join(missing)} (as flags, or in a YAML file)")
@@ -52,16 +60,18 @@ def parse(config_class: type[ConfigT], argv: Sequence[str], *, assumed: Mapping[
 
 def flags_given(config_class: type, argv: Sequence[str]) -> frozenset[str]:
     """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's."""
-    return frozenset(_given(argv, flags_of(config_class), []))
+    return frozenset(_given(argv, flags_of(config_class), [], []))
 
 
-def _given(argv: Sequence[str], flags: Mapping[str, Flag], problems: list[str]) -> dict[str, Any]:
+def _given(
+    argv: Sequence[str], flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None
+) -> dict[str, Any]:
     """The values of the file that the first word may name, and of the flags after it, which replace them."""
     values: dict[str, Any] = {}
     words = list(argv)
     if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
-        values.update(_read_yaml(words.pop(0), flags, problems))
-    return values | _read_command_line(words, flags, problems)
+        values.update(_read_yaml(words.pop(0), flags, problems, unneeded))
+    return values | _read_command_line(words, flags, problems, unneeded)
 
 
 def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, Any]:
@@ -71,7 +81,7 @@ def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, An
         InputError: listing everything that is wrong.
     """
     problems: list[str] = []
-    values = _read_command_line(words, flags, problems)
+    values = _read_command_line(words, flags, problems, None)
     if problems:
         raise InputError("\n".join(problems))
     return values
@@ -80,11 +90,19 @@ def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, An
 # The command line
 
 
-def _read_command_line(words: Sequence[str], flags: Mapping[str, Flag], problems: list[str]) -> dict[str, Any]:
+def _read_command_line(
+    words: Sequence[str], flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None
+) -> dict[str, Any]:
     """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
     values: dict[str, Any] = {}
-    for spelling, given in _groups(words, problems):
+    theirs: set[str] = set()  # flags of ours that upstream may say in two ways
+    for spelling, given in groups_of(words, problems):
         name = _name_of(spelling.removeprefix("--"))
+        if (fate := taken(name, given, flags)) is not None:
+            if fate.ours is None:
+                _tell(fate, spelling, problems, unneeded)
+                continue
+            name, given = fate.ours, list(fate.words)
         negated = flags.get(name.removeprefix("no_"))
         if name not in flags and name.startswith("no_") and negated is not None and negated.kind is bool:
             name = negated.name
@@ -95,15 +113,17 @@ def _read_command_line(words: Sequence[str], flags: Mapping[str, Flag], problems
             negations = [f"no_{flag.name}" for flag in flags.values() if flag.kind is bool]
             problems.append(f"{spelling} {_unknown(name, [*flags, *negations], prefix='--')}")
             continue
-        if name in values:
-            problems.append(f"{spelling} is given twice; keep one")
         if flags[name].kind is bool and not given:
             given = ["true"]
-        values[name] = _value(flags[name], given, spelling, problems)
+        value = _value(flags[name], given, spelling, problems)
+        theirs |= {name} if fate is not None else set()
+        if name in values and (name not in theirs or values[name] != value):
+            problems.append(f"{spelling} is given twice; keep one")
+        values[name] = value
     return values
 
 
-def _groups(words: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+def groups_of(words: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
     """Each `--flag` with the words up to the next one; in `--flag=value` the value comes first."""
     groups: list[tuple[str, list[str]]] = []
     for word in words:
@@ -130,31 +150,56 @@ def _value(flag: Flag, words: Sequence[str], origin: str, problems: list[str]) -
 # YAML
 
 
-def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str]) -> dict[str, Any]:
+def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None) -> dict[str, Any]:
     """The values in a flat YAML mapping. A value that is wrong is None, and reported in `problems`.
 
     Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) and `1.0` in a
     mixer list mean what they mean on the command line.
     """
-    root = _compose(path)
-    if root is None:
-        return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise InputError(f"{path}: expected lines of 'flag: value', found {_node_kind(root)}")
     values: dict[str, Any] = {}
-    for key_node, value_node in root.value:
+    for key_node, value_node in nodes_of(path):
         where = f"{path} line {key_node.start_mark.line + 1}:"
         if not isinstance(key_node, yaml.ScalarNode):
             problems.append(f"{where} a flag's name is one word, not {_node_kind(key_node)}")
             continue
         name, origin = _name_of(key_node.value), f"{where} {key_node.value}"
+        fate = taken(name, words_of(value_node), flags)
+        if fate is not None and fate.ours is None:
+            _tell(fate, origin, problems, unneeded)
+            continue
+        name = name if fate is None or fate.ours is None else fate.ours
         if name not in flags:
             problems.append(f"{origin} {_unknown(name, flags)}")
             continue
         if name in values:
             problems.append(f"{origin} is given twice in this file; keep one")
-        values[name] = _yaml_value(flags[name], value_node, origin, problems)
+        if fate is None:
+            values[name] = _yaml_value(flags[name], value_node, origin, problems)
+        else:
+            values[name] = _value(flags[name], fate.words, origin, problems)
     return values
+
+
+def nodes_of(path: str) -> list[tuple[Any, Any]]:
+    """Keys and values of a flat YAML mapping, as they stand there.
+
+    Raises:
+        InputError: the file cannot be read, or is no such mapping.
+    """
+    root = _compose(path)
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise InputError(f"{path}: expected lines of 'flag: value', found {_node_kind(root)}")
+    return [] if root is None else root.value
+
+
+def words_of(node: Any) -> list[str]:
+    """A YAML value as words of a command line; of a mapping keys and values in turn. What is nested deeper is empty."""
+    if isinstance(node, yaml.MappingNode):
+        items = [each for pair in node.value for each in pair]
+    else:
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    words = [item.value if isinstance(item, yaml.ScalarNode) else "" for item in items]
+    return ["none"] if isinstance(node, yaml.ScalarNode) and node.tag == YAML_NULL else words
 
 
 def _yaml_value(flag: Flag, node: Any, origin: str, problems: list[str]) -> Any:
@@ -210,16 +255,21 @@ def _node_kind(node: Any) -> str:
 
 def _name_of(spelling: str) -> str:
     """Our name of a flag, from how it was spelled."""
-    name = spelling.replace("-", "_")
-    return SYNONYMS.get(name, name)
+    return spelling.replace("-", "_")
+
+
+def _tell(fate: Fate, origin: str, problems: list[str], unneeded: list[str] | None) -> None:
+    """Of a flag of open-instruct that is none of ours."""
+    if fate.refused is not None:
+        problems.append(f"{origin} {fate.refused}")
+    elif unneeded is None:
+        problems.append(f"{origin} has no use here: {fate.unneeded}; leave it out")
+    else:
+        unneeded.append(f"{origin} ({fate.unneeded})")
 
 
 def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    known = set(known)
-    sentence = upstream_flags().get(name)
-    if sentence is not None and known.union(upstream_flags()).issuperset(re.findall(r"--(\w+)", sentence)):
-        return sentence
-    return f"is not a flag{nearest(name, sorted(known), prefix=prefix)}"
+    return f"is not a flag{nearest(name, sorted(set(known)), prefix=prefix)}"
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:

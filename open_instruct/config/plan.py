@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from open_instruct.config.flags import flags_of
-from open_instruct.config.help import BLANK, Line, example_lines, flag_lines, wrapped
+from open_instruct.config.help import BLANK, Line, example_lines, first_lines, flag_lines, wrapped
 from open_instruct.config.sections import flag
 from open_instruct.families import FAMILIES
 
@@ -26,19 +26,19 @@ EXAMPLES = (
 class PlanSection:
     """The machines, and the form of the plan"""
 
-    num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None)
+    num_nodes: int | None = flag("nodes of --gpus_per_node GPUs each; default: as many as that lists", None, minimum=1)
     gpus_per_node: list[str] = flag(
         "GPUs that train on each node: one number with --num_nodes, else one for each node; 4x8 is four nodes of 8; "
         "for GRPO default: --num_learners_per_node; with that flag all GPUs of each node, those of engines too",
         [],
     )
     gpu: str = flag("a100, h100, h200, b200, or memory_gib=N for any other, with the speeds of an H100", "h100")
-    mfu: float = flag("share of the GPU's peak that the arithmetic is taken to reach", 0.4)
+    mfu: float = flag("share of the GPU's peak that the arithmetic is taken to reach", 0.4, above=0, maximum=1)
     shared_prompt_tokens: int = flag(
         "count prompts of so many tokens as computed once for a pair or group, as --prefix_sharing does", 0
     )
-    in_node_gb_s: float | None = flag("GB/s that a GPU sends within its node; default: the GPU's", None)
-    cross_node_gb_s: float | None = flag("GB/s that a GPU sends to other nodes; default: the GPU's", None)
+    in_node_gb_s: float | None = flag("GB/s that a GPU sends within its node; default: the GPU's", None, above=0)
+    cross_node_gb_s: float | None = flag("GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0)
     json: bool = flag("print the whole plan as JSON", False)
     html: str | None = flag("also write the plan as a page to this file", None)
 
@@ -57,14 +57,8 @@ ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jso
 def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
     """The page of `open-instruct plan --help`; `runs` are the words that it can begin with."""
     *families, last = (family.name for family in FAMILIES.values())
-    yield from wrapped(
-        f"usage: open-instruct plan {'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ... "
-        "[--flag value ...]",
-        width,
-        later_indent=7,
-    )
-    yield BLANK
-    yield from wrapped(DESCRIPTION, width)
+    usage = f"open-instruct plan {'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ..."
+    yield from first_lines(usage, DESCRIPTION, width)
     yield from flag_lines(PlanSection.__doc__ or "", list(flags_of(PlanFlags).values()), width)
     yield BLANK
     yield (("Of the run", "bold"),)

@@ -64,14 +64,14 @@ def _git_state(repository: Path) -> str:
     """The commit, and whether files differ from it; or that there is no repository."""
     if not (repository / ".git").exists():
         return "not a git checkout"
-    # No tag's name: the whole commit, with "-dirty" behind it where files differ.
-    command = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    # `describe --dirty` refreshes the index: a run that is killed meanwhile leaves a lock that no later git gets past.
+    command = ["git", "--no-optional-locks", "-C", str(repository), "status", "--porcelain=v2", "--branch", "-uno"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    commit = said.removesuffix("-dirty")
-    return commit if said == commit else f"{commit} with uncommitted changes"
+    commit = said.split()[2].replace("(initial)", "unknown")  # "# branch.oid COMMIT"
+    return commit if all(line[0] == "#" for line in said.splitlines()) else f"{commit} with uncommitted changes"
 
 
 def resume_conflicts(
@@ -80,6 +80,7 @@ def resume_conflicts(
     *,
     saved_data_parallel_world_size: int = 1,
     data_parallel_world_size: int = 1,
+    ended_after: int | None = None,
 ) -> list[str]:
     """The flags of `config` that would make a resumed run another run than the one that was saved.
 
@@ -87,28 +88,47 @@ def resume_conflicts(
     optimisation. Of the batch only the number of rows in one global batch counts (microbatch x
     accumulation x data-parallel ranks), so that a run may move to another number of GPUs. The
     length (`num_epochs`, `max_train_steps`) counts too, because the schedule stretches with it, unless
-    the learning rate is constant and without warm-up; `num_epochs` alone does not count where
-    `max_train_steps` overrules it. A flag that `saved` does not know is passed over.
+    the learning rate is constant and without warm-up, or the run had ended, after step `ended_after`, and is to be
+    longer; `num_epochs` alone does not count where `max_train_steps` overrules it. A flag that `saved` does not know is
+    passed over.
     """
     now = as_flat_dict(config)
     flags = flags_of(type(config))
-    kinds = {"same"} if _is_flat(saved) and _is_flat(now) else {"same", "length"}
-    is_overruled = saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
-    compared = [name for name in now if flags[name].resume in kinds and not (is_overruled and name == "num_epochs")]
     conflicts = [
         f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
-        for name in compared
-        if name in saved and _comparable(saved[name]) != _comparable(now[name])
+        for name in now
+        if flags[name].resume == "same" and name in saved and _comparable(saved[name]) != _comparable(now[name])
     ]
+    lengths = changed_lengths(saved, config)
+    conflicts += [told for name, told in lengths.items() if not _is_longer(saved[name], now[name], ended_after)]
     of_batch = {name for name, flag in flags.items() if flag.resume == "batch"}
     if of_batch and saved.keys() >= of_batch:
         conflicts += _batch_conflict(saved, now, saved_data_parallel_world_size, data_parallel_world_size)
     return conflicts
 
 
-def refuse_conflicts(saved: Mapping[str, Any], config: object, **world_sizes: int) -> None:
-    """Raise an InputError that lists `resume_conflicts` and the ways out, if there are any."""
-    if conflicts := resume_conflicts(saved, config, **world_sizes):
+def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
+    """The flags of the length that are others than they were, where they set the learning rate, in words."""
+    now, flags = as_flat_dict(config), flags_of(type(config))
+    if _is_flat(saved) and _is_flat(now):
+        return {}
+    is_overruled = saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
+    return {
+        name: f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
+        for name in now
+        if flags[name].resume == "length" and name in saved and saved[name] != now[name]
+        if not (is_overruled and name == "num_epochs")
+    }
+
+
+def _is_longer(before: int | None, after: int | None, ended_after: int | None) -> bool:
+    """Whether a run that had ended is asked for more; one that had its epochs is, with as many steps as it took."""
+    return ended_after is not None and after is not None and after > (ended_after - 1 if before is None else before)
+
+
+def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> None:
+    """Raise an InputError that lists `resume_conflicts`, made with `run`, and the ways out, if there are any."""
+    if conflicts := resume_conflicts(saved, config, **run):
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)
         folder = as_flat_dict(config)["output_dir"]
         raise InputError(
@@ -127,13 +147,15 @@ def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_worl
     def product(values: Mapping[str, Any], world: int) -> tuple[int, str]:
         per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
         rows = per_device * accumulation * world
-        return rows, f"{rows} ({per_device} x {accumulation} x {world} data-parallel ranks)"
+        ranks = "rank" if world == 1 else "ranks"
+        return rows, f"{rows} ({per_device} x {accumulation} x {world} data-parallel {ranks})"
 
     (before, was), (after, becomes) = product(saved, saved_world), product(now, world)
     if before != after:
         accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
         way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
-        yield f"the global batch was {was} rows, is {becomes}{way_out}"
+        noun = "row" if before == 1 else "rows"
+        yield f"the global batch was {was.replace(' ', f' {noun} ', 1)}, is {becomes}{way_out}"
 
 
 def _comparable(value: Any) -> Any:

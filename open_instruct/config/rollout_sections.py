@@ -28,9 +28,16 @@ class PromptDataSection:
     )
     sft_mixer_list_splits: list[str] = flag("split of each data set of conversations, or one for all", ["train"])
     sft_rows_per_step: int = flag("conversations of one step", 0, minimum=0)
+    columns: list[str] = flag(
+        "what rows should have, and the column they have it in: 'prompt=question ground_truth=answer'", []
+    )
     max_prompt_token_length: int = flag("tokens; longer prompts are left out and counted", 256, minimum=1)
     response_length: int = flag("tokens that the policy may generate for a prompt", 256, minimum=1)
-    chat_template_name: str | None = flag("a built-in template; default: the tokenizer's own", None)
+    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the tokenizer's own", None)
+    add_bos: bool = flag("write the tokenizer's bos token before what the template writes", False)
+    system_prompt_override_file: str | None = flag(
+        "text file whose content is the system turn of every prompt, in place of the row's own", None
+    )
     on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
     cache_dir: str | None = free_flag(
         "where tokenised prompts are kept; default: $OPEN_INSTRUCT_CACHE or ~/.cache/open_instruct", None
@@ -91,6 +98,10 @@ class RewardSection:
         "verifiers beside those that are installed: FILE.py:Class or module:Class of your own, reward_model:FOLDER or "
         "prm:FOLDER of a run of ours",
         [],
+    )
+    remap_verifier: list[str] = flag("OLD=NEW: prompts that name the verifier OLD are judged by NEW", [])
+    several_verifiers: Literal["mean", "sum"] = flag(
+        "of a prompt's verifiers, the mean of their scores or the sum, both weighted", "mean"
     )
     verifier_timeout_s: float = free_flag("seconds that one verdict may take before it counts as 0", 10.0, above=0)
     num_verifier_processes: int = free_flag("processes for verifiers that run foreign code", 2, minimum=1)
@@ -227,6 +238,9 @@ class FleetSection:
     )
     weight_sync_bucket_mib: int = free_flag("MiB of weights that travel at once", 256, minimum=1)
     weight_sync_timeout_s: int = free_flag("seconds to wait for an engine during a weight sync", 300, minimum=1)
+    lora_sync: Literal["merged", "adapter"] = free_flag(
+        "with --use_lora, what engines are sent: the model with its adapter 'merged', or the 'adapter' alone", "merged"
+    )
 
     @property
     def num_gpus(self) -> int:
@@ -239,12 +253,20 @@ class EvaluationSection:
     """Evaluation"""
 
     local_eval_every: int = free_flag(
-        "steps between evaluations on the held-out prompts; 0 only at the end", 50, minimum=0
+        "steps between evaluations on the held-out prompts; 0 only at the end", 100, minimum=0
     )
     eval_on_step_0: bool = free_flag("evaluate before the first step too", False)
-    eval_num_samples: int = free_flag("completions of each held-out prompt", 1, minimum=1)
+    eval_num_samples: int | None = free_flag(
+        "completions of each held-out prompt; default: the largest k of --eval_pass_at_k", None, minimum=1
+    )
     eval_pass_at_k: list[int] = free_flag("report the chance that one of k completions is right, for each k", [1])
     eval_temperature: float = free_flag("of sampling in evaluations; 0 takes the likeliest token", 1.0, minimum=0)
+    eval_top_p: float = free_flag("nucleus sampling in evaluations", 1.0, above=0, maximum=1)
+
+    @property
+    def num_samples(self) -> int:
+        """Completions of each held-out prompt."""
+        return self.eval_num_samples or max([1, *self.eval_pass_at_k])
 
 
 @dataclass(kw_only=True)

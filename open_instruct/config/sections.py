@@ -16,6 +16,9 @@ from open_instruct.config.flags import Limits
 from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
 
 PrefixSharing = Literal["auto", "on", "off"]
+# Of each --weight_decay_on the patterns of the parameters' names that it spares.
+BIASES = "*.bias"
+SPARED_BY_DECAY = {"linear": ("embeddings.*", "*norm.weight", BIASES), "matrices": ("*norm.weight", BIASES), "all": ()}
 
 # What another value means when a run resumes: another run; another schedule, unless that is flat; nothing, as long as
 # the rows of one global batch stay; or nothing, as it only says how, where and how often.
@@ -52,12 +55,18 @@ class ModelSection:
 
     model_name_or_path: str = flag("folder (or hub name) of the Hugging Face checkpoint to start from")
     tokenizer_name_or_path: str | None = flag("folder of the tokenizer; default: the model's", None)
+    model_revision: str | None = flag("branch, tag or commit of a model on the hub; default: its main branch", None)
+    tokenizer_revision: str | None = flag("the same of --tokenizer_name_or_path; default: --model_revision", None)
     param_dtype: Literal["bfloat16", "float32"] = flag(
         "dtype that shards are gathered in and computed with; master weights stay float32", "bfloat16"
     )
     init_device: Literal["meta", "cpu"] = free_flag(
         "'meta' builds the model without storage, 'cpu' with real storage before it is sharded", "meta"
     )
+
+    @property
+    def revision_of_tokenizer(self) -> str | None:
+        return self.tokenizer_revision or self.model_revision
 
 
 @dataclass(kw_only=True)
@@ -70,9 +79,14 @@ class DataSection:
     )
     mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
     eval_mixer_list: list[str] = free_flag("held-out rows, in the same form; scored before and after training", [])
+    eval_steps: int = free_flag("steps between further scores of the held-out rows; 0: none between", 0, minimum=0)
     eval_mixer_list_splits: list[str] = free_flag("split of each held-out data set, or one for all", ["train"])
+    columns: list[str] = flag(
+        "what rows should have, and the column they have it in: 'messages=conversations label=is_good'", []
+    )
     max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048, minimum=2)
-    chat_template_name: str | None = flag("a built-in template; default: the tokenizer's own", None)
+    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the tokenizer's own", None)
+    add_bos: bool = flag("write the tokenizer's bos token before what the template writes", False)
     on_bad_row: Literal["error", "skip"] = free_flag("stop at the first malformed row, or skip and count it", "error")
     packing: bool = free_flag("lay documents end to end in one row; --no_packing pads each to its own row", True)
     cache_dir: str | None = free_flag(
@@ -151,13 +165,22 @@ class OptimizerSection:
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = flag(
         "'skip_step_adamw' leaves out steps whose loss or gradient norm is an outlier", "adamw"
     )
-    weight_decay: float = flag("decoupled weight decay (not on norms and embeddings)", 0.0, minimum=0)
+    weight_decay: float = flag("decoupled weight decay", 0.0, minimum=0)
+    weight_decay_on: Literal["linear", "matrices", "all"] = flag(
+        "what it shrinks: 'linear' layers, 'matrices', embeddings among them, or 'all', norms and biases too", "linear"
+    )
     adam_beta1: float = flag("AdamW's first moment decay", 0.9, minimum=0, below=1)
     adam_beta2: float = flag("AdamW's second moment decay", 0.999, minimum=0, below=1)
+    adam_epsilon: float = flag("what AdamW adds to the root of the second moment", 1e-8, above=0)
     max_grad_norm: float = flag(
         "clip the global gradient norm to this; 0 leaves it alone", 1.0, minimum=0, note=" (0 leaves gradients alone)"
     )
     seed: int = flag("of the data order and all random state", 42, minimum=0)
+
+    @property
+    def not_decayed(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters that are treated otherwise than the rest."""
+        return SPARED_BY_DECAY[self.weight_decay_on] if self.weight_decay else ()
 
 
 @dataclass(kw_only=True)
@@ -236,12 +259,23 @@ class ParallelSection(ShardingSection):
 
 
 @dataclass(kw_only=True)
+class RanksSection(ParallelSection):
+    """Sharding"""
+
+    num_processes: str | None = free_flag(
+        "processes that this command starts on this machine, one for each GPU; 'auto' takes all GPUs; default: one, or "
+        "those that torchrun started",
+        None,
+    )
+
+
+@dataclass(kw_only=True)
 class MemorySection:
     """Memory and compilation"""
 
     activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = free_flag(
         "recompute backwards: 'full' blocks, or chosen modules; 'offload': blocks, whose inputs wait on the host; "
-        "'auto': 'full' with --backend deepspeed, else 'none'",
+        "'auto': 'full' with --backend deepspeed, and on GPUs that the run does not fit without; else 'none'",
         "auto",
     )
     activation_checkpointing_modules: list[str] = free_flag(
@@ -272,8 +306,15 @@ class RunSection:
     """Run directory"""
 
     output_dir: str = free_flag("where checkpoints, metrics and the exported model go")
-    checkpointing_steps: int = free_flag("steps between checkpoints", 500, minimum=1)
-    keep_last_n_checkpoints: int = free_flag("older ones are removed; 0 keeps all", 3, minimum=0, note=" (0 keeps all)")
+    checkpointing_steps: int = free_flag(
+        "steps between checkpoints; 0, or the word epoch: one after each pass over the data", 500, minimum=0
+    )
+    ephemeral_save_interval: int | None = free_flag(
+        "steps between further checkpoints, each of which is removed once there is a newer one", None, minimum=1
+    )
+    keep_last_n_checkpoints: int = free_flag(
+        "older ones are removed; 0 or -1 keeps all", 3, minimum=0, note=" (0 keeps all)"
+    )
     async_checkpoints: Literal["auto", "on", "off"] = free_flag(
         "write checkpoints while the training goes on, from a copy in host memory; 'auto' does on GPUs", "auto"
     )
@@ -281,15 +322,18 @@ class RunSection:
     export_dtype: Literal["bfloat16", "float32", "source"] = free_flag(
         "dtype of the exported model; 'source' is that of the checkpoint it started from", "source"
     )
+    push_to_hub: bool = free_flag("upload the exported model to the Hugging Face hub at the end", False)
+    hub_model_id: str | None = free_flag("its name there, ORGANISATION/NAME; default: the output folder's, yours", None)
+    hub_private: bool = free_flag("make its repository a private one, where there is none yet", False)
 
 
 @dataclass(kw_only=True)
 class LoggingSection:
     """Logging"""
 
-    report_to: list[str] = free_flag("'wandb' and/or 'tensorboard', beside metrics.jsonl", [])
-    exp_name: str | None = free_flag("name of the run in wandb; default: the output folder's", None)
-    wandb_project_name: str = free_flag("wandb project", "open_instruct")
+    report_to: list[str] = free_flag("any of 'wandb', 'trackio' and 'tensorboard', beside metrics.jsonl", [])
+    exp_name: str | None = free_flag("name of the run in wandb or trackio; default: the output folder's", None)
+    wandb_project_name: str = free_flag("project in wandb or trackio", "open_instruct")
     wandb_entity: str | None = free_flag("wandb entity", None)
     profile_steps: list[int] = free_flag(
         "first and last step to profile: rank 0 writes OUT/profiler, of a GPU's memory too", []

@@ -14,6 +14,7 @@ from open_instruct.config.sections import (
     OptimizerSection,
     OptimSection,
     ParallelSection,
+    RanksSection,
     RunSection,
 )
 
@@ -37,8 +38,8 @@ class LearnerConfig:
         return self.lora if self.lora.use_lora else None
 
     def __post_init__(self) -> None:
-        if self.memory.activation_checkpointing == "auto":
-            self.memory.activation_checkpointing = "none" if self.parallel.zero_stage is None else "full"
+        if self.memory.activation_checkpointing == "auto" and self.parallel.zero_stage is not None:
+            self.memory.activation_checkpointing = "full"
 
 
 @dataclass(kw_only=True)
@@ -47,3 +48,4 @@ class TrainingConfig(LearnerConfig):
 
     data: DataSection
     optim: OptimSection
+    parallel: RanksSection

@@ -1,28 +1,170 @@
-"""Flags of other trainers in this lineage: those that are taken for ours, and those that mean nothing here."""
+"""Flags of open-instruct and of its lineage: what becomes of each here, as upstream/flags.yaml says.
+
+The parser takes them by it, and `open-instruct migrate-args` tells of it.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import yaml
 
-SYNONYMS: dict[str, str] = {
-    **dict.fromkeys(("sequence_parallel_size", "ring_attn_size"), "context_parallel_degree"),
-    "ds_tensor_parallel_size": "tensor_parallel_degree",
-    "max_norm": "max_grad_norm",
-    "advantages": "advantage_normalization_type",
-    "zero_stage": "deepspeed_stage",
-    "lora_rank": "lora_r",
-    **dict.fromkeys(("zpg", "zero_hpz_partition_size"), "deepspeed_zpg"),
-    **dict.fromkeys(("offload_optimizer", "deepspeed_offload_optimizer"), "adam_offload"),
-    **dict.fromkeys(("offload_param", "deepspeed_offload_param"), "offload"),
-}
-"""Other names of flags, theirs and shorter ones."""
+EVERY = "every"
+NONE_WORD = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What the table says of one flag; see the head of flags.yaml.
+
+    Example: `timeout: {as: dist_timeout_s, times: 60}` is::
+
+        Entry(ours="dist_timeout_s", times=60)
+    """
+
+    ours: str | None = None
+    values: Mapping[str, str | None] = field(default_factory=dict)
+    times: float = 1
+    form: str = ""
+    unneeded: str | None = None
+    refused: str | None = None
+    unless: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of a flag that was given with a value: it is `ours` with `words`, or left out, or refused.
+
+    Example: of `--timeout 30`, which is in minutes::
+
+        Fate(ours="dist_timeout_s", words=["1800"])
+    """
+
+    ours: str | None = None
+    words: Sequence[str] = ()
+    unneeded: str | None = None
+    refused: str | None = None
 
 
 @cache
-def upstream_flags() -> dict[str, str]:
-    """Of each flag that means nothing here, the sentence in upstream_flags.yaml that says so."""
-    table = yaml.safe_load((files("open_instruct.config") / "upstream_flags.yaml").read_text(encoding="utf-8"))
-    return {name: sentence for names, sentence in table.items() for name in names.split(", ")}
+def upstream_table(section: str = EVERY) -> dict[str, Entry]:
+    """The entries of a section of flags.yaml, by the name of upstream's flag."""
+    table = _read("flags.yaml").get(section, {})
+    return {name: _entry(facts) for names, facts in table.items() for name in names.split(", ")}
+
+
+@cache
+def upstream_defaults(trainer: str) -> dict[str, list[str]]:
+    """Of each flag of upstream's `trainer` that has a counterpart here, the words of its default."""
+    return {name: _spelled(value).split() for name, value in _read("defaults.yaml")[trainer].items()}
+
+
+@cache
+def upstream_reasons() -> dict[str, str]:
+    """Of each flag of ours with another default than upstream's, why."""
+    return dict(_read("defaults.yaml")["reasons"])
+
+
+@cache
+def upstream_behaviours(command: str) -> dict[str, list[str]]:
+    """What differs by no flag: how it is upstream, and here."""
+    return dict(_read("defaults.yaml")["behaviours"][command])
+
+
+@cache
+def upstream_templates() -> frozenset[str]:
+    """The names of upstream's chat templates."""
+    return frozenset(_read("defaults.yaml")["templates"])
+
+
+@cache
+def upstream_names() -> frozenset[str]:
+    """Every flag of the table."""
+    return frozenset(name for section in _read("flags.yaml") for name in upstream_table(section))
+
+
+def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
+    """What a command with the flags `known` makes of the flag `name` of upstream's; None where that is none."""
+    of_grpo = "total_episodes" in known
+    # The special sections, which follow that for all, first.
+    tables = [upstream_table(of) for of in reversed(_read("flags.yaml")) if of == EVERY or (of == "grpo") == of_grpo]
+    if name in known:  # ours too, but for some values that are spelled otherwise
+        value = " ".join(map(_spelled, words)).lower()
+        spelled = (table[name] for table in tables if name in table)
+        return next((fate(entry, words) for entry in spelled if entry.ours == name and value in entry.values), None)
+    for each, its_words in ((name, words), (name.removeprefix("no_"), ["false"])):
+        entries = [table[each] for table in tables if each in table]
+        usable = [entry for entry in entries if entry.ours is None or entry.ours in known]
+        if usable:
+            return fate(usable[0], its_words)
+    return None
+
+
+def fate(entry: Entry, words: Sequence[str]) -> Fate:
+    """What becomes of a flag with that entry that was given `words`."""
+    words = [_spelled(word) for word in words] or ["true"]
+    value = " ".join(words).lower()
+    if entry.refused is not None and value not in entry.unless:
+        return Fate(refused=entry.refused)
+    if entry.ours is None:
+        return Fate(unneeded=entry.unneeded or "that is how it is here")
+    if value in entry.values:
+        spelling = entry.values[value]
+        return Fate(unneeded="that is how it is here") if spelling is None else _as(entry, spelling.split())
+    if entry.times != 1 and len(words) == 1:
+        words = [_multiplied(words[0], entry.times)]
+    if entry.form == "mixture":
+        words = _mixture(words)
+    elif entry.form == "whole":
+        words = [*words, "1.0"]
+    return _as(entry, words)
+
+
+def _as(entry: Entry, words: Sequence[str]) -> Fate:
+    return Fate(ours=entry.ours, words=list(words))
+
+
+def _multiplied(word: str, factor: float) -> str:
+    try:
+        number = float(word) * factor
+    except ValueError:
+        return word
+    return str(int(number)) if number.is_integer() else str(number)
+
+
+def _mixture(words: Sequence[str]) -> Sequence[str]:
+    """`{"a": 1.0, "b": 500}` as names and amounts; anything else as it is."""
+    if len(words) != 1 or not words[0].lstrip().startswith("{"):
+        return words
+    try:
+        mixture = json.loads(words[0], parse_float=str, parse_int=str)
+    except (ValueError, RecursionError):
+        return words
+    return [str(word) for pair in mixture.items() for word in pair]
+
+
+def _spelled(value: Any) -> str:
+    """A scalar of YAML, or a word, as our command line has it."""
+    text = NONE_WORD if value is None else str(value)
+    return text.lower() if text.lower() in ("true", "false", NONE_WORD) else text
+
+
+def _entry(facts: Mapping[str, Any]) -> Entry:
+    values = {
+        _spelled(theirs): None if ours is None else _spelled(ours) for theirs, ours in facts.get("values", {}).items()
+    }
+    rest = {name: value for name, value in facts.items() if name not in ("as", "values", "unless")}
+    unless = [_spelled(value).lower() for value in facts.get("unless", ())]
+    return Entry(ours=facts.get("as"), values=values, unless=unless, **rest)
+
+
+@cache
+def _read(file: str) -> dict[str, Any]:
+    text = (files("open_instruct.config") / "upstream" / file).read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return table

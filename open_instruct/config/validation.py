@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 from open_instruct.config.flags import flags_of, sections_of, spelled
@@ -17,15 +18,13 @@ from open_instruct.config.sections import DataSection, LoggingSection, MemorySec
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
-TRACKERS = ("wandb", "tensorboard")
+TRACKERS = ("wandb", "trackio", "tensorboard")
+OF_TRACKERS = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
+MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
-# Each with the first stage of ZeRO that has something for it.
-OF_DEEPSPEED = {"deepspeed_stage": 0, "adam_offload": 1, "deepspeed_zpg": 3, "offload": 3}
-NOT_WITH_DEEPSPEED = {
-    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device"), ""),
-    **dict.fromkeys(("gradient_reduction", "compile_model", "activation_memory_budget"), ""),
-    "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",
-}
+OF_DEEPSPEED = ("deepspeed_stage", "adam_offload", "deepspeed_zpg", "offload")
+# It knows what its flags ask of the others: by name, as it stands above, and loaded for its own runs alone.
+DEEPSPEED = "open_instruct.learner.deepspeed.settings"
 
 
 def changed(config: object, *names: str) -> list[str]:
@@ -63,6 +62,15 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
         yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"
 
 
+def column_problems(words: Sequence[str]) -> Iterator[str]:
+    names = [word.partition("=")[0] for word in words]
+    for word, name in zip(words, names, strict=True):
+        if not name or not word.partition("=")[2]:
+            yield f"--columns {word}: takes what a row should have, =, and its column, such as messages=conversations"
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"--columns: '{name}' is given {names.count(name)} times; name one column for it"
+
+
 def mixer_warnings(flag: str, words: list[str]) -> Iterator[str]:
     """An amount of 1 is one row, where all rows (1.0) were most likely meant."""
     for name, amount in zip(words[::2], words[1::2], strict=False):
@@ -93,28 +101,6 @@ def parallel_problems(parallel: ShardingSection) -> Iterator[str]:
             yield "--gradient_reduction last: with --single_gpu_mode nothing is reduced; leave one of them out"
 
 
-def backend_problems(config: LearnerConfig) -> Iterator[str]:
-    """What DeepSpeed's flags and the others ask of each other."""
-    if config.parallel.zero_stage is None:
-        for given in changed(config, *OF_DEEPSPEED):
-            yield f"{given} is read only with --backend deepspeed; add that, or leave it out"
-        return
-    stage = config.parallel.zero_stage
-    for name in sorted(NOT_WITH_DEEPSPEED.keys() & flags_of(type(config)).keys()):
-        for given in changed(config, name):
-            why = NOT_WITH_DEEPSPEED[name]
-            yield f"{given} cannot go with --backend deepspeed{why}; leave it out, or use --backend olmo_core"
-    if stage == 0 and config.model.param_dtype == "bfloat16":
-        yield (
-            "--deepspeed_stage 0 keeps no float32 weights beside the bfloat16 ones, and small updates are lost; use "
-            "--deepspeed_stage 1, 2 or 3, or --param_dtype float32"
-        )
-    for name, least in {**OF_DEEPSPEED, "tensor_parallel_degree": 1}.items():
-        if stage < least:
-            for given in changed(config, name):
-                yield f"{given} has no use under --deepspeed_stage {stage}; use {least} or more"
-
-
 def lora_problems(config: LearnerConfig) -> Iterator[str]:
     """What the flags of adapters and the others ask of each other."""
     if config.adapters is None:
@@ -122,11 +108,12 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
             yield f"{given} is read only with --use_lora; add that, or leave it out"
         return
     yield from target_problems(config.adapters)
+    degree, on_zero = config.parallel.tensor_parallel_degree, config.parallel.zero_stage is not None
     remedies = {
-        "--backend deepspeed": (config.parallel.zero_stage is not None, "use --backend olmo_core"),
+        f"--backend deepspeed --tensor_parallel_degree {degree}": (on_zero and degree > 1, "use --backend olmo_core"),
         "--optimizer muon": (config.optim.optimizer == "muon", "it is for whole matrices; use adamw"),
         f"--lora_dropout {config.adapters.lora_dropout}": (
-            config.adapters.lora_dropout > 0 and config.parallel.tensor_parallel_degree > 1,
+            config.adapters.lora_dropout > 0 and degree > 1,
             "ranks that split a matrix would each leave out others; use 0, or --tensor_parallel_degree 1",
         ),
     }
@@ -140,7 +127,7 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
 
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
-    if memory.activation_memory_budget < 1 and memory.activation_checkpointing != "none":
+    if memory.activation_memory_budget < 1 and memory.activation_checkpointing not in ("none", "auto"):
         yield (
             f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
             "recomputed: keep one of them"
@@ -163,8 +150,8 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
     for tracker in dict.fromkeys(logging.report_to):
         if tracker not in TRACKERS:
             yield (
-                f"--report_to {tracker}: takes {' and/or '.join(TRACKERS)}; metrics.jsonl is always written, "
-                "so leave the flag out for neither"
+                f"--report_to {tracker}: takes any of {', '.join(TRACKERS)}; metrics.jsonl is always written, "
+                "so leave the flag out for none"
             )
     steps = logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
@@ -175,31 +162,57 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Those of any config that trains, GRPO's too."""
     yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
     yield from parallel_problems(config.parallel)
-    yield from backend_problems(config)
+    if config.parallel.zero_stage is not None:
+        yield from import_module(DEEPSPEED).problems(config)
     yield from lora_problems(config)
     yield from memory_problems(config.memory)
+    for given in changed(config, "weight_decay_on"):
+        if not config.optim.weight_decay or config.optim.optimizer == "muon":
+            yield f"{given} is read only with a --weight_decay above 0, and by AdamW; leave it out"
     mode = config.memory.activation_checkpointing
     if mode != "selected_modules":
         for given in changed(config, "activation_checkpointing_modules"):
             yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
+    if config.run.push_to_hub and "cache_logprobs_only" in flags_of(type(config)):
+        for given in changed(config, "cache_logprobs_only"):
+            yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
         yield "--output_dir is empty: name a folder"
+    if config.run.ephemeral_save_interval and 0 < config.run.checkpointing_steps <= config.run.ephemeral_save_interval:
+        yield (
+            f"--ephemeral_save_interval {config.run.ephemeral_save_interval} is not below --checkpointing_steps "
+            f"{config.run.checkpointing_steps}: lower it, or leave it out"
+        )
+    if config.model.tokenizer_revision and not config.model.tokenizer_name_or_path:
+        yield "--tokenizer_revision: the tokenizer is the model's; add --tokenizer_name_or_path, or leave it out"
     yield from logging_problems(config.logging)
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
-    if "wandb" not in config.logging.report_to:
-        for given in changed(config, "exp_name", "wandb_project_name", "wandb_entity"):
-            yield f"{given} is read only with --report_to wandb"
+    if config.parallel.zero_stage is None and (idle := changed(config, *OF_DEEPSPEED)):
+        yield (
+            f"{', '.join(idle)}: not needed, FSDP2 shards weights, gradients and optimizer states; read only with "
+            "--backend deepspeed"
+        )
+    if not config.run.push_to_hub:
+        for given in changed(config, "hub_model_id", "hub_private"):
+            yield f"{given} is read only with --push_to_hub"
+    for name, trackers in OF_TRACKERS.items():
+        for given in () if {*trackers} & {*config.logging.report_to} else changed(config, name):
+            yield f"{given} is read only with --report_to {' or '.join(trackers)}"
 
 
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Those of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
+    asked = config.parallel.num_processes
+    if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
+        yield f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
     if not config.data.mixer_list:
         yield "--mixer_list is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
     yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)
     yield from mixer_problems("eval_mixer_list", config.data.eval_mixer_list, config.data.eval_mixer_list_splits)
+    yield from column_problems(config.data.columns)
     yield from microbatch_problems(
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",
@@ -210,7 +223,7 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
             "ranks; leave --no_packing out"
         )
     if not config.data.eval_mixer_list:
-        for given in changed(config, "eval_mixer_list_splits"):
+        for given in changed(config, "eval_mixer_list_splits", "eval_steps"):
             yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out rows"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import threading
 import unicodedata
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.chat_templates import CHAT_TEMPLATES, REQUIRED_TOKENS
+from open_instruct.data.chat_templates import built_in_templates, required_tokens, template_text
+from open_instruct.data.files.names import near_files
 from open_instruct.data.foreign_json import one_line, read_object
 from open_instruct.data.messages import Message
-from open_instruct.data.rows import MalformedRow, near_files
+from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.records import Document, Span
 
@@ -37,35 +39,34 @@ MAX_TOKENS = 2**24
 # A template comes with a model: it runs in Jinja's sandbox, and may loop or write without end there.
 RENDER_TIMEOUT_S = 30.0
 MAX_RENDERED = 2**24  # characters beside those of the conversation
+_LONGEST_OPENING = 32  # characters of a reply that a template may ask with
 
 
-def load_tokenizer(name_or_path: str, *, flag: str = "--tokenizer_name_or_path") -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a folder or of a hub name; code that comes with it is never run.
+def load_tokenizer(
+    name_or_path: str, *, flag: str = "--tokenizer_name_or_path", revision: str | None = None
+) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a folder or of a hub name, in a revision; code that comes with it is never run.
 
     Raises:
-        InputError: no such folder; the tokenizer's files are missing or damaged; it has no fast
-            (tokenizer.json) form; or it adds characters of its own to the start of a text.
+        InputError: no such folder, or it is asked for a revision; the tokenizer's files are missing or damaged; it has
+            no fast (tokenizer.json) form; or it adds characters of its own to the start of a text.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name_or_path).expanduser()
-    is_local = path.is_dir()
-    if path.is_file():
-        raise InputError(f"{flag}: {name_or_path} is a file; give the folder that has the tokenizer's files.")
-    if is_local:
-        if not (path / "tokenizer.json").is_file():
-            raise InputError(
-                f"{flag}: {name_or_path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
-                "tokenizer_config.json, from the checkpoint that the model was trained from."
-            )
+    if path.exists():
+        if revision not in (None, "main"):
+            raise InputError(f"--model_revision {revision}: {path} is a folder, which has none; leave the flag out")
+        check_tokenizer_folder(path, flag=flag)
         _check_token_ids(path / "tokenizer.json")
+        name_or_path = str(path)
     elif name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2:
         raise InputError(f"{flag}: {name_or_path}: no such folder.{near_files(path)}")
     try:
-        if is_local and not (path / "tokenizer_config.json").is_file():
+        if path.is_dir() and not (path / "tokenizer_config.json").is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(path) if is_local else name_or_path, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
         is_fast = tokenizer.is_fast
         pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b")] if is_fast else []
         text = tokenizer.backend_tokenizer.decode(pieces[0] + pieces[1]) if is_fast else ""
@@ -81,6 +82,17 @@ def load_tokenizer(name_or_path: str, *, flag: str = "--tokenizer_name_or_path")
             f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix space."
         )
     return tokenizer
+
+
+def check_tokenizer_folder(path: Path, *, flag: str) -> None:
+    """:raises InputError: it has no tokenizer that can be read."""
+    if path.is_file():
+        raise InputError(f"{flag}: {path} is a file; give the folder that has the tokenizer's files.")
+    if not (path / "tokenizer.json").is_file():
+        raise InputError(
+            f"{flag}: {path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
+            "tokenizer_config.json, from the checkpoint that the model was trained from."
+        )
 
 
 def _check_token_ids(file: Path) -> None:
@@ -104,15 +116,21 @@ class ChatTemplate:
     text: str
 
 
-def choose_chat_template(tokenizer: PreTrainedTokenizerFast, name: str | None) -> ChatTemplate:
-    """The built-in template `name`, or the tokenizer's own where it is None.
+def choose_chat_template(
+    tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
+) -> ChatTemplate:
+    """The template `name`, built in or a file, or the tokenizer's own where it is None; with `add_bos`, behind a bos
+    token.
 
     Raises:
-        InputError: no such name; no name and no template of its own; the tokenizer lacks a token that the
+        InputError: no such name or file; no name and no template of its own; the tokenizer lacks a token that the
             template needs; or the template cannot be parsed.
     """
-    names = ", ".join(CHAT_TEMPLATES)
-    if name is None:
+    if name is not None:
+        template = ChatTemplate(name=name, text=template_text(name))
+        _check_tokens(tokenizer, template)
+    else:
+        names = ", ".join(built_in_templates())
         own = tokenizer.chat_template
         own = own.get("default") if isinstance(own, dict) else own
         if not own:
@@ -123,23 +141,24 @@ def choose_chat_template(tokenizer: PreTrainedTokenizerFast, name: str | None) -
                 f"or choose one by --chat_template_name ({names})."
             )
         template = ChatTemplate(name="the tokenizer's own", text=own)
-    elif name in CHAT_TEMPLATES:
-        template = ChatTemplate(name=name, text=CHAT_TEMPLATES[name])
-    else:
+    _check_syntax(tokenizer, template)
+    return _behind_bos(tokenizer, template) if add_bos else template
+
+
+def _behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
+    if tokenizer.bos_token is None:
+        raise InputError("--add_bos: the tokenizer has no bos token; leave the flag out.")
+    if re.match(r"\s*\{\{-?\s*bos_token", template.text) or template.text.startswith(tokenizer.bos_token):
         raise InputError(
-            f"--chat_template_name {name!r} is not a template; use one of {names}, or leave the flag out for the "
-            "tokenizer's own."
+            f"--add_bos: {template.name} chat template begins with the bos token itself; leave the flag out."
         )
-    _check_template(tokenizer, template, is_own=name is None)
-    return template
+    return ChatTemplate(name=f"{template.name}, behind a bos token", text="{{ bos_token }}" + template.text)
 
 
-def _check_template(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, *, is_own: bool) -> None:
-    from jinja2 import TemplateSyntaxError
-
+def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
     named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    missing = [] if is_own else [key for key, token in named.items() if key in template.text and token is None]
-    required = () if is_own else REQUIRED_TOKENS.get(template.name, ())
+    missing = [key for key, token in named.items() if key in template.text and token is None]
+    required = required_tokens(template.text)
     vocabulary = tokenizer.get_vocab() if required else {}
     missing += [token for token in required if token not in vocabulary]
     if missing:
@@ -147,6 +166,11 @@ def _check_template(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, 
             f"--chat_template_name {template.name} needs {', '.join(missing)}, which the tokenizer does not have; "
             "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos."
         )
+
+
+def _check_syntax(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
+    from jinja2 import TemplateSyntaxError
+
     try:
         with _ends_in_time(template):
             tokenizer.apply_chat_template(
@@ -174,7 +198,7 @@ def _ends_in_time(template: ChatTemplate) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise InputError(
             f"{template.name} chat template does not end: it ran for {RENDER_TIMEOUT_S:g} s on one conversation; "
-            f"choose one by --chat_template_name ({', '.join(CHAT_TEMPLATES)})"
+            f"choose one by --chat_template_name ({', '.join(built_in_templates())})"
         )
 
     previous = signal.signal(signal.SIGALRM, stop)
@@ -232,6 +256,9 @@ class ChatFormat:
                 continue
             prompt_text, (reply_text,) = self.render(messages[:turn], [message["content"]])
             if not prompt_text.startswith(done):
+                pieces[-1] = self._as_earlier(pieces[-1], prompt_text[len(done) - len(pieces[-1]) :])
+                done = "".join(pieces)
+            if not prompt_text.startswith(done):
                 raise self._refusal(
                     f"writes an earlier reply differently before turn {turn + 1}: "
                     f"{_where_they_part(done, prompt_text)}, so no single text teaches every turn; choose another by "
@@ -240,6 +267,13 @@ class ChatFormat:
             pieces += [prompt_text[len(done) :], reply_text]
             done = prompt_text + reply_text
         return tuple(pieces)
+
+    def _as_earlier(self, reply_text: str, written: str) -> str:
+        """A rendered reply as `written` begins with it: OLMo's end with another token once there is a later turn."""
+        own_end = next((end for end in self._end_tokens if reply_text.endswith(end)), "")
+        said = reply_text.removesuffix(own_end)
+        end = next((end for end in self._end_tokens if written.startswith(said + end)), "")
+        return said + end if end else reply_text
 
     def _render_reply(self, prompt: Sequence[Message], prompt_text: str, reply: str) -> str:
         whole = self._apply([*prompt, {"role": "assistant", "content": reply}], add_generation_prompt=False)
@@ -250,7 +284,9 @@ class ChatFormat:
                 "choose another by --chat_template_name",
             )
         reply_text = whole[len(prompt_text) :]
-        if squeezed(reply) not in squeezed(reply_text):
+        # What it asks with may be the first words of the reply, such as <think>.
+        starts = (n for n in range(min(len(reply), _LONGEST_OPENING)) if prompt_text.endswith(reply[:n]))
+        if not any(squeezed(reply[n:]) in squeezed(reply_text) for n in starts):
             raise self._refusal(f"leaves out part of the reply {_shorten(reply)}")
         # Whatever follows the end of the turn (ChatML's newline) is never generated, so never learned.
         trimmed = reply_text.rstrip()
@@ -288,9 +324,10 @@ class ChatFormat:
         Example: ChatML ends a turn with `<|im_end|>`; the tokenizer's own end may be `<|endoftext|>`: both are in.
         """
         ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
-        _, (reply_text,) = self.render([{"role": "user", "content": "?"}], ["!"])
-        if self.ends_turn(reply_text):
-            ends.add(self.tokenize([reply_text])[0][-1])
+        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        text = self._apply(turns, add_generation_prompt=False).rstrip()
+        if self.ends_turn(text):
+            ends.add(self.tokenize([text])[0][-1])
         return tuple(sorted(ends))
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -299,15 +336,15 @@ class ChatFormat:
             list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
         )["input_ids"]
 
-    def check_reply(self, reply: str, token_ids: Sequence[int]) -> None:
-        """The tokens of a rendered reply must say the reply again.
+    def check_reply(self, reply_text: str, token_ids: Sequence[int]) -> None:
+        """The tokens of a rendered reply must say it again.
 
         Raises:
             MalformedRow: they do not, or there are none.
         """
         text = self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        if not token_ids or squeezed(reply) not in squeezed(text):
-            raise MalformedRow("tokenizer", f"the tokenizer cannot write the reply {_shorten(reply)}")
+        if not token_ids or squeezed(reply_text) not in squeezed(text):
+            raise MalformedRow("tokenizer", f"the tokenizer cannot write the reply {_shorten(reply_text)}")
 
     def encode(self, messages: Sequence[Message]) -> Document:
         """One conversation that ends with an assistant's turn, whole.
@@ -318,7 +355,7 @@ class ChatFormat:
         reply = messages[-1]["content"]
         prompt_text, (reply_text,) = self.render(messages[:-1], [reply])
         prompt_ids, reply_ids = self.tokenize([prompt_text, reply_text])
-        self.check_reply(reply, reply_ids)
+        self.check_reply(reply_text, reply_ids)
         span = Span(start=len(prompt_ids), stop=len(prompt_ids) + len(reply_ids))
         return Document(token_ids=(*prompt_ids, *reply_ids), responses=(span,))
 

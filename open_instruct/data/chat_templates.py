@@ -1,55 +1,78 @@
-"""The built-in chat templates, by name (Jinja, as `--chat_template_name` takes them)."""
+"""The built-in chat templates, by name (Jinja, as `--chat_template_name` takes them), and those of a user's own file.
+
+A file in templates/ is one that is called as the file is. Of those in templates/shared/ several are made, as made.yaml
+says: by settings, which are written in front of them.
+"""
 
 from __future__ import annotations
 
-_TULU = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>\\n' + message['content'] + eos_token }}{{ '' if loop.last else '\\n' }}"
-    "{% else %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '\\n' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{{ '<|assistant|>\\n' if add_generation_prompt }}"
-)
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-# No space after the colon of the last line: in byte-level BPE it belongs to the word that follows.
-_SIMPLE_CHAT = (
-    "{% for message in messages %}"
-    "{{ message['role'].capitalize() + ': ' + message['content'] }}"
-    "{{ (eos_token if message['role'] == 'assistant' else '') + '\\n' }}"
-    "{% endfor %}"
-    "{{ 'Assistant:' if add_generation_prompt }}"
-)
+import yaml
 
-_CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"
-)
+from open_instruct.config.parser import nearest
+from open_instruct.data.files.names import near_files
+from open_instruct.errors import InputError
 
-_LLAMA3 = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-    "{{ message['content'] | trim }}{{ '<|eot_id|>' }}"
-    "{% endfor %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt }}"
-)
+FOLDER = Path(__file__).parent / "templates"
+FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+MAX_BYTES = 2**20
+# Tokens that a template which writes them needs as single tokens: a turn that never ends in one would never end.
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
-CHAT_TEMPLATES: dict[str, str] = {
-    "simple_chat": _SIMPLE_CHAT,  # User: ... / Assistant: ...<eos>
-    "tulu": _TULU,  # Tülu: <|user|> and <|assistant|> in plain text, <eos> ends a reply
-    "olmo": "{{ bos_token }}" + _TULU,  # OLMo 2: the same behind a <bos>
-    "chatml": _CHATML,  # <|im_start|>role ... <|im_end|>
-    "qwen": _CHATML,  # without Qwen 3's empty <think> block, which its own template writes
-    "llama3": _LLAMA3,  # <|start_header_id|>role<|end_header_id|> ... <|eot_id|>
-}
 
-# Tokens that a template needs as single tokens of the tokenizer: a turn that never ends in one would never end.
-REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "qwen": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-}
+@cache
+def built_in_templates() -> dict[str, str]:
+    """The text of every template that has a name."""
+    made: dict[str, Any] = yaml.safe_load((FOLDER / "shared" / "made.yaml").read_text(encoding="utf-8"))
+    return {
+        **{file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))},
+        **{name: _made(**settings) for name, settings in made.items() if not name.startswith(".")},
+    }
+
+
+def template_text(name: str) -> str:
+    """The text of the built-in template `name`, or of the file that it names.
+
+    Raises:
+        InputError: there is no such template or file, or it cannot be read.
+    """
+    if name in built_in_templates():
+        return built_in_templates()[name]
+    if name.endswith(FILE_SUFFIXES) or "/" in name or Path(name).is_file():
+        return _text_of_file(name)
+    raise InputError(
+        f"--chat_template_name {name!r} is not a template{nearest(name, built_in_templates()) or '.'} Use one of "
+        f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or leave the flag out for "
+        "the tokenizer's own."
+    )
+
+
+def required_tokens(text: str) -> list[str]:
+    """Those of `SPECIAL_TOKENS` that a template writes."""
+    return [token for token in SPECIAL_TOKENS if token in text]
+
+
+def _text_of_file(name: str) -> str:
+    path = Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise InputError(f"--chat_template_name {name}: more than {MAX_BYTES >> 20} MiB, so no chat template")
+        return data.decode("utf-8")
+    except FileNotFoundError:
+        raise InputError(f"--chat_template_name {name}: no such file.{near_files(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"--chat_template_name {name} cannot be read as UTF-8 text: {error}; give a Jinja file"
+        ) from None
+
+
+def _made(file: str, **settings: Any) -> str:
+    # A value is written alike in JSON and in Jinja.
+    written = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in settings.items())
+    return written + (FOLDER / "shared" / f"{file}.jinja").read_text(encoding="utf-8")

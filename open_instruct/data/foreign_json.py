@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from open_instruct.errors import InputError
 
 MAX_BYTES = 256 * 2**20
+LONGEST_SHOWN = 40
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -58,6 +61,21 @@ def kind_of(value: Any) -> str:
         return "null"
     kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}
     return kinds.get(type(value), type(value).__name__)
+
+
+def shortened(value: Any, depth: int = 3) -> str:
+    """A value as JSON writes it, of long texts, of lists and of objects the beginning, on one line."""
+    if isinstance(value, Mapping) and depth:
+        items = [f"{json.dumps(str(key))}: {shortened(item, depth - 1)}" for key, item in islice(value.items(), 8)]
+        return "{" + ", ".join(items + ["…"] * (len(value) > len(items))) + "}"
+    if isinstance(value, list) and depth:
+        items = [shortened(item, depth - 1) for item in value[:2]]
+        return "[" + ", ".join(items + ["…"] * (len(value) > len(items))) + "]"
+    if isinstance(value, Mapping | list):
+        return "…"
+    text = value if isinstance(value, str) and len(value) <= LONGEST_SHOWN else f"{str(value)[:LONGEST_SHOWN]}…"
+    written = json.dumps(text if isinstance(value, str) else value, default=str, ensure_ascii=False)
+    return written.encode("utf-8", "backslashreplace").decode()
 
 
 def one_line(error: BaseException) -> str:

@@ -9,6 +9,8 @@ from open_instruct.data.foreign_json import kind_of
 from open_instruct.data.rows import MalformedRow
 
 ROLES = ("system", "user", "assistant")
+# ShareGPT's turns are {"from", "value"}, of some of the programs that its conversations were had with.
+_SPEAKERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")}
 
 
 class Message(TypedDict):
@@ -23,17 +25,21 @@ def parse_conversation(
 ) -> tuple[Message, ...]:
     """The turns under `key`: an optional system turn, then user and assistant in turn, until `last_role`'s.
 
+    Where that is the user, an assistant's turn at the end, which answers, is left out.
+
     Raises:
         MalformedRow: they are not such turns, or the last is empty.
     """
     if key not in row:
-        raise MalformedRow("missing_key", f"no key {key!r}; the row has {', '.join(map(repr, row)) or 'no keys'}")
+        raise MalformedRow("missing_key", f"no key {key!r}; the row has {keys_of(row)}")
     value = row[key]
     if not isinstance(value, list):
         raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {kind_of(value)}")
     if not value:
         raise MalformedRow("not_messages", f"{key!r} is an empty list of messages")
     messages = tuple(_parse_message(message, f"{key!r}, turn {i}") for i, message in enumerate(value, start=1))
+    if last_role == "user" and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
     _check_order(messages, key, last_role)
     if not messages[-1]["content"].strip():
         kind, what = ("empty_reply", "reply") if last_role == "assistant" else ("empty_prompt", "last turn")
@@ -41,11 +47,24 @@ def parse_conversation(
     return messages
 
 
+def keys_of(row: Mapping[str, Any]) -> str:
+    """The keys of a row, to tell of."""
+    return ", ".join(map(repr, row)) or "no keys"
+
+
+def role_of(message: Mapping[str, Any]) -> Any:
+    """Who speaks, under whichever key and name; unchecked."""
+    speaker = message.get("role", message.get("from"))
+    return _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+
+
 def _parse_message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise MalformedRow(
             "bad_message", f"{where}: must be an object with 'role' and 'content', not {kind_of(message)}"
         )
+    if "role" not in message and "from" in message:
+        message = {**message, "role": role_of(message), "content": message.get("value")}
     for key in ("role", "content"):
         if message.get(key) is None:
             raise MalformedRow("bad_message", f"{where}: no {key!r}")

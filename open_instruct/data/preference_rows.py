@@ -1,6 +1,7 @@
 """What a preference row must look like: `{"chosen": [messages], "rejected": [messages]}`, and what is kept of it.
 
-The two conversations are equal up to the last turn, which is the assistant's and differs.
+The two conversations are equal up to the last turn, which is the assistant's and differs. Or they are replies alone, to
+what the row asks beside them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from open_instruct.data.messages import Message, parse_conversation
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.row_forms import turns_with_reply
 from open_instruct.data.rows import MalformedRow
 from open_instruct.parallel.wording import counted
 
@@ -32,11 +34,12 @@ class PreferencePair:
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
-    """Checks one row and takes out what is used; keys beside `chosen` and `rejected` are left alone.
+    """Checks one row and takes out what is used; where `chosen` and `rejected` are whole, other keys are left alone.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
+    row = {**row, **{key: turns_with_reply(row, key) for key in ("chosen", "rejected") if key in row}}
     chosen = parse_conversation(row, "chosen")
     rejected = parse_conversation(row, "rejected")
     if chosen[:-1] != rejected[:-1]:
@@ -58,7 +61,9 @@ class PreferenceBuilder(RowBuilder):
     """The pieces of a pair: the prompt, the chosen reply, the rejected reply."""
 
     unit = "pair"
+    wanted = '{"prompt": "text", "chosen": "text", "rejected": "text"}, or lists of messages in place of the texts'
     documents_per_row = 2
+    titles = ("chosen", "rejected")
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         pair = parse_preference_row(row)

@@ -1,8 +1,8 @@
 """What a prompt row must look like: `{"messages": [...], "ground_truth": ..., "dataset": "verifier"}`.
 
-The last turn is the user's, and `"prompt": "text"` stands for a single one. `dataset` names the verifier that judges
-the answers; a list of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or
-`weight`) says how much each verifier counts, 1 where it is not given.
+The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of what is asked.
+`dataset` names the verifier that judges the answers; a list of several pairs up with a list of as many ground truths,
+or shares one ground truth. `weights` (or `weight`) says how much each verifier counts, 1 where it is not given.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.data.foreign_json import kind_of
-from open_instruct.data.messages import Message, parse_conversation
+from open_instruct.data.messages import Message
+from open_instruct.data.row_forms import prompt_of
 from open_instruct.data.rows import MalformedRow
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
@@ -30,19 +31,7 @@ def parse_prompt_row(
     Raises:
         MalformedRow: with the kind and the reason.
     """
-    return _messages(row), _checks(row, known_verifiers)
-
-
-def _messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    if row.get("messages") is None and row.get("prompt") is not None:
-        prompt = row["prompt"]
-        if not isinstance(prompt, str):
-            raise MalformedRow("bad_prompt", f"'prompt' must be text, not {kind_of(prompt)}; turns go into 'messages'")
-        row = {"messages": [{"role": "user", "content": prompt}]}
-    elif "messages" not in row:
-        keys = ", ".join(map(repr, row)) or "no keys"
-        raise MalformedRow("missing_key", f"neither 'messages' nor 'prompt'; the row has {keys}")
-    return parse_conversation(row, "messages", last_role="user")
+    return prompt_of(row), _checks(row, known_verifiers)
 
 
 def _checks(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None) -> tuple[Check, ...]:

@@ -6,17 +6,19 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.saved_place import check_saved_place
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.errors import RunError
+from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.verifier import Verifier
@@ -52,6 +54,8 @@ class PromptBuilder(RowBuilder):
     """The one piece of a prompt: all that comes before a reply."""
 
     unit = "prompt"
+    wanted = '{"prompt": "text", "ground_truth": "42", "dataset": "the verifier\'s name"}'
+    page = "docs/rewards.md"
     too_long = "long_prompt"
 
     def __init__(
@@ -61,16 +65,30 @@ class PromptBuilder(RowBuilder):
         max_prompt_token_length: int,
         on_bad_row: str,
         known_verifiers: Mapping[str, Verifier] | None,
+        remapped: Mapping[str, str] | None = None,
+        system_prompt: str | None = None,
     ) -> None:
         # One token more, the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
         self.known_verifiers = known_verifiers
+        self.remapped = {old.lower(): new for old, new in (remapped or {}).items()}
+        self.system_prompt = system_prompt
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        if self.remapped and "dataset" in row:
+            row = {**row, "dataset": self._judge_of(row["dataset"])}
         messages, checks = parse_prompt_row(row, self.known_verifiers)
+        if self.system_prompt is not None:
+            turns = messages[1:] if messages[0]["role"] == "system" else messages
+            messages = ({"role": "system", "content": self.system_prompt}, *turns)
         text, _ = self.chat.render(messages, ())
         details = json.dumps({"text": text, "checks": list(map(asdict, checks))})
         return RenderedRow(texts=(text,), replies=(None,), details=details.encode())
+
+    def _judge_of(self, names: Any) -> Any:
+        if isinstance(names, list):
+            return [self._judge_of(name) for name in names]
+        return self.remapped.get(names.lower(), names) if isinstance(names, str) else names
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         return pieces
@@ -179,3 +197,20 @@ class PromptStream:
 
     def _order_of_epoch(self) -> np.ndarray:
         return np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
+
+
+def row_changes(config: GRPOConfig) -> dict[str, Any]:
+    """What flags change of every row, as `PromptBuilder` takes it; nothing where they change nothing.
+
+    Raises:
+        InputError: the file of the system prompt cannot be read.
+    """
+    changes: dict[str, Any] = {}
+    if config.reward.remap_verifier:
+        changes["remapped"] = dict(word.split("=") for word in config.reward.remap_verifier)
+    if (name := config.data.system_prompt_override_file) is not None:
+        try:
+            changes["system_prompt"] = Path(name).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise InputError(f"--system_prompt_override_file: {name} cannot be read as text: {error}") from error
+    return changes

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from open_instruct.data.foreign_json import shortened
 from open_instruct.data.rows import BadRow
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 
-NUM_BAD_ROWS_SHOWN = 5
+NUM_REASONS_SHOWN = 5
+# Kinds of rows whose form is right; why they cannot be used says something of each, and is one reason still.
+WELL_FORMED = ("template", "tokenizer")
 
 FILTERED_WORDS = {
     "prompt_too_long": "the prompt alone fills --max_seq_length",
@@ -21,25 +25,45 @@ FILTERED_WORDS = {
 
 
 class BadRowLog:
-    """Counts bad rows by kind and keeps the first few to show."""
+    """Counts bad rows by kind, and keeps the first few reasons to show, each with the first row that has it."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.first: list[BadRow] = []
+        self._first: dict[str, BadRow] = {}
+        self._of_reason: Counter[str] = Counter()
+        self._found: Mapping[str, Any] | None = None
 
-    def add(self, row: BadRow) -> None:
+    def add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
+        """`value` is what was read, where it is that which cannot be used."""
         self.counts[row.kind] += 1
-        if len(self.first) < NUM_BAD_ROWS_SHOWN:
-            self.first.append(row)
+        is_well_formed = row.kind in WELL_FORMED
+        reason = row.kind if is_well_formed else row.reason
+        if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
+            self._first.setdefault(reason, row)
+            self._of_reason[reason] += 1
+        if self._found is None and not is_well_formed:
+            self._found = value
 
-    def error(self, num_rows: int) -> InputError:
-        """All of it as one error for the user."""
-        total = self.counts.total()
+    def lines(self) -> list[str]:
+        """A line a reason."""
+        more = {reason: self._of_reason[reason] - 1 for reason in self._first}
+        return [
+            f"{row}" + (f" (and so {counted(more[reason], 'row')} more)" if more[reason] else "")
+            for reason, row in self._first.items()
+        ]
+
+    def error(self, num_rows: int, *, wanted: str, page: str) -> InputError:
+        """All of it as one error for the user; `wanted` is a row as it should be, and `page` has more of them."""
+        total, told = self.counts.total(), self._of_reason.total()
         lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):"]
-        lines += [f"  {row}" for row in self.first]
-        if total > len(self.first):
-            lines.append(f"  ... and {total - len(self.first):,} more")
-        return InputError("\n".join([*lines, "Mend these rows, or leave them out with --on_bad_row skip."]))
+        lines += [f"  {line}" for line in self.lines()]
+        if total > told:
+            lines.append(f"  ... and {total - told:,} more")
+        if self._found is not None and wanted:
+            lines += [f"found   {shortened(self._found)}", f"wanted  {wanted}"]
+            lines.append(f"Other forms of rows are in {page}. Say by --columns what the columns mean.")
+        these, them = ("this row", "it") if total == 1 else ("these rows", "them")
+        return InputError("\n".join([*lines, f"Mend {these}, or leave {them} out with --on_bad_row skip."]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,11 @@ class RowBuilder(ABC):
     """
 
     unit: ClassVar[str]  # what a row is when it is kept
+    # For the people whose rows are refused: a row of this form, and where others stand.
+    wanted: str = ""
+    page: str = "docs/data.md"
     documents_per_row: ClassVar[int] = 1
+    titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, where they are shown
     reads_ends: ClassVar[bool] = False  # see `Document`
     too_long: ClassVar[str] = "prompt_too_long"
 
@@ -138,7 +142,7 @@ class RowBuilder(ABC):
             kept = kept_of_row[np.searchsorted(rows, indices)]
             kept_of_N.append(kept[kept >= 0])
         if self._only_counts:
-            raise self.bad.error(num_rows)
+            raise self.refusal(num_rows)
         if not self.edges:
             raise self._nothing_left(num_rows)
 
@@ -147,7 +151,7 @@ class RowBuilder(ABC):
         warnings = [entry.warning for entry in entries if entry.warning]
         if self.num_without_end:
             warnings.append(
-                f"{self.chat.template.name} chat template ends {self.num_without_end:,} replies without an "
+                f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
                 "end-of-turn token, so the model will not learn where a reply stops"
             )
         return arrays, DataReport(
@@ -156,7 +160,7 @@ class RowBuilder(ABC):
             ),
             num_rows=num_rows,
             bad=dict(self.bad.counts),
-            bad_rows=tuple(map(str, self.bad.first)),
+            bad_rows=tuple(self.bad.lines()),
             filtered=dict(self.filtered),
             num_truncated=self.num_truncated,
             num_kept=len(self.edges),
@@ -188,9 +192,9 @@ class RowBuilder(ABC):
         for index, row, item in rendered:
             pieces = list(islice(ids, len(item.texts)))
             try:
-                for reply, piece in zip(item.replies, pieces, strict=True):
+                for reply, text, piece in zip(item.replies, item.texts, pieces, strict=True):
                     if reply is not None:
-                        self.chat.check_reply(reply, piece)
+                        self.chat.check_reply(text, piece)
             except MalformedRow as error:
                 self._add_bad(row, error)
                 continue
@@ -230,7 +234,11 @@ class RowBuilder(ABC):
         }
 
     def _add_bad(self, row: RawRow, error: MalformedRow) -> None:
-        self.bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason))
+        self.bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason), row.value)
+
+    def refusal(self, num_rows: int) -> InputError:
+        """What is said of the bad rows among `num_rows`."""
+        return self.bad.error(num_rows, wanted=self.wanted, page=self.page)
 
     def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
         lengths, tokens = array("i", map(len, pieces)), array("i", chain.from_iterable(pieces))
@@ -242,7 +250,7 @@ class RowBuilder(ABC):
 
     def _nothing_left(self, num_rows: int) -> InputError:
         if not self.filtered:
-            return self.bad.error(num_rows)
+            return self.refusal(num_rows)
         counts = ", ".join(f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items())
         return InputError(
             f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); {self.remedy()}."

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from open_instruct.data.messages import Message, parse_conversation
+from open_instruct.data.messages import Message
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.row_forms import conversation_of
 from open_instruct.data.rows import MalformedRow
 
 
@@ -17,10 +18,10 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
-    messages = parse_conversation(row, "messages")
+    messages = conversation_of(row)
     for turn, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and not message["content"].strip():
-            raise MalformedRow("empty_reply", f"'messages', turn {turn}: the reply is empty")
+            raise MalformedRow("empty_reply", f"turn {turn}: the reply is empty")
     return messages
 
 
@@ -28,6 +29,7 @@ class SFTBuilder(RowBuilder):
     """The pieces of a conversation: what is given and what is learned, in turn."""
 
     unit = "conversation"
+    wanted = '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": "text"}]}'
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         messages = parse_sft_row(row)

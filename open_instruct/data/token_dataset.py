@@ -18,10 +18,11 @@ import numpy as np
 
 from open_instruct.data.cache import DamagedFile, cache_root, read_arrays, write_arrays
 from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.files.opening import open_rows
+from open_instruct.data.files.renamed import Renamed
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.rows import open_rows
 from open_instruct.records import Document, Span
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 
 
 class TokenDataset:
@@ -139,16 +140,19 @@ def load_token_dataset(
     splits: Sequence[str],
     tokenizer: PreTrainedTokenizerFast,
     chat_template_name: str | None,
+    add_bos: bool = False,
     on_bad_row: Literal["error", "skip"],
     seed: int,
     cache_dir: str | Path | None,
     flag: str = "--mixer_list",
+    columns: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     **own: Any,
 ) -> tuple[TokenDataset, DataReport]:
     """The tokenised mixture, from the cache where the same has been asked for before.
 
+    `columns` are words such as `messages=conversations`: what a row should have, and the column it has it in.
     `builder_of` is the class of rows; `own` are the arguments of this kind of builder, such as `max_seq_length`, as
     JSON can write them; `facts` are what the arrays depend on beside all that, as JSON too. Nothing here speaks of
     ranks: let one rank call it first, then, past a barrier, the others; they find the file. `on_progress(done,
@@ -159,10 +163,11 @@ def load_token_dataset(
             `on_bad_row` is "error"; or nothing is left.
         RunError: the disk is full.
     """
-    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, chat_template_name))
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, chat_template_name, add_bos=add_bos))
     builder = builder_of(chat, on_bad_row=on_bad_row, **own)
     entries = parse_mixer_list(mixer_list, splits, flag=flag)
-    sources = [open_rows(entry.name, entry.split, flag=flag) for entry in entries]
+    renamed = dict(word.split("=", 1) for word in columns)
+    sources = [Renamed(open_rows(entry.name, entry.split, flag=flag), renamed) for entry in entries]
     identity = {
         "version": CACHE_VERSION,
         "form": type(builder).__name__,
@@ -170,6 +175,7 @@ def load_token_dataset(
             (source.fingerprint, source.name, entry.split, repr(entry.amount))
             for source, entry in zip(sources, entries, strict=True)
         ],
+        "columns": renamed,
         "chat": chat.fingerprint,
         "on_bad_row": on_bad_row,
         "seed": seed,
@@ -184,6 +190,7 @@ def load_token_dataset(
     except DamagedFile as error:
         log.warning("%s; building it again", error)
     arrays, report = builder.build(entries, sources, seed=seed, on_progress=on_progress)
+    report = replace(report, warnings=(*report.warnings, *(warning for each in sources for warning in each.warnings())))
     write_arrays(path, arrays, {"report": report.to_json()})
     dataset = _dataset(builder, arrays)
     return dataset, replace(report, cache_file=str(path))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.cluster.learner_call import reason_of_loss
 from open_instruct.cluster.placement import Placement
-from open_instruct.cluster.process_environment import take_environment
+from open_instruct.cluster.process_environment import go_by, take_environment
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.engines.requests import EngineSettings
 from open_instruct.errors import InputError, RunError
@@ -26,7 +26,10 @@ class EngineHost:
     def __init__(self) -> None:
         self._engine: Any = None
 
-    def construct(self, environment: Mapping[str, str], settings: EngineSettings, meeting_address: str) -> None:
+    def construct(
+        self, index: int, environment: Mapping[str, str], settings: EngineSettings, meeting_address: str
+    ) -> None:
+        go_by(f"engine-{index}")
         take_environment(environment, meeting_address=meeting_address)
         if folder := os.environ.get(FOLDER_VARIABLE):
             tempfile.tempdir = os.environ["TMPDIR"] = folder  # vLLM leaves files there when it is killed
@@ -50,7 +53,7 @@ class RayEngine:
         host: Any = ray.remote(type("VLLMEngine", (EngineHost,), {}))
         self._actor = host.options(**placement.engine_options(index), max_concurrency=MAX_CONCURRENCY).remote()
         meeting_address = placement.whereabouts().meeting_address()
-        self._construction = self._actor.construct.remote(dict(environment), settings, meeting_address)
+        self._construction = self._actor.construct.remote(index, dict(environment), settings, meeting_address)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when the engine is constructed.

@@ -10,10 +10,13 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any, TypeVar
 
 from open_instruct.engines.engine import Engine, EngineMethod, P, R
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 POLL_WAIT_S = 1.0
+PACE_OF = 64  # the last completions of an engine; of fewer than a quarter it is not told
 END_TIMEOUT_S = 10.0
 
 
@@ -36,6 +40,7 @@ class InFlight:
 
     request: GenerationRequest
     future: Future[Completion] = field(default_factory=Future)
+    asked_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -45,6 +50,7 @@ class _Member:
     handle: RayEngine
     asked: dict[int, InFlight] = field(default_factory=dict)
     is_alive: bool = True
+    token_s: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OF))
 
 
 class EnginePool:
@@ -144,6 +150,12 @@ class EnginePool:
         """Which engines do not answer, because they died or failed."""
         return {index for index, call in enumerate(self.start_all(self._timeout_s, Engine.health)) if call.exception()}
 
+    def paces(self) -> list[float | None]:
+        """By engine the median seconds for a token of a request's own; all have as many requests at once."""
+        with self._lock:
+            latest = [list(member.token_s) for member in self._members]
+        return [median(each) if len(each) >= PACE_OF // 4 else None for each in latest]
+
     def fail_waiting(self, failure: RunError) -> None:
         """Fail all completions that are waited for now; those asked for later come as ever."""
         with self._lock:
@@ -173,7 +185,7 @@ class EnginePool:
             return
         for key, each in asked.items():
             member = min(alive, key=lambda member: len(member.asked))
-            member.asked[key] = each
+            member.asked[key] = each = replace(each, asked_s=time.monotonic())
             member.handle.tell(Engine.begin, {key: each.request})
 
     def _fail(self, failure: RunError) -> None:
@@ -217,6 +229,9 @@ class EnginePool:
         with self._lock:
             told = [*answers.completions.items(), *answers.refused.items()]
             outcomes = [(member.asked.pop(key), outcome) for key, outcome in told if key in member.asked]
+            for each, outcome in outcomes:
+                if isinstance(outcome, Completion):
+                    member.token_s.append((time.monotonic() - each.asked_s) / max(1, len(outcome.token_ids)))
         # Outside the lock: what hangs on a future may ask again.
         for each, outcome in outcomes:
             if isinstance(outcome, str):

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.batching import Batching
 from open_instruct.records import Completion
+
+Dtype = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +60,17 @@ class EngineAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How one vLLM engine is set up; `model_folder` is a Hugging Face folder that every node can read."""
+    """How one vLLM engine is set up; `model_folder` is a Hugging Face folder that every node can read.
+
+    With an `adapter` it holds one beside a model that stays as it is, and its updates are of the adapter alone.
+    """
 
     model_folder: str
     tokenizer_folder: str
-    dtype: Literal["bfloat16", "float32"]
+    dtype: Dtype
     max_model_len: int  # tokens of the longest prompt with its completion
     batching: Batching
     fleet: FleetSection
     seed: int
     stop_token_ids: tuple[int, ...] = ()
+    adapter: LoRASection | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
+from open_instruct.engines.held_adapter import check_targets, names_of_versions, options_of
 from open_instruct.engines.requests import EngineSettings, GenerationRequest
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
@@ -14,8 +16,11 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
 
 P = ParamSpec("P")
+R = TypeVar("R")
+W = TypeVar("W", bound="WeightWorker")
 
 WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
+ADAPTER_RECEIVER = "open_instruct.weights.adapter_receiver.AdapterReceiver"
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
 CPU_KV_CACHE_BYTES = 256 << 20
 # The most that vLLM has on their way, and one that says so.
@@ -56,6 +61,14 @@ class WeightWorker(Protocol):
     def finish_update(self) -> None: ...
 
 
+class AdapterWorker(WeightWorker, Protocol):
+    """The same where an engine holds an adapter; see `AdapterReceiver`."""
+
+    def adapted_layers(self) -> list[str]: ...
+
+    def hold_no_adapter(self) -> None: ...
+
+
 class VLLMCore:
     """vLLM's `LLMEngine`, in this process (and one more process for each further GPU of a tensor-parallel engine).
 
@@ -63,19 +76,20 @@ class VLLMCore:
 
     Args:
         settings: of the model and of vLLM.
-        weight_receiver: class, by its dotted name, that vLLM adds to its workers; see `WeightReceiver`.
+        weight_receiver: class, by its dotted name, that vLLM adds to its workers; default: `WeightReceiver`, or with an
+            adapter `AdapterReceiver`.
 
     Raises:
-        InputError: the key-value cache is too small.
+        InputError: the key-value cache is too small, or there can be no such adapter.
     """
 
-    def __init__(self, settings: EngineSettings, *, weight_receiver: str = WEIGHT_RECEIVER) -> None:
+    def __init__(self, settings: EngineSettings, *, weight_receiver: str | None = None) -> None:
         import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        on_cuda, fleet = torch.cuda.is_available(), settings.fleet
+        on_cuda, fleet, adapter = torch.cuda.is_available(), settings.fleet, settings.adapter
         kv_cache_bytes = None if on_cuda else CPU_KV_CACHE_BYTES
         if fleet.vllm_kv_cache_mib is not None:
             kv_cache_bytes = fleet.vllm_kv_cache_mib << 20
@@ -103,8 +117,9 @@ class VLLMCore:
             enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
             # Of the distribution that was sampled from: after the temperature.
             logprobs_mode="processed_logprobs",
-            worker_extension_cls=weight_receiver,
+            worker_extension_cls=weight_receiver or (ADAPTER_RECEIVER if adapter is not None else WEIGHT_RECEIVER),
             disable_log_stats=True,
+            **(options_of(adapter) if adapter is not None else {}),
         )
         try:
             # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048 tokens on any device.
@@ -119,6 +134,11 @@ class VLLMCore:
             ) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
+        if adapter is not None:
+            check_targets(adapter, self.call_workers(AdapterWorker.adapted_layers)[0])
+            self.call_workers(AdapterWorker.hold_no_adapter)
+        self._names = names_of_versions() if adapter is not None else itertools.repeat(None)
+        self._adapter = next(self._names)
         self._check_logprobs()
         self._engine.set_weight_version("0")
 
@@ -131,7 +151,7 @@ class VLLMCore:
                 f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's {self._max_model_len}"
             )
         tokens = list(request.prompt_token_ids)
-        self._engine.add_request(str(key), {"prompt_token_ids": tokens}, self._params_of(request))
+        self._add(str(key), tokens, self._params_of(request))
         self._seeds[key] = request.seed
 
     def abort(self, key: int) -> None:
@@ -154,16 +174,15 @@ class VLLMCore:
         self._engine.wake_up(["scheduling"])
         return finished
 
-    def call_workers(
-        self, method: Callable[Concatenate[WeightWorker, P], None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call a method in every process that holds weights."""
-        self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
+    def call_workers(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """What a method returns in every process that holds weights."""
+        return self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
 
     def weights_changed(self, version: int) -> None:
         """Tokens are of `version` from now on; nothing computed with other weights is used again."""
         # Running requests go back to the queue with their tokens: their keys and values are of the old weights too.
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._adapter = next(self._names)
         self._engine.set_weight_version(str(version))
 
     def close(self) -> None:
@@ -180,13 +199,17 @@ class VLLMCore:
         logprobs: list[dict[int, float]] = []
         for temperature in PROBED_TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=1, logprobs=NUM_PROBED, detokenize=False)
-            self._engine.add_request(f"probe at {temperature}", {"prompt_token_ids": [0]}, params)
+            self._add(f"probe at {temperature}", [0], params)
             while self._engine.has_unfinished_requests():
                 outputs: list[Any] = self._engine.step()
                 logprobs += [
                     {token: it.logprob for token, it in output.outputs[0].logprobs[0].items()} for output in outputs
                 ]
         check_temperature(*logprobs)
+
+    def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+        """With the name of the adapter where there is one: without, vLLM may compute what no adapter says, on a CPU."""
+        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params, lora_request=self._adapter)
 
     def _params_of(self, request: GenerationRequest) -> SamplingParams:
         from vllm import SamplingParams

@@ -78,6 +78,9 @@ class Learner(Protocol):
     def update(self) -> Metrics:
         """Take the optimizer's step. Returns `grad_norm`, `lr`, and `step_skipped` where that can be."""
 
+    def own_pace(self) -> float | None:
+        """Seconds that this rank computes by itself for a token, since the last call; the first begins to measure."""
+
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
 

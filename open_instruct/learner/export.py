@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import torch
+from torch import nn
 
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.config.training import LearnerConfig
-from open_instruct.data.chat import choose_chat_template
 from open_instruct.learner.backend import Learner
 from open_instruct.models.export import export_hf
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
+from open_instruct.models.shards import Held
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.wording import counted
+from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+from open_instruct.run.run_directory import RunDirectory, card_of
 
 
 def export_policy(
@@ -26,6 +30,7 @@ def export_policy(
     *,
     run: Run,
     config: LearnerConfig,
+    trained_by: str,
     more_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`; see `export_hf`. Every rank enters together.
@@ -33,34 +38,64 @@ def export_policy(
     Of a policy with adapters that is the model with them added, and OUT/adapter has them by themselves.
     """
     doing("exporting the trained model")
-    name, template_name = config.run.export_dtype, config.data.chat_template_name
-    dtype = pretrained.dtype if name == "source" else getattr(torch, name)
+    dtype = pretrained.dtype_named(config.run.export_dtype)
     check_weights(
         policy.model, what="the trained model", last_checkpoint=last_checkpoint(run.directory.path), dtype=dtype
     )
     lora = config.adapters
     if lora is not None and lora.export != "merged":
         write_adapter(
-            run.directory.adapter, whole_adapter(policy.model), pretrained.names, lora, base=str(pretrained.folder)
+            run.directory.adapter,
+            whole_adapter(policy.model),
+            pretrained.names,
+            lora,
+            base=str(pretrained.folder),
+            chat_template=pretrained.chat_template,
+            card=partial(card_of, run.directory, trained_by=trained_by, is_adapter=True),
         )
         run.console.say(f"the adapter is in {run.directory.adapter}", style="green")
     if lora is not None and lora.export == "adapter":
         return
-    report = export_hf(
+    write_model(
         policy.model,
+        weights_of(policy.model),
+        pretrained,
+        directory=run.directory,
+        console=run.console,
+        config=config,
+        trained_by=trained_by,
+        more_config=more_config,
+    )
+
+
+def write_model(
+    model: nn.Module,
+    weights: Mapping[str, Held],
+    pretrained: Pretrained,
+    *,
+    directory: RunDirectory,
+    console: Console,
+    config: LearnerConfig,
+    trained_by: str,
+    more_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write OUT/hf_model from `weights`, which are known to be finite; `model` says their names and shapes."""
+    report = export_hf(
+        model,
         pretrained.hf_config,
         pretrained.names,
         source_folder=pretrained.folder,
         tokenizer_folder=pretrained.tokenizer_folder,
-        out_folder=run.directory.hf_model,
-        dtype=dtype,
+        out_folder=directory.hf_model,
+        dtype=pretrained.dtype_named(config.run.export_dtype),
         # The template it was trained with is the one to use it with.
-        chat_template=choose_chat_template(pretrained.tokenizer, template_name).text if template_name else None,
+        chat_template=pretrained.chat_template,
+        card=partial(card_of, directory, trained_by=trained_by),
         more_config=more_config,
-        weights=weights_of(policy.model),
+        weights=weights,
     )
-    run.console.say(
-        f"the trained model is in {run.directory.hf_model} "
-        f"({report.num_bytes / 1e6:,.1f} MB in {report.num_files} file{'s' if report.num_files > 1 else ''})",
+    console.say(
+        f"the trained model is in {directory.hf_model} "
+        f"({report.num_bytes / 1e6:,.1f} MB in {counted(report.num_files, 'file')})",
         style="green",
     )

@@ -65,10 +65,13 @@ def token_logprobs(
     return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=inputs.sequence_ids_N, values_NC=values_NC)
 
 
-def hidden_at_labels(model: Transformer, batch: PackedBatch, *, device: torch.device) -> torch.Tensor:
-    """What the head's matrix of `model` is multiplied with, (B, K, D), at the positions that its head runs on here."""
+def hidden_at_labels(model: Transformer, batch: PackedBatch, policy: Transformer, device: torch.device) -> torch.Tensor:
+    """What the head's matrix of `model` is multiplied with, (B, K, D), where that of `policy` runs on this rank."""
     hidden, _ = _run(model, batch, HeadSettings(only_hidden=True), device=device)
-    return cast(torch.Tensor, hidden)
+    if not isinstance(hidden, DTensor):
+        return cast(torch.Tensor, hidden)
+    # Ranks may split matrices of the policy by other layers, between which each has all tokens.
+    return hidden.to_local() if policy.tp_enabled else _where_head_runs(policy, batch, hidden.full_tensor())
 
 
 def beside_labels(
@@ -81,11 +84,15 @@ def beside_labels(
     values_BT = flat_T.unflatten(0, batch.labels_BT.shape)
     if (context := context_of(model)) is not None:
         values_BT = values_BT[:, context.part_of(values_BT.shape[1])]
+    return on_device(_where_head_runs(model, batch, values_BT), device)
+
+
+def _where_head_runs(model: Transformer, batch: PackedBatch, values_BT: torch.Tensor) -> torch.Tensor:
     _, kept = _own(model, batch)
     if kept is None:
-        return on_device(head_of(model).own_positions(values_BT), device)
-    rows_B1 = torch.arange(len(values_BT)).unsqueeze(1)
-    return on_device(values_BT[rows_B1, kept.positions_BK], device)
+        return head_of(model).own_positions(values_BT)
+    rows_B1 = torch.arange(len(values_BT), device=values_BT.device).unsqueeze(1)
+    return values_BT[rows_B1, on_device(kept.positions_BK, values_BT.device)]
 
 
 def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPositions | None]:

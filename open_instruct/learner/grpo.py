@@ -11,7 +11,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.deepspeed.choice import backend_of
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.profile import profiling
-from open_instruct.learner.reference_policy import Reference, build_reference, open_teacher
+from open_instruct.learner.reference_policy import Reference, build_reference, build_teacher, open_teacher
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
@@ -59,7 +59,7 @@ class GRPOLearner:
         )
         start, moves = reference or pretrained, {"update_freq": config.loss.ref_policy_update_freq}
         if config.loss.beta > 0 and config.adapters is not None:
-            self.policy.reference = Reference(model=self.policy.model)  # with its adapters off
+            self.policy.reference = Reference(model=self.policy.computing_model)  # with its adapters off
         elif config.loss.beta > 0 and moves["update_freq"] is None:
             self.policy.reference = Reference(model=build_reference(start, run=run, config=config))
         elif config.loss.beta > 0:
@@ -69,7 +69,7 @@ class GRPOLearner:
         if (name := config.loss.teacher_model_name_or_path) is not None:
             lengths, layout = LENGTHS_OF_ROLLOUTS, run.layout
             teacher = open_teacher(name, pretrained, config=config, layout=layout, length_flag=lengths)
-            self.policy.teacher = build_reference(teacher, run=run, config=config)
+            self.policy.teacher = build_teacher(teacher, pretrained, self.policy, run=run, config=config)
         self.loop = Loop(
             self.policy,
             self.drivers,
@@ -78,6 +78,7 @@ class GRPOLearner:
             num_steps=config.num_steps,
             max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
             keep_last_n=config.run.keep_last_n_checkpoints,
+            lasting_interval=config.run.checkpointing_steps if config.run.ephemeral_save_interval else 1,
             async_checkpoints=config.run.async_checkpoints,
             callbacks=profiling(
                 config.logging.profile_steps, num_steps=config.num_steps, run_folder=run.directory.path

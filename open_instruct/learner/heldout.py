@@ -1,46 +1,55 @@
-"""How well a policy does on rows it was not trained on, before training and after; rows go to `eval.jsonl`."""
+"""How well a policy does on rows it was not trained on, before training, after, and between; see `eval.jsonl`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.learner.scoring import Scorer
-from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.run.opened import Run
 
 
+@dataclass
 class Heldout:
     """The held-out rows of a run. `reference_ND` are the frozen log-probs of their documents, where there are any."""
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        objective: Objective,
-        *,
-        reference_ND: np.ndarray | None,
-        config: TrainingConfig,
-        run: Run,
-    ) -> None:
-        self.dataset = dataset
-        self.objective = objective
-        self.reference_ND = reference_ND
-        self.config = config
-        self.run = run
+    dataset: TokenDataset
+    reference_ND: np.ndarray | None
+    scorer: Scorer
+    objective: Objective = field(kw_only=True)
+    config: TrainingConfig = field(kw_only=True)
+    run: Run = field(kw_only=True)
+    _last: tuple[int, Evaluation] | None = field(default=None, init=False)
 
-    def evaluate(self, scorer: Scorer, *, step: int) -> Mapping[str, Any]:
-        """Score the model as it is after `step` steps; what config.json keeps of it. Every rank enters together."""
-        if self.objective.evaluate is None:
-            return {}
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """At the start, and with --eval_steps after every so many steps and the last one."""
+        every = self.config.data.eval_steps
+        return step == 0 or (every > 0 and (step % every == 0 or step == num_steps))
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Score the model as it is after `step` steps, once. Every rank enters together."""
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
         logps_ND = self.reference_ND
         if step > 0 or logps_ND is None:  # before the first step policy and reference are the same weights
-            logps_ND = scorer.score_all(self.dataset, title=f"held-out {self.objective.rows.unit}s at step {step}")
+            title = f"held-out {self.objective.rows.unit}s at step {step}"
+            logps_ND = self.scorer.score_all(self.dataset, title=title)
+        assert self.objective.evaluate is not None, "or there are no held-out rows"
         evaluation = self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.config)
         if self.run.process.rank == 0:
             self.run.directory.write_evaluation({"step": step} | dict(evaluation.row))
         self.run.console.say(evaluation.sentence.format(when=f"at step {step}"))
-        return evaluation.exported
+        self._last = step, evaluation
+        return evaluation
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What a row of metrics.jsonl has of it: the numbers, and the seconds that it took."""
+        began_s = time.perf_counter()
+        row = self.evaluate(step).row
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        return numbers | {"time/evaluation": time.perf_counter() - began_s}

@@ -6,6 +6,7 @@ OLMo-core's callbacks are called at the points at which its own trainer calls th
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,12 +25,15 @@ from open_instruct.checkpoints.resume import (
     wait_for_copy,
 )
 from open_instruct.learner.backend import Learner
+from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.olmo_core.inner import pass_on_metrics
 from open_instruct.learner.olmo_core.trainer import Place, trainer_of
 from open_instruct.learner.speed import flops_of_step, peak_flops_per_second
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import gathered
 from open_instruct.records import StepBatch
 from open_instruct.run.signals import noting_signals
+from open_instruct.run.slowness import WINDOW, slowest, slowest_loader
 
 # OLMo-core's trainer always has these: checkpoints are written here, and the monitor's all-reduce in every step says
 # nothing that is not in the metrics.
@@ -59,6 +63,7 @@ class Loop:
         num_steps: of the whole run; the schedule stretches over them.
         max_tokens_per_step: over all ranks, an upper bound.
         keep_last_n: checkpoints that are kept; 0 keeps all.
+        lasting_interval: those of other steps than its multiples are removed once there is a newer one.
         async_checkpoints: "on" writes them while the training goes on; "auto" does where the shards are on a GPU.
         callbacks: OLMo-core's, by name.
     """
@@ -73,6 +78,7 @@ class Loop:
         num_steps: int,
         max_tokens_per_step: int,
         keep_last_n: int = 0,
+        lasting_interval: int = 1,
         async_checkpoints: str = "auto",
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
@@ -80,6 +86,7 @@ class Loop:
         self.folder = folder
         self.num_steps = num_steps
         self.keep_last_n = keep_last_n
+        self.lasting_interval = lasting_interval
         self.saves_in_background = {"on": True, "off": False}.get(async_checkpoints, learner.device.type != "cpu")
         self.trainer = trainer_of(
             learner,
@@ -131,6 +138,8 @@ class Loop:
         self._call("post_train_batch")
         row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
         row["time/checkpoint"], self._checkpoint_s = self._checkpoint_s, 0.0
+        if self.step % WINDOW == 0:
+            row |= slowest("learner", gathered(self.learner.own_pace()))
         self._call("post_step")
         if self._is_heard:
             for name, value in row.items():
@@ -140,33 +149,54 @@ class Loop:
         self._call("pre_load_batch")
         return row
 
-    def fit(self, loader: EpochLoader, *, on_step: OnStep, save_interval: int) -> int | None:
+    def fit(
+        self,
+        loader: EpochLoader,
+        *,
+        on_step: OnStep,
+        save_interval: int,
+        ephemeral_interval: int | None = None,
+        heldout: Heldout | None = None,
+    ) -> int | None:
         """Take all steps that are left, one update each, and save every `save_interval` steps and the last one.
 
-        `on_step` is told the number and the metrics of every step, on every rank.
+        Those of every `ephemeral_interval` steps are saved too.
+
+        `on_step` is told the number and the metrics of every step, on every rank, those of `heldout` where it is due
+        among them.
 
         Returns the number of the signal that ended it early, after the step and its checkpoint, or None.
         """
         began_s = time.perf_counter()
         with noting_signals() as noted:
-            updates = self._updates(loader)
+            updates, spent = self._updates(loader), deque[tuple[float, float]](maxlen=WINDOW)
             while self.step < self.num_steps:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
                 signal = self._first_signal(noted.number)
                 is_last = bool(signal) or self.step == self.num_steps
-                is_saved = is_last or self.step % save_interval == 0
-                if is_saved:
+                is_saved = is_last or any(
+                    self.step % every == 0 for every in (save_interval, ephemeral_interval) if every
+                )
+                # Not after a signal: who sent it waits. A run that resumes there scores first of all.
+                is_scored = heldout is not None and not signal and heldout.is_due(self.step, self.num_steps)
+                if is_saved or is_scored:
                     # The optimizer's time is a step's: this one's, where no other will wait for it.
                     self.wait_for_device()
-                speeds = self._speeds(update, time.perf_counter() - began_s)
-                on_step(self.step, row | {"time/data": waited_s} | speeds)
+                spent.append((waited_s, time.perf_counter() - began_s))
+                row |= {"time/data": waited_s} | self._speeds(update, spent[-1][1])
+                if self.step % WINDOW == 0:
+                    of_rows_s, of_all_s = map(sum, zip(*spent, strict=True))
+                    row |= slowest_loader(gathered(of_rows_s / of_all_s))
+                if heldout is not None and is_scored:
+                    row |= heldout.metrics(self.step)
+                on_step(self.step, row)
                 if is_saved:
                     self.save(waits=is_last)
                 if signal:
                     break
-                # Writing a checkpoint does not count as slow training.
+                # Scoring held-out rows and writing a checkpoint do not count as slow training.
                 began_s = time.perf_counter()
             else:
                 signal = None
@@ -200,8 +230,10 @@ class Loop:
 
     def _remove_old(self, *, run: Run[None]) -> None:
         self._removal.result()
-        if self.keep_last_n:
-            self._removal = remove_old_checkpoints(self.folder, keep_last_n=self.keep_last_n, run=run)
+        if self.keep_last_n or self.lasting_interval > 1:
+            self._removal = remove_old_checkpoints(
+                self.folder, keep_last_n=self.keep_last_n, lasting_interval=self.lasting_interval, run=run
+            )
 
     def resume(self, *, warn: Callable[[str], None]) -> bool:
         """Load the newest checkpoint that is whole; whether there was one."""
@@ -244,6 +276,7 @@ class Loop:
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
+            self.learner.own_pace()
             self._call("pre_train")
             self._call("pre_load_batch")
 

@@ -12,6 +12,7 @@ from olmo_core.train.callbacks import Callback, ProfilerCallback
 from olmo_core.train.callbacks.profiler import TorchMemoryHistoryCallback
 
 from open_instruct.errors import InputError
+from open_instruct.parallel.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,9 @@ def profiling(steps: Sequence[int], *, num_steps: int, run_folder: Path) -> dict
         return {}
     first, last = steps
     if last > num_steps:
-        raise InputError(f"--profile_steps {first} {last}: the run has {num_steps} steps; name some of those")
+        raise InputError(
+            f"--profile_steps {first} {last}: the run has {counted(num_steps, 'step')}; name some of those"
+        )
     callbacks: dict[str, Callback] = {"step_profiler": StepProfiler(first=first, active=last - first + 1, wait=0)}
     if torch.cuda.is_available():
         folder = str(run_folder / FOLDER)

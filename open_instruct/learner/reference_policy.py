@@ -18,10 +18,12 @@ from open_instruct.learner.olmo_core.replica import build_replica
 from open_instruct.models.build import local_part
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import reshard
+from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory
+from open_instruct.run.start_model import is_same_model
 
 # What a reference policy that moves is called in a checkpoint.
 IN_CHECKPOINT = "reference"
@@ -79,7 +81,7 @@ def moving_reference(
 def open_teacher(
     name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout, length_flag: str = "--max_seq_length"
 ) -> Pretrained:
-    """The model of --teacher_model_name_or_path; `build_reference` builds it.
+    """The model of --teacher_model_name_or_path; `build_teacher` builds it.
 
     :raises InputError: it cannot be opened, or its vocabulary is not the student's, so that they cannot be compared.
     """
@@ -101,6 +103,22 @@ def open_teacher(
         f"{student.hf_config.vocab_size:,}), and they are not the same: {first!r} is {there} there and {here} here. "
         "Take a teacher with the student's vocabulary"
     )
+
+
+def build_teacher(
+    teacher: Pretrained, student: Pretrained, policy: Learner, *, run: Run, config: LearnerConfig
+) -> Transformer:
+    """What `open_teacher` opened; `policy` itself, where `student` is the same and only gets adapters. Collective.
+
+    Ask it within `adapters_off`.
+    """
+    doing("loading the teacher")
+    if config.adapters is not None and is_same_model(teacher, student):
+        run.console.say("the teacher is the start model: the policy with its adapters off, so no second one is loaded")
+        return policy.computing_model
+    model = build_reference(teacher, run=run, config=config)
+    run.console.say(f"loaded the teacher ({model.num_params / 1e6:,.1f}M parameters)")
+    return model
 
 
 @torch.no_grad()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
 from olmo_core.nn.transformer import Transformer
 
+from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
 from open_instruct.planning.subject.devices import DEVICES
 
 Moment = float | torch.cuda.Event
+MOST_PASSES = 256
+SHORT_S = 2e-4  # the time of a few launches says nothing of a device
 
 
 class StepClock:
@@ -25,9 +29,9 @@ class StepClock:
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        began = self._now()
+        began = self.now()
         yield
-        self._spans.append((part, began, self._now()))
+        self._spans.append((part, began, self.now()))
 
     def read(self) -> dict[str, float]:
         """Seconds by `time/PART` since the last call, of all that the device is done with; the rest comes next time."""
@@ -41,12 +45,53 @@ class StepClock:
         self._spans = left
         return dict(read)
 
-    def _now(self) -> Moment:
+    def now(self) -> Moment:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class OwnPace:
+    """How long this rank takes for a token in the forward pass of the head.
+
+    Of a step that is what waits for no other rank: the head's weights are there when it begins. Ranks of a tensor group
+    bring logits together in it: of these it is what follows, of the positions that are their own.
+    """
+
+    def __init__(self, head: torch.nn.Module, device: torch.device) -> None:
+        self._clock = StepClock(device)
+        self._began: Moment = 0.0
+        self._spans = deque[tuple[int, Moment, Moment]](maxlen=MOST_PASSES)
+        if isinstance(head, LogprobHead) and head.tp_enabled:
+            head.of_logits = self._around(head.of_logits or losses_of_logits)
+            return
+        head.register_forward_pre_hook(self._begin)  # behind those that gather weights
+        head.register_forward_hook(self._end, with_kwargs=True, prepend=True)
+
+    def read(self) -> float | None:
+        """Median seconds for a token since the last call; None where a pass is too short to tell."""
+        spans = [(num_tokens, _seconds_between(began, ended)) for num_tokens, began, ended in self._spans]
+        paces = [seconds / num_tokens for num_tokens, seconds in spans if seconds and seconds > SHORT_S]
+        self._spans.clear()
+        return median(paces) if paces else None
+
+    def _around(self, of_logits: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(logits_NV: torch.Tensor, *others: Any) -> Any:
+            began, losses, ended = self._clock.now(), of_logits(logits_NV, *others), self._clock.now()
+            self._spans.append((max(1, len(logits_NV)), began, ended))
+            return losses
+
+        return timed
+
+    def _begin(self, head: torch.nn.Module, inputs: Any) -> None:
+        self._began = self._clock.now()
+
+    def _end(self, head: torch.nn.Module, inputs: Any, told: Mapping[str, Any], output: Any) -> None:
+        kept = told.get("logits_to_keep")
+        num_tokens = (inputs[0][..., 0] if kept is None else kept).numel()
+        self._spans.append((max(1, num_tokens), self._began, self._clock.now()))
 
 
 def _seconds_between(began: Moment, ended: Moment) -> float | None:

@@ -13,24 +13,22 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from olmo_core.nn.transformer import Transformer
-from torch.distributed.tensor import DTensor
 
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.cache import cache_root
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.forward import beside_labels, hidden_at_labels, token_logprobs
-from open_instruct.learner.reference_policy import build_reference, open_teacher
+from open_instruct.learner.reference_policy import build_teacher, open_teacher
 from open_instruct.learner.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
 from open_instruct.models.heads.logprob_head import Measure
-from open_instruct.models.shards import reshard
+from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.models.shards import held, reshard, whole_of
 from open_instruct.objectives.objective import Teacher
-from open_instruct.parallel.peers import doing
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.parallel.wording import counted
 from open_instruct.records import ROW_VALUES, Batch, ShardLayout
 from open_instruct.run.opened import Run
@@ -63,13 +61,6 @@ class OpenedTeacher:
     def of_both(self, logits_NV: torch.Tensor) -> torch.Tensor:
         return logits_NV[:, : self.vocab_size]
 
-    def build(self, *, run: Run, config: TrainingConfig) -> Transformer:
-        """The frozen model, under the policy's mesh, which must be there."""
-        doing("loading the teacher")
-        model = build_reference(self.pretrained, run=run, config=config)
-        run.console.say(f"loaded the teacher ({model.num_params / 1e6:,.1f}M parameters)")
-        return model
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -86,8 +77,8 @@ class Comparison:
             num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
             kept_NC = batch.values[ROW_VALUES].view(num_labels, -1 if num_labels else 1)
             return Measure(self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),))
-        with torch.no_grad():
-            hidden_BKD = hidden_at_labels(self.model, batch.packed, device=device)
+        with torch.no_grad(), adapters_off(self.model):
+            hidden_BKD = hidden_at_labels(self.model, batch.packed, policy, device)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
         return Measure(self.compare_logits, (hidden_BKD,))
@@ -106,6 +97,7 @@ def compare_with(
     rows: TokenDataset,
     heldout: TokenDataset | None,
     *,
+    student: Pretrained,
     scorer: Scorer,
     run: Run,
     config: TrainingConfig,
@@ -115,10 +107,16 @@ def compare_with(
     Where only a part of each distribution is kept, that comes with the rows, from the cache or from the teacher, which
     is there no longer afterwards.
     """
+
+    def build() -> Transformer:
+        return build_teacher(opened.pretrained, student, scorer.policy, run=run, config=config)
+
     if opened.teacher.keep is None:
-        model = opened.build(run=run, config=config)
-        weight = model.lm_head.w_out.weight.detach().to(getattr(torch, config.model.param_dtype))
-        head_VD = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        model = build()
+        weight = held(model.lm_head.w_out.weight)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().to(getattr(torch, config.model.param_dtype))
+        head_VD = whole_of(weight)
         return Comparison(opened=opened, model=model, head_VD=head_VD), rows, heldout
     folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
     words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))
@@ -127,9 +125,10 @@ def compare_with(
     num_missing = len({dataset.key(row) for dataset in datasets for row in cache.missing(dataset)})
     run.console.say(f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute")
     if num_missing:
-        model = opened.build(run=run, config=config)
-        for dataset in datasets:
-            _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
+        model = build()
+        with adapters_off(model):
+            for dataset in datasets:
+                _keep(opened, opened.teacher.keep, model, dataset, cache=cache, scorer=scorer)
         on_main_process(cache.write)
     return Comparison(opened=opened), cache.beside(rows), None if heldout is None else cache.beside(heldout)
 
@@ -152,8 +151,6 @@ def _keep(
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
         of_rows = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
         own = {dataset.key(row): values_NC.numpy() for row, values_NC in of_rows}
-        of_ranks = [own] * dist.get_world_size(scorer.dp_group)
-        dist.all_gather_object(of_ranks, own, group=scorer.dp_group)
-        for key, values_NC in chain.from_iterable(each.items() for each in of_ranks):
+        for key, values_NC in chain.from_iterable(each.items() for each in gathered(own, scorer.dp_group)):
             cache.add(key, values_NC)
     reshard(model)

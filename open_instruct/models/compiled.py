@@ -8,11 +8,13 @@ with or without gradient, with or without keys that are shared, another window, 
 from __future__ import annotations
 
 import logging
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch._dynamo
 from olmo_core.nn.transformer import Transformer, TransformerBlockBase
+from olmo_core.utils import mark_dynamic
 
 from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
 
@@ -34,8 +36,20 @@ def apply_compile(model: Transformer) -> None:
     for block in model.blocks.values():
         cast(TransformerBlockBase, block).apply_compile()
     if isinstance(model.lm_head, LogprobHead):
-        model.lm_head.compiled_losses = torch.compile(losses_of_logits)
+        model.lm_head.of_logits = compiled_losses()
     model._compile_enabled = True
+
+
+def compiled_losses() -> Callable[..., Any]:
+    """`losses_of_logits` in one version for any number of positions."""
+    compiled = torch.compile(losses_of_logits)
+
+    def of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
+        for tensor in (logits_NV, labels_N):
+            mark_dynamic(tensor, 0, strict=False)
+        return compiled(logits_NV, labels_N, *settings)
+
+    return of_logits
 
 
 class Fallbacks(logging.Handler):

@@ -53,8 +53,7 @@ class ContextGroup:
     @torch.compiler.disable
     def tokens_of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:
         """(T, H / C, D) into (T / C, H, D)."""
-        received = all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1)))
-        return received.transpose(0, 1).flatten(1, 2)
+        return all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1))).transpose(0, 1).flatten(1, 2)
 
 
 class _WholeRow(torch.autograd.Function):

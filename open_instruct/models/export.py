@@ -15,7 +15,7 @@ import copy
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from torch import nn
 from open_instruct.data.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
 from open_instruct.models.export_files import (
+    CARD_NAME,
+    CHAT_TEMPLATE_NAME,
     FileWriter,
     disk_problem,
     partial_folder_of,
@@ -36,15 +38,16 @@ from open_instruct.models.export_files import (
     put_in_place,
     replacing_problem,
     write_index,
+    write_texts,
     writing_rounds,
 )
 from open_instruct.models.hf_config import without_code
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
 from open_instruct.models.names import HF_LM_HEAD, TensorNames
-from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
+from open_instruct.models.shards import Delivery, Held, deliver, held_of, local_part, reshard
+from open_instruct.parallel.wording import counted
 
 MAX_FILE_BYTES = 2 * 2**30
-CHAT_TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_CONFIG_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -100,8 +103,8 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
             for name in differing[:MAX_NAMED]
         )
         raise InputError(
-            f"an export of this model would not open in transformers: {len(differing)} tensors differ from what "
-            f"config.json asks for: {examples}. Is config.json of the same model?"
+            f"an export of this model would not open in transformers: what config.json asks for is not met "
+            f"by {counted(len(differing), 'tensor')}: {examples}. Is config.json of the same model?"
         )
 
 
@@ -133,6 +136,7 @@ def export_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     tokenizer_folder: str | Path | None = None,
     chat_template: str | None = None,
+    card: Callable[[], str | None] = lambda: None,
     more_config: Mapping[str, Any] | None = None,
     weights: Mapping[str, Held] | None = None,
 ) -> ExportReport:
@@ -149,6 +153,7 @@ def export_hf(
         max_file_bytes: of tensor data in one file.
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
+        card: gives README.md, for whoever finds the folder; rank 0 alone asks.
         more_config: fields of config.json beside those of the source, or in their place; None leaves one out.
         weights: what is written of each parameter; default: `held_of(model)`.
 
@@ -161,12 +166,12 @@ def export_hf(
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     source, out = Path(source_folder), Path(out_folder).absolute()
     parameters = held_of(model)
-    dtypes = {name: dtype or parameter.dtype for name, parameter in parameters.items()}
+    dtypes = {name: dtype or local_part(parameter).dtype for name, parameter in parameters.items()}
     plan = plan_files(names, parameter_shapes(model), dtypes, max_file_bytes=max_file_bytes, num_ranks=num_ranks)
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
 
     raise_together(_prepare(source, out, num_bytes) if rank == 0 else [])
-    device = next(iter(parameters.values())).device
+    device = local_part(next(iter(parameters.values()))).device
     if device.type != "cpu" and dist.is_initialized():
         # NCCL makes its communicator in the first call, which every rank must enter; not all send in every round.
         dist.all_reduce(torch.zeros(1, device=device))
@@ -195,8 +200,7 @@ def export_hf(
             _write_config(beside, source, hf_config, set(dtypes.values()), more_config or {})
             _copy_files(beside, source, (GENERATION_CONFIG_NAME,))
             _copy_files(beside, Path(tokenizer_folder or source), TOKENIZER_FILES)
-            if chat_template is not None:
-                (beside / CHAT_TEMPLATE_NAME).write_text(chat_template, encoding="utf-8")
+            write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
         except OSError as error:
             problems.append(disk_problem(out, error))
     try:

@@ -22,6 +22,9 @@ import torch
 from open_instruct.models.checkpoint_files import INDEX_NAME, SINGLE_NAME, header_of
 from open_instruct.models.names import TensorNames
 
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+CARD_NAME = "README.md"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
@@ -137,6 +140,13 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
     total_size = sum(tensor.num_bytes for file in files for tensor in file.tensors)
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_texts(folder: Path, texts: Mapping[str, str | None]) -> None:
+    """Files by their names; None leaves what is there."""
+    for name, text in texts.items():
+        if text is not None:
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def partial_folder_of(out: Path) -> Path:

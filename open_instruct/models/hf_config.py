@@ -51,12 +51,31 @@ def load_hf_config(path: str) -> PretrainedConfig:
             family, a size is impossible, or transformers refuses a value in it.
     """
     folder = Path(path).expanduser()
+    fields, file = config_fields(folder), folder / "config.json"
+    # transformers takes a second to import: only once we know that there is something to read.
+    from transformers import CONFIG_MAPPING, GenerationConfig
+
+    config = _built(CONFIG_MAPPING[fields["model_type"]], without_code(fields), file)
+    if (generation := folder / "generation_config.json").is_file():
+        _built(GenerationConfig, read_object(generation), generation)
+    return config
+
+
+def config_fields(folder: Path) -> dict[str, Any]:
+    """What config.json says, as far as that can be judged without transformers.
+
+    Raises:
+        InputError: see `load_hf_config`.
+    """
     if not folder.exists():
-        raise InputError(f"{path}: no such folder; give the folder that holds config.json and the safetensors files")
+        raise InputError(f"{folder}: no such folder; give the folder that holds config.json and the safetensors files")
     if not folder.is_dir():
-        raise InputError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
+        raise InputError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
     file = folder / "config.json"
     if not file.is_file():
+        run = folder.parent if (folder / "checkpoint.json").is_file() else folder
+        if (run / "hf_model").is_dir():
+            raise InputError(f"{folder} holds no model but a run's files; did you mean {run / 'hf_model'}?")
         raise InputError(f"{file}: no such file; a checkpoint folder needs the config.json it was saved with")
     fields = read_object(file)
     family_of(fields.get("model_type"), str(file))
@@ -69,14 +88,7 @@ def load_hf_config(path: str) -> PretrainedConfig:
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
         raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}")
-
-    # transformers takes a second to import: only once we know that there is something to read.
-    from transformers import CONFIG_MAPPING, GenerationConfig
-
-    config = _built(CONFIG_MAPPING[fields["model_type"]], without_code(fields), file)
-    if (generation := folder / "generation_config.json").is_file():
-        _built(GenerationConfig, read_object(generation), generation)
-    return config
+    return fields
 
 
 def check_size(name: str, value: Any, largest: int, where: str) -> int:

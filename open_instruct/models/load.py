@@ -23,7 +23,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.build import find_not_finite
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, is_harmless_extra
-from open_instruct.models.shards import FlatRange, Held, held_of, local_part, own_box
+from open_instruct.models.shards import Held, held_of, local_part, own_values
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 8 * 2**20
@@ -154,15 +154,12 @@ def _chunks(
     local = local_part(held)
     if local.numel() == 0:
         return
-    box, whole = own_box(held), files.read(hf_name)
-    if isinstance(held, FlatRange):
-        whole = held.counted(whole)
+    stored = own_values(held, files.read(hf_name))
     row_bytes = math.prod(local.shape[1:]) * max(local.element_size(), files.dtypes[hf_name].itemsize)
     num_rows = max(1, chunk_bytes // row_bytes)
     for start in range(0, local.shape[0], num_rows):
-        stop = min(start + num_rows, local.shape[0])
-        rows = slice(box[0].start + start, box[0].start + stop)
-        yield local[start:stop], whole[(rows, *box[1:])]
+        stop = start + num_rows
+        yield local[start:stop], stored[start:stop]
 
 
 def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:

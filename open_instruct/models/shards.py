@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -97,33 +99,45 @@ class FlatRange:
         """The values of `whole` in the order in which `ranges` count them."""
         return whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0).reshape(-1)
 
-    def assembled(self, values: torch.Tensor) -> torch.Tensor:
-        """The whole of what `counted` gives."""
-        return values.view(self.num_slabs, *self.shape[:-1], -1).movedim(0, -2).reshape(self.shape)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.local.device
+def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
+    """Of values that were counted slab by slab the tensor; it has the shape already. Of a single slab a view."""
+    return values.view(num_slabs, *values.shape[:-1], -1).movedim(0, -2).reshape(values.shape)
 
 
 Held = torch.Tensor | FlatRange
 """What a rank holds of a parameter: the whole, the box of a DTensor, or a range."""
 
 
-def held_of(model: nn.Module) -> dict[str, Held]:
-    """What this rank holds of each parameter: the parameter itself, or the `flat_range` that it has beside it.
+def held(parameter: torch.Tensor) -> Held:
+    """What this rank holds of a parameter: the parameter itself, or the `flat_range` that it has beside it."""
+    beside: Held = getattr(parameter, "flat_range", parameter)
+    return beside
 
-    Adapters are no part of the model that a checkpoint is read into, and written from.
+
+def held_of(model: nn.Module, *, of_adapters: bool = False) -> dict[str, Held]:
+    """`held` of each parameter, by OLMo-core's names.
+
+    Adapters are no part of the model that a checkpoint is read into, and written from; `of_adapters` are theirs alone.
     """
-    return {
-        clean_name(name): getattr(parameter, "flat_range", parameter)
-        for name, parameter in model.named_parameters()
-        if not is_of_adapter(name)
-    }
+    parameters = model.named_parameters()
+    return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == of_adapters}
+
+
+def own_values(tensor: Held, whole: torch.Tensor) -> torch.Tensor:
+    """Of `whole`, of which this rank holds `tensor`: the values that go there, in the shape of `local_part`."""
+    return (tensor.counted(whole) if isinstance(tensor, FlatRange) else whole)[own_box(tensor)]
+
+
+def whole_of(tensor: Held) -> torch.Tensor:
+    """The whole, on every rank, where it is held. Collective; of a range, no two ranks may hold the same values."""
+    if not isinstance(tensor, FlatRange):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    assert sum(stop - start for start, stop in tensor.ranges) == math.prod(tensor.shape)
+    whole = tensor.local.new_zeros(math.prod(tensor.shape))
+    whole[own_box(tensor)] = tensor.local
+    dist.all_reduce(whole)
+    return in_order(whole.view(tensor.shape), tensor.num_slabs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +176,7 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
         local = local_part(tensor)
         if rank != delivery.owner:
             if local.numel() > 0:
-                sent = local.to(delivery.dtype).contiguous()
-                posted.append(dist.P2POp(dist.isend, _as_bytes(sent), delivery.owner))
+                posted.append(dist.P2POp(dist.isend, _as_bytes(local.to(delivery.dtype).contiguous()), delivery.owner))
             continue
         whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
         target, mine = whole.view(-1) if isinstance(tensor, FlatRange) else whole, tensor
@@ -182,11 +195,11 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
             work.wait()
     for part, received in arriving:
         part.copy_(received)
-    return mine.assembled(whole) if isinstance(mine, FlatRange) and whole is not None else whole
+    return in_order(whole, mine.num_slabs) if isinstance(mine, FlatRange) and whole is not None else whole
 
 
-def boxes_beside(tensor: DTensor | FlatRange, owner: int) -> dict[int, Box]:
-    """The box of every rank that shares one copy of `tensor` with `owner`; none if this mesh has no `owner`.
+def boxes_beside(tensor: Held, owner: int) -> dict[int, Box]:
+    """The box of every rank that shares one copy of `tensor` with `owner`; none if its mesh has no `owner`.
 
     (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and the
     owner gathers in its own.)
@@ -195,8 +208,10 @@ def boxes_beside(tensor: DTensor | FlatRange, owner: int) -> dict[int, Box]:
         # Where ranks split other matrices, several hold the same values of this one.
         holder = {both: rank for rank, both in enumerate(tensor.ranges)} | {tensor.ranges[owner]: owner}
         return {rank: (slice(*both),) for both, rank in holder.items()}
+    if not isinstance(tensor, DTensor):
+        return {owner: own_box(tensor)}
     ranks = tensor.device_mesh.mesh
-    places = {int(ranks[tuple(place)]): tuple(place) for place in (ranks >= 0).nonzero().tolist()}
+    places = dict(zip(ranks.flatten().tolist(), product(*map(range, ranks.shape)), strict=True))
     if owner not in places:
         return {}
     mesh_shape = tuple(tensor.device_mesh.shape)

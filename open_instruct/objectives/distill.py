@@ -75,8 +75,7 @@ class DistillConfig(TrainingConfig):
     """
 
     examples: ClassVar[tuple[str, ...]] = (
-        "torchrun --nproc_per_node 8 open_instruct/distill.py configs/distill/olmo2_1b_from_7b_8gpu.yaml "
-        "--output_dir runs/small",
+        "open-instruct distill configs/distill/olmo2_1b_from_7b_8gpu.yaml --num_processes 8 --output_dir runs/small",
         "open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE "
         "--mixer_list chats.jsonl 1.0 --output_dir runs/small",
     )

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing, flag, free_flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
-from open_instruct.data.messages import Message, kind_of, parse_conversation
+from open_instruct.data.messages import Message, kind_of
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.row_forms import conversation_of
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.errors import InputError
 from open_instruct.objectives.mean_metrics import mean_metrics
@@ -90,7 +91,7 @@ class KTOConfig(TrainingConfig):
     """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and export it."""
 
     examples: ClassVar[tuple[str, ...]] = (
-        "torchrun --nproc_per_node 8 open_instruct/kto.py configs/kto/olmo3_7b_8gpu.yaml --output_dir runs/olmo3_kto",
+        "open-instruct kto configs/kto/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_kto",
         "open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first",
     )
 
@@ -115,39 +116,24 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
     Raises:
         MalformedRow: with the kind and the reason; docs/kto.md lists them.
     """
-    messages = parse_conversation(row, "messages") if "messages" in row else _prompt_and_completion(row)
+    messages = conversation_of(row)
     if "label" not in row:
         raise MalformedRow("missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}")
     label = row["label"]
+    if isinstance(label, str):  # a table has nothing but text
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
         raise MalformedRow("bad_label", f"'label' must be true or false (or 1 or 0), not {shown}")
     return messages, bool(label)
 
 
-def _prompt_and_completion(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    if not {"prompt", "completion"} <= row.keys():
-        raise MalformedRow(
-            "missing_key",
-            f"neither 'messages' nor 'prompt' and 'completion'; the row has {', '.join(map(repr, row)) or 'no keys'}",
-        )
-    parts = {key: row[key] for key in ("prompt", "completion")}
-    for key, part in parts.items():
-        if not isinstance(part, list):
-            raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {kind_of(part)}")
-    if len(parts["completion"]) != 1:
-        raise MalformedRow(
-            "not_messages",
-            f"'completion' must be one message, the reply that is judged, not {len(parts['completion'])}",
-        )
-    both = "prompt + completion"
-    return parse_conversation({both: [*parts["prompt"], *parts["completion"]]}, both)
-
-
 class UnpairedBuilder(RowBuilder):
     """The pieces of a row: the prompt, and the reply; its label is the number that comes with it."""
 
     unit = "row"
+    wanted = '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place of the texts'
+    page = "docs/kto.md"
 
     def rows_in(self, source: RowSource) -> RowSource:
         """Preference pairs, as the first readable row of a source is one, are two rows each."""
@@ -170,6 +156,7 @@ class MismatchedBuilder(UnpairedBuilder):
     """The same with a third piece, the reply of another row of the source: see `mismatched_replies`."""
 
     documents_per_row = 2
+    titles = ("reply", "a reply of another row, for z0")
 
     def end_source(self, name: str, first: int) -> None:
         rows = self._taken_back(first)

@@ -65,7 +65,7 @@ class PRMConfig(TrainingConfig):
     """Train a process reward model on solutions whose steps are labelled, sharded as HSDP, and export it."""
 
     examples: ClassVar[tuple[str, ...]] = (
-        "torchrun --nproc_per_node 8 open_instruct/prm.py configs/prm/qwen3_8b_8gpu.yaml --output_dir runs/prm",
+        "open-instruct prm configs/prm/qwen3_8b_8gpu.yaml --num_processes 8 --output_dir runs/prm",
         "open-instruct prm --model_name_or_path MODEL_DIR --mixer_list steps.jsonl 1.0 --output_dir runs/prm",
     )
 
@@ -176,6 +176,8 @@ class StepBuilder(RowBuilder):
     """
 
     unit = "solution"
+    wanted = '{"prompt": "text", "completions": ["a step", "a step"], "labels": [true, false]}'
+    page = "docs/prm.md"
     reads_ends = True
 
     def __init__(
@@ -192,6 +194,8 @@ class StepBuilder(RowBuilder):
         self.placeholder = placeholder
         self.reward_tokens = reward_tokens
         self.num_steps_cut = 0
+        if placeholder is not None:
+            self.wanted = f'{{"input": "a step{placeholder} a step{placeholder}", "label": ["+", "-"]}}'
         self.placeholder_id = placeholder and single_token_id(chat.tokenizer, placeholder)
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:

@@ -61,7 +61,7 @@ class RewardModelConfig(TrainingConfig):
     """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers' class with a score."""
 
     examples: ClassVar[tuple[str, ...]] = (
-        "torchrun --nproc_per_node 8 open_instruct/reward_model.py configs/reward_model/olmo3_7b_8gpu.yaml",
+        "open-instruct reward_model configs/reward_model/olmo3_7b_8gpu.yaml --num_processes 8",
         "open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/rm",
     )
 
@@ -222,8 +222,8 @@ def exported(
             f"transformers has no {hf_config.model_type}ForSequenceClassification, so a reward model of this family "
             "could not be opened anywhere; start from a model of another family"
         )
-    pad, template = tokenizer.pad_token_id, choose_chat_template(tokenizer, config.data.chat_template_name)
-    chat = ChatFormat(tokenizer, template)
+    pad, data = tokenizer.pad_token_id, config.data
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos))
     try:
         _, (reply,) = chat.render([{"role": "user", "content": "?"}], ["!"])
     except MalformedRow as error:

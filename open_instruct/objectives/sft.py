@@ -26,7 +26,7 @@ class SFTConfig(TrainingConfig):
     """Train a model on conversations, every assistant turn of them, sharded as HSDP, and export it."""
 
     examples: ClassVar[tuple[str, ...]] = (
-        "torchrun --nproc_per_node 8 open_instruct/sft.py configs/sft/olmo3_7b_8gpu.yaml --output_dir runs/olmo3_sft",
+        "open-instruct sft configs/sft/olmo3_7b_8gpu.yaml --num_processes 8 --output_dir runs/olmo3_sft",
         "open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm",
     )
 

@@ -117,8 +117,10 @@ class BatchShape:
         """Optimizer steps of the whole run."""
         if optim.max_train_steps is not None:
             return optim.max_train_steps
-        num_samples_per_step = self.max_samples_per_rank * layout.data_parallel_world_size
-        return optim.num_epochs * -(-num_samples // num_samples_per_step)
+        return optim.num_epochs * self.num_steps_per_epoch(num_samples, layout=layout)
+
+    def num_steps_per_epoch(self, num_samples: int, *, layout: ShardLayout) -> int:
+        return -(-num_samples // (self.max_samples_per_rank * layout.data_parallel_world_size))
 
 
 def step_batch(

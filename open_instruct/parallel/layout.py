@@ -82,29 +82,22 @@ def resolve_layout(
 
 def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardLayout:
     """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
-    if isinstance(parallel, ParallelSection) and parallel.zero_stage is not None:
-        layout = resolve_layout(
-            gpus_per_node,
-            fsdp_shard_degree=None if parallel.zero_stage else 1,
-            fsdp_num_replicas=1 if parallel.zero_stage else None,
-            tensor_parallel_degree=parallel.tensor_parallel_degree,
-            context_parallel_degree=parallel.context_parallel_degree,
-        )
-        ways = divisors(layout.world_size)
-        if parallel.deepspeed_zpg not in ways:
-            raise InputError(
-                f"--deepspeed_zpg {parallel.deepspeed_zpg} does not divide {_learners(layout.world_size)}; "
-                f"use {_within_and_across(ways, layout.gpus_per_node)}"
-            )
-        return replace(layout, warnings=())
-    return resolve_layout(
+    degrees = parallel.fsdp_shard_degree, parallel.fsdp_num_replicas
+    zero = parallel if isinstance(parallel, ParallelSection) and parallel.zero_stage is not None else None
+    if zero is not None:
+        degrees = (None, 1) if zero.zero_stage else (1, None)
+    layout = resolve_layout(
         gpus_per_node,
-        fsdp_shard_degree=parallel.fsdp_shard_degree,
-        fsdp_num_replicas=parallel.fsdp_num_replicas,
+        fsdp_shard_degree=degrees[0],
+        fsdp_num_replicas=degrees[1],
         tensor_parallel_degree=parallel.tensor_parallel_degree,
         context_parallel_degree=parallel.context_parallel_degree,
         single_device=parallel.single_gpu_mode,
     )
+    if zero is None:
+        return layout
+    _check_divides("--deepspeed_zpg", zero.deepspeed_zpg, layout.gpus_per_node)
+    return replace(layout, warnings=())
 
 
 def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str) -> None:
@@ -168,11 +161,7 @@ def _check_single_device(nodes: tuple[int, ...], degrees: Mapping[str, int | Non
 def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> None:
     world_size = sum(nodes)
     for name, degree in (("tensor", tensor), ("context", context)):
-        if world_size % degree:
-            raise InputError(
-                f"--{name}_parallel_degree {degree} does not divide {_learners(world_size)}; "
-                f"use {_within_and_across(divisors(world_size), nodes)}"
-            )
+        _check_divides(f"--{name}_parallel_degree", degree, nodes)
     if world_size % (tensor * context):
         raise InputError(
             f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not "
@@ -180,6 +169,12 @@ def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> 
             f"{one_of(divisors(world_size // tensor))}, with context degree {context} use "
             f"--tensor_parallel_degree {one_of(divisors(world_size // context))}"
         )
+
+
+def _check_divides(flag: str, degree: int, nodes: tuple[int, ...]) -> None:
+    if (world_size := sum(nodes)) % degree:
+        ways = _within_and_across(divisors(world_size), nodes)
+        raise InputError(f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}")
 
 
 def _resolve_degrees(

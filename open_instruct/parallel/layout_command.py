@@ -11,7 +11,7 @@ from typing import ClassVar, cast
 
 from rich.console import Console
 
-from open_instruct.config.help import print_help
+from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import ShardingSection, flag
 from open_instruct.config.validation import limit_problems, refuse
@@ -71,7 +71,7 @@ def layout_command(args: Sequence[str]) -> int:
     Raises:
         InputError: a flag is wrong, or there is no such layout.
     """
-    if any(word in ("--help", "-h") for word in args):
+    if asks_for_help(args):
         print_help(LayoutFlags, "open-instruct layout")
         return 0
     flags = parse(LayoutFlags, args).layout

@@ -92,6 +92,8 @@ def on_main_process(function: Callable[[], T]) -> T:
 
     Every rank must call this; the result must be picklable and small.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return function()
     from olmo_core.distributed.utils import broadcast_object
 
     outcome: tuple[T | None, Exception | None] = (None, None)

@@ -17,7 +17,7 @@ def counted(count: int, noun: str) -> str:
     """`counted(1, "node")` is "1 node", `counted(2000, "node")` "2,000 nodes", `counted(2, "copy")` "2 copies"."""
     if count == 1:
         return f"1 {noun}"
-    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
     return f"{count:,} {many}"
 
 
@@ -61,3 +61,8 @@ def nodes_text(gpus_per_node: Sequence[int]) -> str:
     if len(gpus_per_node) <= 4:
         return f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} GPUs"
     return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} GPUs"
+
+
+def escaped(text: str, kept: str = "") -> str:
+    """A model's words, which then steer no terminal; `kept` are letters that may."""
+    return "".join(letter if letter.isprintable() or letter in kept else repr(letter)[1:-1] for letter in text)

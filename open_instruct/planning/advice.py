@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -25,6 +26,7 @@ from open_instruct.planning.subject.workload import MIB
 WORTH_A_CHANGE = 1.02
 MAX_TIMES_THE_NODES = 64
 REDUCED_LAST = {"gradient_reduction": "last"}
+ADAPTERS = {"use_lora": True, "lora_r": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,61 +50,86 @@ class Change:
         if "num_nodes" not in self.values:
             return self.flags
         nodes = self.plan.setting.gpus_per_node
-        if self.plan.setting.names_learners:
+        if isinstance(self.plan.setting.config, GRPOConfig):
             return f"--num_learners_per_node {spelled(list(nodes))} {self.flags}".rstrip()
         return f"on {nodes_text(nodes)}" + (f" with {self.flags}" if self.flags else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What could be different. `ranked` holds every layout of these GPUs, the fastest that fits first."""
+    """Everything that there is to say about a plan, found when it is asked for."""
 
-    to_fit: Change | None
-    faster: Change | None
-    exchanges_less: Change | None
-    ranked: tuple[Plan, ...]
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
 
-    def lines(self, plan: Plan) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """In sentences."""
+        fits = self.plan.fits
         if self.to_fit is not None:
             little_room = "It fits, but leaves little room. The smallest change that leaves more"
-            yield from _said(little_room if plan.fits else "The smallest change that fits", plan, self.to_fit)
-        elif not plan.fits:
-            yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
-        elif self.faster is not None:
-            times = self.faster.plan.tokens_per_second / plan.tokens_per_second
-            yield from _said("Faster and fits", plan, self.faster, f": {times:.2f} times the tokens per second")
-        else:
+            yield from self._said(little_room if fits else "The smallest change that fits", self.to_fit)
+        elif fits and self.faster is not None:
+            times = self.faster.plan.tokens_per_second / self.plan.tokens_per_second
+            yield from self._said("Faster and fits", self.faster, f": {times:.2f} times the tokens per second")
+        elif fits:
             yield "It fits, and no other layout of these GPUs is faster." if len(self.ranked) > 1 else "It fits."
+        elif self.with_adapters is None:
+            yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
+        if self.with_adapters is not None:
+            yield from self._said("Adapters alone, beside the frozen model, fit on these GPUs", self.with_adapters)
         if self.exchanges_less is not None:
-            saved = amount(plan.sent_bytes - self.exchanges_less.plan.sent_bytes)
-            yield from _said("Exchanges less and fits", plan, self.exchanges_less, f", in which it sends {saved} less")
+            saved = amount(self.plan.sent_bytes - self.exchanges_less.plan.sent_bytes)
+            yield from self._said("Exchanges less and fits", self.exchanges_less, f", in which it sends {saved} less")
+
+    def _said(self, what: str, change: Change, more: str = "") -> Iterator[str]:
+        """A change, what the run needs with it, and its global batch where that is another."""
+        plan, before = change.plan, self.plan.tokens_per_step
+        peak, memory = gib(plan.peak.total_bytes), gib(plan.setting.device.memory_bytes)
+        yield f"{what}: {change.text}"
+        yield f"It needs {peak} of {memory} GiB on each GPU, and at least {seconds(plan.time.step_s)} a step{more}."
+        if plan.tokens_per_step != before:
+            yield f"The global batch becomes {plan.tokens_per_step:,} tokens, from {before:,}."
+
+    @cached_property
+    def to_fit(self) -> Change | None:
+        """The smallest change with which the run fits with room; None where it does already or nothing found helps."""
+        return change_to_fit(self.plan)
+
+    @cached_property
+    def with_adapters(self) -> Change | None:
+        """Adapters in place of the whole model, where that does not fit on these GPUs, whatever is changed."""
+        setting, helps = self.plan.setting, self.to_fit is not None and "num_nodes" not in self.to_fit.values
+        if self.plan.fits or helps or setting.config.adapters or not (adapted := _planned(setting, ADAPTERS)):
+            return None
+        if adapted.has_room:
+            return Change(values=ADAPTERS, plan=adapted)
+        change = change_to_fit(adapted, with_more_nodes=False)
+        return change and Change(values=ADAPTERS | change.values, plan=change.plan)
+
+    @cached_property
+    def ranked(self) -> tuple[Plan, ...]:
+        """Every layout of these GPUs, the fastest that fits first."""
+        return ranked_layouts(self.plan.setting)
+
+    @cached_property
+    def faster(self) -> Change | None:
+        """The fastest layout that fits, where that is worth a change."""
+        best = next((other for other in self.ranked if other.has_room), None)
+        least = self.plan.tokens_per_second * WORTH_A_CHANGE
+        if not self.plan.fits or best is None or best.tokens_per_second < least:
+            return None
+        now, then = (vars(each.setting.config.parallel) for each in (self.plan, best))
+        return Change(values={name: value for name, value in then.items() if value != now[name]}, plan=best)
+
+    @cached_property
+    def exchanges_less(self) -> Change | None:
+        """Gradients that are reduced once an update, where memory allows and that sends less."""
+        fewer = _planned(self.plan.setting, REDUCED_LAST)
+        is_better = fewer is not None and fewer.has_room and fewer.sent_bytes < self.plan.sent_bytes
+        return Change(values=REDUCED_LAST, plan=fewer) if fewer and is_better else None
 
 
-def _said(what: str, plan: Plan, change: Change, more: str = "") -> Iterator[str]:
-    """A change, what the run needs with it, and its global batch where that is another."""
-    peak, memory = gib(change.plan.peak.total_bytes), gib(change.plan.memory_bytes)
-    yield f"{what}: {change.text}"
-    yield f"It needs {peak} of {memory} GiB on each GPU, and at least {seconds(change.plan.time.step_s)} a step{more}."
-    yield from other_batch(plan, change)
-
-
-def other_batch(plan: Plan, change: Change) -> Iterator[str]:
-    """A sentence where a change makes another global batch, as other nodes and tensor degrees do."""
-    before, after = plan.tokens_per_step, change.plan.tokens_per_step
-    if before != after:
-        yield f"The global batch becomes {after:,} tokens, from {before:,}."
-
-
-def advise(plan: Plan) -> Advice:
-    """Everything that there is to say about a plan."""
-    ranked = ranked_layouts(plan.setting)
-    faster = faster_layout(plan, ranked) if plan.fits else None
-    return Advice(to_fit=change_to_fit(plan), faster=faster, exchanges_less=fewer_reductions(plan), ranked=ranked)
-
-
-def change_to_fit(plan: Plan) -> Change | None:
-    """The smallest change with which the run fits with room; None where it does already or nothing found helps.
+def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
+    """See `Advice.to_fit`.
 
     One change comes before two. Among as many, in this order: gradients that are reduced after every microbatch, a
     larger shard degree within the node, full checkpointing, smaller microbatches, inputs of blocks on the host, a shard
@@ -110,7 +137,7 @@ def change_to_fit(plan: Plan) -> Change | None:
     """
     if plan.has_room:
         return None
-    for nodes in _useful_nodes(plan.setting):
+    for nodes in _useful_nodes(plan.setting) if with_more_nodes else ({},):
         base = _planned(plan.setting, nodes)
         for values in _combinations(base.setting) if base else ():
             if base and (found := _planned(base.setting, values)) and found.has_room:
@@ -118,28 +145,14 @@ def change_to_fit(plan: Plan) -> Change | None:
     return None
 
 
-def faster_layout(plan: Plan, ranked: Sequence[Plan]) -> Change | None:
-    """The fastest layout that fits, where that is worth a change."""
-    best = next((other for other in ranked if other.has_room), None)
-    if best is None or best.tokens_per_second < plan.tokens_per_second * WORTH_A_CHANGE:
-        return None
-    now, then = (vars(each.setting.config.parallel) for each in (plan, best))
-    return Change(values={name: value for name, value in then.items() if value != now[name]}, plan=best)
-
-
-def fewer_reductions(plan: Plan) -> Change | None:
-    """Gradients that are reduced once an update, where memory allows and that sends less."""
-    fewer = _planned(plan.setting, REDUCED_LAST)
-    is_better = fewer is not None and fewer.has_room and fewer.sent_bytes < plan.sent_bytes
-    return Change(values=REDUCED_LAST, plan=fewer) if fewer and is_better else None
-
-
 def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
     """Flags to try, the smallest change first."""
+    now = vars(setting.config.parallel)
     slots = (_layouts_that_can_fit(setting), *([None, *options(setting)] for options in WAYS_TO_NEED_LESS))
     chosen = [[option for option in choice if option is not None] for choice in product(*slots)]
     for choice in sorted(chosen, key=_size_of_change):
-        yield {name: value for option in choice for name, value in option.values.items()}
+        every = (flag for option in choice for flag in option.values.items())
+        yield {name: value for name, value in every if name not in now or now[name] != value}
 
 
 def _size_of_change(choice: Sequence[Way]) -> tuple[int, list[int], int]:
@@ -200,9 +213,8 @@ def _engine_shares(setting: Setting) -> list[Way]:
         halves = [fleet.vllm_kv_cache_mib >> times for times in range(1, fleet.vllm_kv_cache_mib.bit_length())]
         return _ever_stronger(6, [{"vllm_kv_cache_mib": mib} for mib in halves if mib * MIB >= cache_bytes])
     least = (shape.num_params * sync_bytes + cache_bytes) / setting.device.memory_bytes
-    shares = [twentieths / 20 for twentieths in range(19, 0, -1)]
-    smaller = [share for share in shares if least <= share < fleet.vllm_gpu_memory_utilization]
-    return _ever_stronger(6, [{"vllm_gpu_memory_utilization": share} for share in smaller])
+    shares, now = (twentieths / 20 for twentieths in range(19, 0, -1)), fleet.vllm_gpu_memory_utilization
+    return _ever_stronger(6, [{"vllm_gpu_memory_utilization": share} for share in shares if least <= share < now])
 
 
 def _reductions(setting: Setting) -> list[Way]:
@@ -229,8 +241,8 @@ def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
     both = parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None
     freed = {"fsdp_num_replicas": None} if both else {}
     most_times = min(MAX_TIMES_THE_NODES, MAX_GPUS // sum(setting.gpus_per_node))
-    doubled = [2**power for power in range(1, most_times.bit_length())]
-    steps = [{"num_nodes": len(setting.gpus_per_node) * times} | freed for times in doubled]
+    doublings, num_nodes = range(1, most_times.bit_length()), len(setting.gpus_per_node)
+    steps = [{"num_nodes": num_nodes * 2**times} | freed for times in doublings]
     most = _planned(setting, steps[-1]) if steps else None
     if most is not None and _layouts_that_can_fit(most.setting):
         yield from steps

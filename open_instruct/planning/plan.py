@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,11 +15,12 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
-from open_instruct.planning.memory.phases import Moments, Phase, host_memory, memory_by_phase
+from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import RunConfig, Workload, is_wrapped, validate, workload_of
-from open_instruct.planning.traffic.per_step import Exchange, traffic_per_step
+from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, validate, workload_of
+from open_instruct.planning.traffic.collectives import Exchange
+from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
 from open_instruct.planning.traffic.step_time import StepTime, step_time
 from open_instruct.records import ShardLayout
 
@@ -70,19 +71,12 @@ class Setting:
     def backend(self) -> Backend:
         """Who holds the shards."""
         is_own = self.config.parallel.zero_stage is None
-        return Backend() if is_own else import_module(DEEPSPEED).backend_of(self.config, on_cuda=self.on_cuda)
-
-    @property
-    def names_learners(self) -> bool:
-        """Whether a flag of the run says how many GPUs of each node train."""
-        return "num_learners_per_node" in flags_of(type(self.config))
+        return Backend() if is_own else import_module(DEEPSPEED).DeepSpeed(self.config)
 
     def workload(self, layout: ShardLayout) -> Workload:
         """What one rank does in a step."""
-        prompt, memory_bytes, in_node = self.shared_prompt_tokens, self.device.memory_bytes, self.has_engines_in_node
-        workload = workload_of(
-            self.config, self.shape, layout, device_memory_bytes=memory_bytes, shared_prompt_tokens=prompt
-        )
+        prompt, memory, in_node = self.shared_prompt_tokens, self.device.memory_bytes, self.has_engines_in_node
+        workload = workload_of(self.config, self.shape, layout, device_memory_bytes=memory, prompt_tokens=prompt)
         copies = {"on": True, "off": False}.get(self.config.run.async_checkpoints, self.on_cuda)
         return replace(workload, on_cuda=self.on_cuda, copies_checkpoints=copies, sync_crosses_nodes=not in_node)
 
@@ -95,7 +89,7 @@ class Setting:
         values, nodes = dict(values), self.gpus_per_node
         if "num_nodes" in values:
             nodes = (nodes[0],) * values.pop("num_nodes")
-        if self.names_learners:
+        if isinstance(self.config, GRPOConfig):
             values["num_learners_per_node"] = list(nodes)
         config: Any = self.config
         flags = flags_of(type(config))
@@ -104,19 +98,23 @@ class Setting:
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
         validate(config)
         in_node = self.has_engines_in_node and len(nodes) == 1
-        return replace(self, config=config, gpus_per_node=nodes, has_engines_in_node=in_node)
+        shape = adapted(self.shape, config.adapters)
+        return replace(self, config=config, shape=shape, gpus_per_node=nodes, has_engines_in_node=in_node)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs in one setting. The memory is that of the rank that needs most."""
+    """What a run needs in one setting. The memory is that of the rank that needs most.
+
+    `is_chosen`: its --activation_checkpointing is what auto came to.
+    """
 
     setting: Setting
     layout: ShardLayout
     workload: Workload
-    backend: Backend
     moments: Moments
     phases: tuple[Phase, ...]
+    is_chosen: bool = False
 
     @property
     def peak(self) -> Phase:
@@ -124,14 +122,9 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.total_bytes)
 
     @property
-    def memory_bytes(self) -> int:
-        """Of one GPU."""
-        return self.setting.device.memory_bytes
-
-    @property
     def headroom_bytes(self) -> int:
         """What the peak leaves of a GPU; below 0 where the run does not fit."""
-        return self.memory_bytes - self.peak.total_bytes
+        return self.setting.device.memory_bytes - self.peak.total_bytes
 
     @property
     def fits(self) -> bool:
@@ -140,17 +133,22 @@ class Plan:
     @property
     def has_room(self) -> bool:
         """Whether it fits with something to spare, for what no plan knows: fragmentation, other libraries."""
-        return self.headroom_bytes >= ROOM * self.memory_bytes
+        return self.headroom_bytes >= ROOM * self.setting.device.memory_bytes
 
     @cached_property
     def host(self) -> Phase:
         """What each GPU's process keeps in host memory."""
-        return host_memory(self.moments)
+        return phase_of("host", [self.moments.on_host()])
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that one rank exchanges in a step."""
-        return self.backend.exchanges(self.setting.shape, self.layout, self.workload)
+        backend, workload = self.setting.backend, self.workload
+        found = [*backend.exchanges(self.moments)]
+        if workload.num_engines:
+            found += [] if workload.sends_adapter else backend.exchanges_of_merging(self.moments)
+            found += traffic_of_weight_sync(self.moments.sync_buckets(), workload)
+        return tuple(found)
 
     @property
     def sent_bytes(self) -> int:
@@ -160,10 +158,8 @@ class Plan:
     @cached_property
     def time(self) -> StepTime:
         """A lower bound of one step."""
-        setting, exchanges = self.setting, self.exchanges
-        return step_time(
-            setting.shape, self.layout, self.workload, setting.device, exchanges=exchanges, mfu=setting.mfu
-        )
+        setting = self.setting
+        return step_time(setting.shape, self.layout, self.workload, setting.device, self.exchanges, setting.mfu)
 
     @property
     def tokens_per_step(self) -> int:
@@ -183,20 +179,25 @@ class Plan:
 class Backend:
     """Who holds the shards, as a plan asks it: FSDP2, and another by what it overrides."""
 
-    columns = ("shard ×", "replicas ×", "tensor")
     sharing = ""  # how, where that is no layout that can be drawn
 
     def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> Moments:
         return Moments(shape, layout, workload)
 
-    def exchanges(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
-        return traffic_per_step(shape, layout, workload)
+    def exchanges(self, run: Moments) -> Iterable[Exchange]:
+        """To learn in one step."""
+        return traffic_per_step(run.shape, run.layout, run.workload)
 
-    def cells(self, layout: ShardLayout) -> tuple[str, str, str]:
-        """What it is told from others by, under `columns`."""
-        return f"{layout.shard_degree} ×", f"{layout.num_replicas} ×", f"{layout.tensor_parallel_degree}"
+    def exchanges_of_merging(self, run: Moments) -> Iterable[Exchange]:
+        """To add adapters to the weights that are sent."""
+        return traffic_of_merging(run.shape, run.layout)
 
-    def meanings(self, layout: ShardLayout, workload: Workload) -> dict[str, str]:
+    def cells(self, layout: ShardLayout) -> dict[str, object]:
+        """What it is told from others by, in three columns."""
+        degrees = f"{layout.shard_degree} ×", f"{layout.num_replicas} ×", layout.tensor_parallel_degree
+        return dict(zip(("shard ×", "replicas ×", "tensor"), degrees, strict=True))
+
+    def meanings(self, plan: Plan) -> dict[str, str]:
         """Of those parts of the memory that are something else than under FSDP2."""
         return {}
 
@@ -206,32 +207,21 @@ class Backend:
         for tensor in () if setting.config.parallel.single_gpu_mode else tensor_degrees(setting.shape, context):
             data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
             for shard in divisors(data_parallel) if rest == 0 else ():
-                yield sharding_flags(shard, data_parallel // shard, tensor)
+                of_data = {"fsdp_shard_degree": shard, "fsdp_num_replicas": data_parallel // shard}
+                yield of_data | {"tensor_parallel_degree": tensor}
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""
-        now = setting.layout
-        if now.single_device:
-            return
-        for shard in divisors(now.data_parallel_world_size):
-            if shard > now.shard_degree:
-                values = sharding_flags(shard, now.data_parallel_world_size // shard)
+        now, context = setting.layout, setting.layout.context_parallel_degree
+        for values in self.others(setting):
+            shard, _, tensor = values.values()
+            if tensor == now.tensor_parallel_degree and shard > now.shard_degree:
                 straddles = setting.with_flags(values).layout.straddles_nodes
                 yield Way(kind=4 if straddles else 0, strength=shard, values=values)
-        context = now.context_parallel_degree
-        for tensor in tensor_degrees(setting.shape, context):
-            if tensor > now.tensor_parallel_degree and gcd(*now.gpus_per_node) % (tensor * context) == 0:
-                world = now.world_size // (tensor * context)
-                for shard in divisors(world):
-                    if (split := shard * tensor) >= now.shard_degree * now.tensor_parallel_degree:
-                        values = sharding_flags(shard, world // shard, tensor)
-                        yield Way(kind=5, strength=split, values=values)
-
-
-def sharding_flags(shard_degree: int, num_replicas: int, tensor_degree: int | None = None) -> dict[str, int]:
-    """Flags of a layout by their names; the tensor degree stays where none is given."""
-    flags = {"fsdp_shard_degree": shard_degree, "fsdp_num_replicas": num_replicas}
-    return flags if tensor_degree is None else flags | {"tensor_parallel_degree": tensor_degree}
+            is_larger = shard * tensor >= now.shard_degree * now.tensor_parallel_degree
+            in_a_node = gcd(*now.gpus_per_node) % (tensor * context) == 0
+            if tensor > now.tensor_parallel_degree and is_larger and in_a_node:
+                yield Way(kind=5, strength=shard * tensor, values=values)
 
 
 def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...]:
@@ -241,22 +231,24 @@ def tensor_degrees(shape: ModelShape, context_degree: int = 1) -> tuple[int, ...
 
 
 def plan_of(setting: Setting) -> Plan:
-    """The plan of a setting.
+    """The plan of a setting, with what --activation_checkpointing auto comes to in it.
 
     Raises:
-        InputError: the layout cannot be, the model cannot be split so, its layers are not recomputed alike, or it
-            has adapters.
+        InputError: the layout cannot be, the model cannot be split so, or its layers are not recomputed alike.
     """
-    if setting.config.adapters is not None:
-        raise InputError("--use_lora: what a run with adapters needs is not planned; plan it without that flag")
+    memory = setting.config.memory
+    if memory.activation_checkpointing == "auto":
+        plan = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
+        if setting.on_cuda and memory.activation_memory_budget >= 1 and not plan.has_room:
+            plan = plan_of(setting.with_flags({"activation_checkpointing": "full"}))
+        return replace(plan, is_chosen=True)
     layout, shape = setting.layout, setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)
     _check_layers_alike(shape, workload)
-    backend = setting.backend
-    moments = backend.moments(shape, layout, workload)
+    moments = setting.backend.moments(shape, layout, workload)
     phases = memory_by_phase(moments)
-    return Plan(setting=setting, layout=layout, workload=workload, backend=backend, moments=moments, phases=phases)
+    return Plan(setting=setting, layout=layout, workload=workload, moments=moments, phases=phases)
 
 
 def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import flags_given, nearest, parse
 from open_instruct.config.plan import ASSUMED, PlanSection
+from open_instruct.config.validation import limit_problems
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
-from open_instruct.parallel.wording import one_of
+from open_instruct.parallel.wording import counted, one_of
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
 from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, shape_of_run, validate
@@ -33,8 +33,7 @@ class PlanRequest:
 
     setting: Setting
     warnings: tuple[str, ...]
-    as_json: bool
-    html_file: Path | None
+    asked: PlanSection
 
 
 def parse_request(words: Sequence[str]) -> PlanRequest:
@@ -49,17 +48,16 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         raise InputError(
             f"{given}the first word is {one_of(PLAN_CONFIGS)}: open-instruct plan dpo --gpus_per_node 8 ..."
         )
-    config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED)
+    unneeded: list[str] = []
+    config = parse(PLAN_CONFIGS[algorithm], words[1:], assumed=ASSUMED, unneeded=unneeded)
     asked: PlanSection = config.plan
+    for problem in limit_problems(asked):
+        raise InputError(problem)
     sizes = _sizes_of_nodes(asked)
     nodes = _nodes(config, sizes, flags_given(PLAN_CONFIGS[algorithm], words[1:]))
     if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
-    warnings = validate(config)
-    if not 0 < asked.mfu <= 1:
-        raise InputError(
-            f"--mfu {spelled(asked.mfu)}: must be above 0 and at most 1; large dense models reach 0.3 to 0.5"
-        )
+    warnings = [*validate(config), *(f"not needed here, and left out: {each}" for each in unneeded)]
     _check_shared_prompt(config, asked.shared_prompt_tokens)
     setting = Setting(
         config=config,
@@ -70,25 +68,25 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         shared_prompt_tokens=asked.shared_prompt_tokens,
         has_engines_in_node=len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes)),
     )
-    html_file = _writable(asked.html)
-    return PlanRequest(setting=setting, warnings=tuple(warnings), as_json=asked.json, html_file=html_file)
+    return PlanRequest(setting=setting, warnings=tuple(warnings), asked=asked)
 
 
 def _sizes_of_nodes(asked: PlanSection) -> list[int]:
     """What --gpus_per_node and --num_nodes say, node by node."""
-    sizes, num_nodes = [size for word in asked.gpus_per_node for size in _sizes(word)], asked.num_nodes
-    if num_nodes is not None:
+    try:
+        sizes = [size for word in asked.gpus_per_node for size in read_node_sizes(word)]
+    except InputError as error:
+        raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
+    if (num_nodes := asked.num_nodes) is not None:
         given = f"--num_nodes {num_nodes}"
-        if not 1 <= num_nodes <= MAX_GPUS:
-            raise InputError(f"{given}: must be at least 1 and at most {MAX_GPUS}")
         if not sizes:
             raise InputError(f"{given}: add the GPUs of a node, such as --gpus_per_node 8")
         if len(sizes) == 1:
-            sizes *= num_nodes
+            sizes *= min(num_nodes, MAX_GPUS + 1)
         elif len(sizes) != num_nodes:
             raise InputError(
-                f"{given}, but --gpus_per_node {spelled(asked.gpus_per_node)} is {len(sizes)} nodes; give one number "
-                "for all nodes, or leave --num_nodes out"
+                f"{given}, but --gpus_per_node {spelled(asked.gpus_per_node)} is {counted(len(sizes), 'node')}; give "
+                "one number for all nodes, or leave --num_nodes out"
             )
     if sum(sizes) > MAX_GPUS:
         raise InputError(f"--gpus_per_node names {sum(sizes)} GPUs in all; at most {MAX_GPUS} can be planned")
@@ -102,16 +100,11 @@ def _nodes(config: RunConfig, sizes: list[int], named: frozenset[str]) -> tuple[
         if sizes:
             _check_room(config, learners, sizes)
         return tuple(learners)
+    if not sizes and not isinstance(config, GRPOConfig) and (config.parallel.num_processes or "").isdecimal():
+        return (int(config.parallel.num_processes or ""),)
     if not sizes:
         raise InputError("missing: --gpus_per_node, such as '--num_nodes 2 --gpus_per_node 8' or '--gpus_per_node 2 4'")
     return tuple(sizes)
-
-
-def _sizes(word: str) -> list[int]:
-    try:
-        return read_node_sizes(word)
-    except InputError as error:
-        raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
 
 
 def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> None:
@@ -155,22 +148,5 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
 
 
 def _device(asked: PlanSection) -> Device:
-    named = {"in_node_gb_s": asked.in_node_gb_s, "cross_node_gb_s": asked.cross_node_gb_s}
-    speeds: dict[str, Any] = {name: speed for name, speed in named.items() if speed is not None}
-    for name, speed in speeds.items():
-        if not speed > 0:
-            raise InputError(f"--{name} {spelled(speed)}: must be above 0")
-    return replace(device_named(asked.gpu), **speeds)
-
-
-def _writable(file: str | None) -> Path | None:
-    if file is None:
-        return None
-    try:
-        path = Path(file).expanduser()
-        is_possible = path.absolute().parent.is_dir() and not path.is_dir()
-    except (OSError, ValueError, RuntimeError):  # a name too long, with a null byte, or of a user that is not there
-        is_possible = False
-    if not is_possible:
-        raise InputError(f"--html {file}: is a folder, or lies in none; name a file in a folder that exists")
-    return path
+    given = {name: getattr(asked, name) for name in ("in_node_gb_s", "cross_node_gb_s")}
+    return replace(device_named(asked.gpu), **{name: rate for name, rate in given.items() if rate is not None})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from open_instruct.errors import InputError
-from open_instruct.planning.advice import change_to_fit, other_batch
+from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, Setting, plan_of
+from open_instruct.planning.shown.json_record import memory_record
 from open_instruct.planning.shown.units import GIB, gib
 from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
@@ -18,11 +20,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCheck:
-    """What a run says of its plan: `warning` where it will not fit, `refusal` where it surely cannot."""
+    """What a run says of its plan: a `warning` where it will not fit, and whether it surely cannot.
+
+    `checkpointing` is the --activation_checkpointing that it has been planned with; `memory` is what the run's folder
+    keeps of the plan, empty where there is none.
+    """
 
     line: str
-    warning: str | None = None
-    refusal: str | None = None
+    checkpointing: str = "none"
+    warning: str = ""
+    cannot_fit: bool = False
+    memory: dict[str, Any] = field(default_factory=dict)
 
 
 def check_plan(
@@ -44,34 +52,28 @@ def check_plan(
     try:
         shape, device = shape_of_run(config, model_folder), device_named(f"memory_gib={memory_bytes / GIB}")
         nodes = tuple(gpus_per_node)
-        checked = _checked(Setting(config=config, shape=shape, gpus_per_node=nodes, device=device, on_cuda=on_cuda))
+        setting = Setting(config=config, shape=shape, gpus_per_node=nodes, device=device, on_cuda=on_cuda)
+        checked = _checked(plan_of(setting))
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)
         return StartCheck(line=f"plan: none ({type(error).__name__}: {error})")
-    if checked.refusal is not None and config.memory.plan_check:
-        raise InputError(f"{checked.refusal} --no_plan_check starts it all the same")
+    if checked.cannot_fit and config.memory.plan_check:
+        raise InputError(f"{checked.warning} --no_plan_check starts it all the same")
     return checked
 
 
-def _checked(setting: Setting) -> StartCheck:
-    plan, each = plan_of(setting), "on each GPU" if setting.on_cuda else "for each process of a node"
-    needs, memory = gib(plan.peak.total_bytes), gib(plan.memory_bytes)
-    line = f"plan: needs {needs} of {memory} GiB {each} (most in: {plan.peak.name})"
-    state = sum(plan.moments.state_bytes())
-    if plan.fits:
-        return StartCheck(line=line)
-    if state <= plan.memory_bytes:
-        return StartCheck(line=line, warning=f"the plan does not fit: memory will most likely run out. {_remedy(plan)}")
-    refusal = (
-        f"the run cannot fit: weights, gradients and optimizer states alone need {gib(state)} GiB, and there are "
-        f"{memory} GiB {each}. {_remedy(plan)}"
-    )
-    return StartCheck(line=line, refusal=refusal)
-
-
-def _remedy(plan: Plan) -> str:
-    change = change_to_fit(plan)
-    if change is None:
-        return "No flag makes it fit: take a smaller model, or devices with more memory."
-    fits = f"It would fit {'' if change.text.startswith('on ') else 'with '}{change.text}."
-    return " ".join((fits, *other_batch(plan, change)))
+def _checked(plan: Plan) -> StartCheck:
+    mode, memory = plan.setting.config.memory.activation_checkpointing, gib(plan.setting.device.memory_bytes)
+    each = "on each GPU" if plan.setting.on_cuda else "for each process of a node"
+    line = f"plan: needs {gib(plan.peak.total_bytes)} of {memory} GiB {each} (most in: {plan.peak.name})"
+    line += f", with --activation_checkpointing {mode}" if plan.is_chosen and mode != "none" else ""
+    state, warning = sum(plan.moments.state_bytes()), ""
+    cannot_fit = state > plan.setting.device.memory_bytes
+    if not plan.fits:
+        warning = "the plan does not fit: memory will most likely run out"
+        if cannot_fit:
+            of_state = f"weights, gradients and optimizer states alone need {gib(state)} GiB"
+            warning = f"the run cannot fit: {of_state}, and there are {memory} GiB {each}"
+        warning = ". ".join(sentence.removesuffix(".") for sentence in (warning, *Advice(plan).lines())) + "."
+    record = memory_record(plan)
+    return StartCheck(line=line, checkpointing=mode, warning=warning, cannot_fit=cannot_fit, memory=record)

@@ -13,9 +13,9 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
-from open_instruct.data.prompts import Prompts, load_prompt_dataset
+from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.learner.deepspeed.choice import backend_of
+from open_instruct.learner.deepspeed.versions import installed_version, refuse_unfit
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
@@ -24,7 +24,7 @@ from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker
 from open_instruct.run.opened import made_ready
-from open_instruct.run.plan_check import say_plan
+from open_instruct.run.plan_check import memory_of, say_plan, with_chosen
 from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers
@@ -57,7 +57,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         InputError: naming the flag, row, file or tensor that will not do.
     """
     layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
-    backend_of(config.parallel)  # which the learners will build
+    if config.parallel.zero_stage is not None:
+        refuse_unfit(installed_version())
     verifiers = known_verifiers(config.reward.verifier)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
@@ -76,13 +77,15 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             length_flag=LENGTHS_OF_ROLLOUTS,
             layout=layout,
             adapters=config.adapters,
+            data=config.data,
         )
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
-        _say_plan(config, pretrained.folder, console)
+        config = _planned(config, pretrained.folder, console, directory)
         data = config.data
-        chat = ChatFormat(pretrained.tokenizer, choose_chat_template(pretrained.tokenizer, data.chat_template_name))
-
+        template = choose_chat_template(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
+        chat = ChatFormat(pretrained.tokenizer, template)
+        changes = row_changes(config)
         for judge in verifiers.values():
             if isinstance(judge, JudgeModel) and has_other_template(judge.folder, chat):
                 console.warn(
@@ -97,13 +100,16 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
                     splits=splits,
                     tokenizer=pretrained.tokenizer,
                     chat_template_name=data.chat_template_name,
+                    add_bos=data.add_bos,
                     max_prompt_token_length=data.max_prompt_token_length,
                     on_bad_row=data.on_bad_row,
                     seed=config.optim.seed,
                     cache_dir=data.cache_dir,
+                    columns=data.columns,
                     flag=flag,
                     known_verifiers=verifiers,
                     on_progress=on_progress,
+                    **changes,
                 )
             for line in report.lines():
                 console.say(f"{title}: {line}")
@@ -133,17 +139,25 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         )
 
 
-def _say_plan(config: GRPOConfig, folder: Path, console: Console) -> None:
-    """The learners' plan, where this host is like theirs: it has GPUs, or no other will join.
+def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:
+    """The flags with what the learners' plan chooses, where this host is like theirs: it has GPUs, or none will join.
 
     Raises:
         InputError: a learner surely cannot fit.
     """
     learners = config.parallel.num_learners_per_node
     on_cuda = torch.cuda.is_available()
-    if on_cuda or config.fleet.ray_address is None:
-        device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
-        say_plan(config, learners, folder, device=device, num_sharing=sum(learners), console=console)
+    if not on_cuda and config.fleet.ray_address is not None:
+        if config.memory.activation_checkpointing == "auto":
+            console.say(
+                "no plan, without a GPU here: learners keep all activations, or give --activation_checkpointing"
+            )
+        return config
+    memory_bytes = memory_of(torch.device("cuda", 0) if on_cuda else torch.device("cpu"), num_sharing=sum(learners))
+    chosen = say_plan(
+        config, learners, folder, memory_bytes=memory_bytes, on_cuda=on_cuda, console=console, directory=directory
+    )
+    return with_chosen(config, chosen)
 
 
 def has_other_template(folder: Path, chat: ChatFormat) -> bool:

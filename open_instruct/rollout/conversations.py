@@ -33,10 +33,12 @@ def load_conversations(
         splits=data.sft_mixer_list_splits,
         tokenizer=tokenizer,
         chat_template_name=data.chat_template_name,
+        add_bos=data.add_bos,
         max_seq_length=data.max_seq_length,
         on_bad_row=data.on_bad_row,
         seed=config.optim.seed,
         cache_dir=data.cache_dir,
+        columns=data.columns,
         flag="--sft_mixer_list",
     )
     for line in report.lines():

@@ -26,6 +26,7 @@ from open_instruct.rollout.traces import write_traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.signals import Noted, noting_signals, stopped_by
+from open_instruct.run.slowness import WINDOW, slowest
 
 # What a step has where nothing was learned from it.
 NOTHING_LEARNED = {
@@ -136,12 +137,15 @@ class Driver:
         every = config.evaluation.local_eval_every
         if self.run.held_out is not None and (is_last or (every and step % every == 0)):
             row |= self._evaluate()
+        if step % WINDOW == 0:
+            row |= slowest("engine", self.fleet.engines.paces())
         row["time/step"] = time.monotonic() - began_s
         row["tokens_per_second/learners"] = num_tokens / max(row["time/train"], 1e-9)
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self.metrics.write(row)
-        self.view.finished(row)
-        if is_last or step % config.run.checkpointing_steps == 0:
+        self.view.finished(row, asked[step % len(asked)])
+        intervals = (config.run.checkpointing_steps, config.run.ephemeral_save_interval)
+        if is_last or any(step % interval == 0 for interval in intervals if interval):
             self._save(waits=is_last)
 
     def _train(self, samples: Sequence[RolloutSample]) -> dict[str, float]:

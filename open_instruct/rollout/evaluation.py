@@ -13,6 +13,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
+from open_instruct.parallel.wording import counted
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.conductor import sampling_seed
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
@@ -25,7 +26,7 @@ NUM_SHOWN = 3
 def evaluate(
     prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Ask every prompt `eval_num_samples` times and judge the answers.
+    """Ask every prompt `config.evaluation.num_samples` times and judge the answers.
 
     The seed of a request depends on the run's seed, the prompt and the sample alone, so what changes from one
     evaluation to the next is the policy.
@@ -40,7 +41,7 @@ def evaluate(
     """
     groups = _answered(prompts, pool, reward, config=config)
     num_right = [sum(verdict.is_right for verdict in group.verdicts) for group in groups]
-    num_samples = config.evaluation.eval_num_samples
+    num_samples = config.evaluation.num_samples
     metrics = verdict_metrics(groups) | length_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):
         metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, right, k) for right in num_right])
@@ -61,10 +62,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def _answered(
     prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
 ) -> list[RolloutGroup]:
-    num_samples = config.evaluation.eval_num_samples
+    num_samples = config.evaluation.num_samples
     sampling = SamplingSettings(
         temperature=config.evaluation.eval_temperature,
-        top_p=1.0,
+        top_p=config.evaluation.eval_top_p,
         max_tokens=config.data.response_length,
         stop_strings=tuple(config.rollout.stop_strings),
     )
@@ -104,7 +105,7 @@ def _answered(
     except TimeoutError as error:
         raise RunError(
             f"the evaluation was not done after --step_timeout_s {config.fleet.step_timeout_s}: {len(verdicts)} of "
-            f"{len(asked) * num_samples} completions had come back; raise it, or give fewer held-out prompts"
+            f"{counted(len(asked) * num_samples, 'completion')} had come back; raise it, or give fewer held-out prompts"
         ) from error
     except Exception as error:
         raise RunError(f"the evaluation failed: {type(error).__name__}: {error}") from error

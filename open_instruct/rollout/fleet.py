@@ -179,6 +179,7 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environm
         fleet=config.fleet,
         seed=config.optim.seed,
         stop_token_ids=run.chat.turn_end_token_ids(),
+        adapter=config.sent_adapter,
     )
     environment = {**engine_environment(on_cuda=placement.on_gpus), **environment}
     if not placement.on_gpus:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.data.foreign_json import read_object
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
@@ -15,6 +16,8 @@ from open_instruct.records import RolloutGroup
 from open_instruct.rollout.conversations import conversations_of
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.run.metrics_log import MetricsLog
+from open_instruct.run.plan_check import with_chosen
+from open_instruct.run.run_directory import RunDirectory
 
 # What belongs to the layout and the length of the run rather than to the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_", "allocation_retries/", "shared_fraction", "time/")
@@ -34,6 +37,12 @@ class StepWeights:
     checkpoint: Path | None
     are_the_steps_own: bool
     told: str
+
+
+def as_decided(config: GRPOConfig, run: Path) -> GRPOConfig:
+    """With what --activation_checkpointing auto came to in the plan of the run in `run`, if it had one."""
+    plan = RunDirectory(path=run).plan
+    return with_chosen(config, (read_object(plan) if plan.exists() else {}).get("activation_checkpointing", "none"))
 
 
 def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | None) -> StepWeights:
@@ -117,8 +126,7 @@ def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
     recomputed = dict.fromkeys(name for title, row in rows.items() if title != "recorded" for name in row)
     names = sorted(recomputed, key=lambda name: name not in SHOWN_FIRST)
     lines = [["", *rows]]
-    for name in names:
-        lines.append([name, *(f"{row[name]:.6g}" if name in row else MISSING for row in rows.values())])
+    lines += ([name, *(f"{row[name]:.6g}" if name in row else MISSING for row in rows.values())] for name in names)
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
     return "\n".join(
         "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, others, strict=True))])

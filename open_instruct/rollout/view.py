@@ -13,11 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.wording import escaped
+from open_instruct.records import RolloutGroup
+from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.run.console import Console
-from open_instruct.run.curves import draw_curve
 
 REFRESHES_PER_S = 2
 CURVE_HEIGHT = 6
+SECONDS_BETWEEN_SAMPLES = 60.0
+PROMPT_LETTERS, COMPLETION_LETTERS = 60, 160  # the prompt's last ones, the completion's first ones
 
 
 class FleetView:
@@ -33,6 +37,8 @@ class FleetView:
         self._phase_began_s = time.monotonic()
         self._latest: Mapping[str, float] = {}
         self._live: Live | None = None
+        self._sample: Mapping[str, str] = {}
+        self._sample_s = -SECONDS_BETWEEN_SAMPLES
 
     @contextmanager
     def shown(self) -> Iterator[FleetView]:
@@ -60,8 +66,8 @@ class FleetView:
         yield
         self._phase, self._phase_began_s = "between steps", time.monotonic()
 
-    def finished(self, row: Mapping[str, float]) -> None:
-        """Take in the metrics of a step."""
+    def finished(self, row: Mapping[str, float], group: RolloutGroup | None = None) -> None:
+        """Take in the metrics of a step, and of its completions a group to show one of now and then."""
         self._step, self._latest = int(row["step"]), row
         self.rewards.append(row["reward"])
         line = f"step {self._step}/{self.num_steps}  {step_words(row)}"
@@ -70,6 +76,10 @@ class FleetView:
             self.console.say(line)
         else:
             self.console.log(line)
+        if group is not None and time.monotonic() - self._sample_s >= SECONDS_BETWEEN_SAMPLES:
+            self._sample, self._sample_s = sample_words(group, self._step), time.monotonic()
+            say = self.console.say if self._live is None else self.console.log
+            say("  ".join(f"{name} {words}" for name, words in self._sample.items()))
 
     def _draw(self) -> RenderableType:
         waited_s = time.monotonic() - self._phase_began_s
@@ -83,11 +93,25 @@ class FleetView:
                 "seconds a step",
                 "  ".join(f"{name} {self._latest[f'time/{name}']:.1f}" for name in ("generate", "train", "sync")),
             )
+        for name, words in self._sample.items():
+            facts.add_row(name, Text(words, no_wrap=True, overflow="ellipsis"))
         parts: list[RenderableType] = [facts]
         if len(self.rewards) > 1:
             width = max(20, self.console.rich.width - 6)
             parts.append(Text(draw_curve(self.rewards, width=width, height=CURVE_HEIGHT, title="reward")))
         return Panel(Group(*parts), title="GRPO", title_align="left")
+
+
+def sample_words(group: RolloutGroup, number: int) -> dict[str, str]:
+    """One of the group's completions, in as many words as fit a line each; what is no letter is escaped."""
+    index = number % len(group.completions)
+    prompt, completion = group.prompt.text, group.completions[index].text
+    tail, head = escaped(prompt[-PROMPT_LETTERS:]), escaped(completion[:COMPLETION_LETTERS])
+    return {
+        "sample": ("…" if len(prompt) > PROMPT_LETTERS else "") + tail,
+        "answer": head + ("…" if len(completion) > COMPLETION_LETTERS else ""),
+        "its reward": f"{group.rewards[index]:g}",
+    }
 
 
 def step_words(row: Mapping[str, float]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,6 +23,7 @@ class Console:
     def __init__(self, *, speaks: bool) -> None:
         self.speaks = speaks
         self.rich = RichConsole(highlight=False, soft_wrap=True)
+        self._of_training: Progress | None = None
 
     @property
     def is_live(self) -> bool:
@@ -48,9 +49,12 @@ class Console:
     def counting(self, title: str) -> Iterator[OnProgress]:
         """Show how far a long loop is: yields a function of (done, total)."""
         if self.is_live:
-            with self._bar(title) as bar:
-                task = bar.add_task("", total=None, detail="")
+            above = self._of_training  # a terminal has room for one drawing
+            with self._bar() if above is None else nullcontext(above) as bar:
+                task = bar.add_task(title, total=None, detail="")
                 yield lambda done, total: bar.update(task, completed=done, total=total)
+                if above is not None:
+                    above.remove_task(task)
             return
         last = time.monotonic()
 
@@ -66,9 +70,11 @@ class Console:
     def training(self, *, first_step: int, num_steps: int) -> Iterator[Callable[[int, str], None]]:
         """Show the training loop: yields a function of (step, detail)."""
         if self.is_live:
-            with self._bar("training") as bar:
-                task = bar.add_task("", total=num_steps, completed=first_step, detail="")
+            with self._bar() as bar:
+                self._of_training = bar
+                task = bar.add_task("training", total=num_steps, completed=first_step, detail="")
                 yield lambda step, detail: bar.update(task, completed=step, detail=detail)
+            self._of_training = None
             return
         interval = max(1, num_steps // 20)
 
@@ -80,9 +86,9 @@ class Console:
 
         yield line
 
-    def _bar(self, title: str) -> Progress:
+    def _bar(self) -> Progress:
         return Progress(
-            TextColumn(title),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=10, table_column=Column(min_width=4)),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),

@@ -9,7 +9,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
+from open_instruct.run.growth import GrowthWatch
 from open_instruct.run.run_directory import rows_of
+from open_instruct.run.slowness import SlownessWatch
 from open_instruct.whole_file import replace_text
 
 log = logging.getLogger(__name__)
@@ -40,11 +42,17 @@ class MetricsLog:
         self.trackers = trackers
         self.warn = warn
         self._num_uncompiled = 0.0
+        self._growth = GrowthWatch()
+        self._slowness = SlownessWatch()
 
     def keep_until(self, step: int) -> None:
         """Drop rows after `step`: a resumed run writes them again."""
+        kept = [row for row in self.rows() if row["step"] <= step]
         if self.path.exists():
-            replace_text(self.path, "".join(f"{json.dumps(row)}\n" for row in self.rows() if row["step"] <= step))
+            replace_text(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
+        self._growth = GrowthWatch()
+        for row in kept:
+            self._growth.after_step(row)
 
     def rows(self) -> list[dict[str, Any]]:
         """What has been written so far, but for lines that a crash cut short or a disk damaged."""
@@ -62,6 +70,9 @@ class MetricsLog:
             file.write(json.dumps(said, allow_nan=False) + "\n")
         for tracker in self.trackers:
             tracker.log(int(row["step"]), row)
+        for warning in (self._growth.after_step(row), *self._slowness.after_step(row)):
+            if warning:
+                self.warn(f"after step {row['step']} {warning}")
         if (num_uncompiled := row.get("uncompiled_functions", 0.0)) > self._num_uncompiled:
             self._num_uncompiled = num_uncompiled
             self.warn(UNCOMPILED.format(step=row["step"]))

@@ -8,12 +8,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
 from open_instruct.config.parser import parse
-from open_instruct.config.resolved import as_flat_dict, provenance, refuse_conflicts, write_config
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
+from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
 from open_instruct.parallel.wording import counted
@@ -36,7 +39,7 @@ class Run:
 
 
 @contextmanager
-def open_run(config: LearnerConfig) -> Iterator[Run]:
+def open_run(config: TrainingConfig) -> Iterator[Run]:
     """Start the process group, decide the layout, and make the run directory ready; leave the group at the end.
 
     :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
@@ -45,13 +48,15 @@ def open_run(config: LearnerConfig) -> Iterator[Run]:
     peers.doing("starting")
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     layout = layout_of(config.parallel, process.gpus_per_node)
+    refuse_other_number(config.parallel.num_processes, layout.gpus_per_node[layout.node_of(process.rank)])
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
     peers.watch(config.parallel.dist_timeout_s)
     with ExitStack() as held:
         on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console)))
         log_to(directory.log, rank=process.rank)
-        for warning in layout.warnings:
+        idle = idle_gpus(config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count())
+        for warning in (*layout.warnings, *([idle] if idle else [])):
             console.warn(warning)
         _say_layout(layout, process, console, config.parallel.zero_stage)
         yield Run(process=process, layout=layout, directory=directory, console=console)
@@ -95,15 +100,17 @@ def made_ready(directory: RunDirectory, config: LearnerConfig, layout: ShardLayo
         if config.run.overwrite_output_dir:
             directory.remove_earlier_run()
         refuse_earlier_format(directory.path)
-        if latest_step(directory.path) is not None:
-            _refuse_another_run(config, directory, layout)
+        if (step := latest_step(directory.path)) is not None:
+            _refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)
         write_config(config, directory.config, {"world_size": layout.world_size} | provenance())
         yield
 
 
-def _refuse_another_run(config: LearnerConfig, directory: RunDirectory, layout: ShardLayout) -> None:
-    """A folder with checkpoints may only be continued by the same run."""
+def _refuse_another_run(
+    config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
+) -> None:
+    """A folder with checkpoints may only be continued by the same run, or once that has ended by a longer one."""
     if not directory.config.exists():
         return
     try:
@@ -118,4 +125,12 @@ def _refuse_another_run(config: LearnerConfig, directory: RunDirectory, layout: 
         config,
         saved_data_parallel_world_size=directory.saved_data_parallel_world_size() or layout.data_parallel_world_size,
         data_parallel_world_size=layout.data_parallel_world_size,
+        ended_after=step if directory.hf_model.is_dir() or directory.adapter.is_dir() else None,
     )
+    if lengths := changed_lengths(saved, config):
+        told, schedule = "; ".join(lengths.values()), config.optim.lr_scheduler_type
+        console.warn(
+            f"the run in {directory.path} had ended after step {step}, and goes on from there ({told}). "
+            f"--lr_scheduler_type {schedule} and --warmup_ratio stretch over all steps of a run: the learning rate is "
+            "from now on that of a run of the new length, which is higher than it was at the end"
+        )

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from open_instruct.config.training import LearnerConfig
+from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.planning.start_check import check_plan
 from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
+from open_instruct.run.run_directory import RunDirectory
+
+ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
 
 
-def check_plan_of_run(config: LearnerConfig, run: Run, folder: Path) -> None:
+def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     """Say the plan of a run whose ranks have met; `folder` holds the model's config.json.
+
+    Returns the flags with what is chosen by the plan, of the smallest device: the same on every rank.
 
     :raises InputError: if it surely cannot fit, on every rank.
     """
     process, nodes = run.process, run.layout.gpus_per_node
-    num_sharing = nodes[run.layout.node_of(process.rank)]
-    say_plan(config, nodes, folder, device=process.device, num_sharing=num_sharing, console=run.console)
+    memory_bytes = min(gathered(memory_of(process.device, num_sharing=nodes[run.layout.node_of(process.rank)])))
+
+    def say() -> str:
+        on_cuda, directory = process.device.type == "cuda", run.directory
+        return say_plan(
+            config, nodes, folder, memory_bytes=memory_bytes, on_cuda=on_cuda, console=run.console, directory=directory
+        )
+
+    return with_chosen(config, on_main_process(say))
 
 
 def say_plan(
@@ -31,26 +45,43 @@ def say_plan(
     gpus_per_node: Sequence[int],
     folder: Path,
     *,
-    device: torch.device,
-    num_sharing: int,
+    memory_bytes: int,
+    on_cuda: bool,
     console: Console,
-) -> None:
-    """Say the plan of a run on devices like `device`; without CUDA `num_sharing` processes share the host's memory.
+    directory: RunDirectory,
+) -> str:
+    """Say the plan of a run on devices of so much memory, keep it, and return the --activation_checkpointing it has.
+
+    One process does this for all.
 
     :raises InputError: if it surely cannot fit.
     """
-    on_cuda = device.type == "cuda"
     verdict = check_plan(
         cast(RunConfig, config),  # which of them, the planner asks the object itself
         gpus_per_node,
         model_folder=str(folder),
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_cuda else _host_bytes() // num_sharing,
+        memory_bytes=memory_bytes,
         on_cuda=on_cuda,
     )
-    warning = verdict.warning or verdict.refusal
-    console.say(verdict.line, style="yellow" if warning else None)
-    if warning is not None:
-        console.warn(warning)
+    console.say(verdict.line, style="yellow" if verdict.warning else None)
+    if verdict.warning:
+        console.warn(verdict.warning)
+    directory.write_plan(verdict.memory)
+    return verdict.checkpointing
+
+
+def with_chosen(config: ConfigT, checkpointing: str) -> ConfigT:
+    """The flags with what the plan has, where they leave it to that."""
+    if config.memory.activation_checkpointing != "auto":
+        return config
+    chosen: dict[str, Any] = {"activation_checkpointing": checkpointing}
+    return replace(config, memory=replace(config.memory, **chosen))
+
+
+def memory_of(device: torch.device, *, num_sharing: int) -> int:
+    """Bytes of a GPU; without CUDA `num_sharing` processes share the host's."""
+    on_cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory if on_cuda else _host_bytes() // num_sharing
 
 
 def _host_bytes() -> int:

@@ -14,8 +14,9 @@ from olmo_core.nn.transformer import Transformer
 from transformers import PretrainedConfig
 
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.sections import ModelSection
-from open_instruct.data.chat import load_tokenizer
+from open_instruct.config.rollout_sections import PromptDataSection
+from open_instruct.config.sections import DataSection, ModelSection
+from open_instruct.data.chat import choose_chat_template, load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.checkpoint_files import CheckpointFiles
@@ -29,11 +30,10 @@ from open_instruct.models.names import Head, TensorNames
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
+from open_instruct.run.first_look import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: one property is kept
@@ -47,6 +47,7 @@ class Pretrained:
     names: TensorNames
     tokenizer: PreTrainedTokenizerFast
     adapter: Mapping[str, torch.Tensor] | None = None
+    chat_template: str | None = None  # in place of the tokenizer's own
 
     def build(self, *, init_device: str) -> Transformer:
         """The model, without weights."""
@@ -73,6 +74,10 @@ class Pretrained:
             num_values[dtype] += torch.Size(self.files.shapes[name]).numel()
         return num_values.most_common(1)[0][0]
 
+    def dtype_named(self, name: str) -> torch.dtype:
+        """As `--export_dtype` names it: 'source' is that of the checkpoint."""
+        return self.dtype if name == "source" else getattr(torch, name)
+
 
 # What the longest sequence of a GRPO run comes from.
 LENGTHS_OF_ROLLOUTS = "--max_prompt_token_length and --response_length together:"
@@ -88,18 +93,22 @@ def open_pretrained(
     head: Head = "vocabulary",
     seed: int = 0,
     adapters: LoRASection | None = None,
+    data: DataSection | PromptDataSection | None = None,
 ) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
     That the trained model can be written to `export_folder` in the end is checked now too, and that the ranks of
     `layout` can share its heads. `length_flag` is what `max_seq_length` comes from. A model that is to score may start
     from one that does not; its head is drawn from `seed`. With `adapters`, the adapter that they name is opened too.
+    The chat template of `data` is read now: the file may be another one when the model is exported.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
     doing("reading what is in the start model's folder")
-    folder = local_folder(model.model_name_or_path)
-    tokenizer_folder = local_folder(model.tokenizer_name_or_path) if model.tokenizer_name_or_path else folder
+    folder, tokenizer_folder = local_folder(model.model_name_or_path, revision=model.model_revision), None
+    if model.tokenizer_name_or_path:
+        tokenizer_folder = local_folder(model.tokenizer_name_or_path, revision=model.revision_of_tokenizer)
+    tokenizer_folder = tokenizer_folder or folder
     hf_config = load_hf_config(str(folder))
     if layout is not None:
         check_heads(
@@ -139,22 +148,12 @@ def open_pretrained(
         names=names,
         tokenizer=tokenizer,
         adapter=adapter,
+        chat_template=_other_template(tokenizer, data),
     )
 
 
-def local_folder(name_or_path: str) -> Path:
-    """The folder itself, or the local copy of a hub repository, downloaded if need be."""
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
-    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
-        raise InputError(f"{name_or_path}: there is no such folder; give the folder that holds config.json")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=DOWNLOADED))
-    except Exception as error:
-        raise InputError(
-            f"{name_or_path}: there is no such folder, and the hub did not give it ({type(error).__name__}); "
-            "give a local folder, or check the name and the network"
-        ) from error
+def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection | None) -> str | None:
+    """What is to be exported in place of the tokenizer's own."""
+    if data is None or not (data.chat_template_name or data.add_bos):
+        return None
+    return choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos).text

@@ -6,13 +6,17 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
+from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.hub.card import model_card
 from open_instruct.records import ShardLayout
 from open_instruct.whole_file import remove_partials, replace_text
 
@@ -39,6 +43,7 @@ class RunDirectory:
     metrics = _Inside("metrics.jsonl")
     evaluations = _Inside("eval.jsonl")
     pids = _Inside("pids.json")
+    plan = _Inside("plan.json")
     hf_model = _Inside("hf_model")
     adapter = _Inside("adapter")
 
@@ -54,7 +59,7 @@ class RunDirectory:
 
     def remove_partials(self) -> None:
         """Remove what a killed run had not finished to write."""
-        for file in (self.config, self.layout, self.metrics, self.evaluations, self.pids):
+        for file in (self.config, self.layout, self.metrics, self.evaluations, self.pids, self.plan):
             remove_partials(file)
 
     def remove_earlier_run(self) -> None:
@@ -68,8 +73,8 @@ class RunDirectory:
                     shutil.rmtree(step)
             for folder in (self.hf_model, self.adapter, self.path / "tensorboard", self.path / "traces"):
                 shutil.rmtree(folder, ignore_errors=True)
-            own_files = self.config, self.layout, self.log, self.metrics, self.evaluations, self.pids
-            for file in (*own_files, self.path / "wandb_id"):
+            own_files = self.config, self.layout, self.log, self.metrics, self.evaluations, self.pids, self.plan
+            for file in (*own_files, self.path / "wandb_id", self.path / "trackio_name"):
                 file.unlink(missing_ok=True)
 
     @contextmanager
@@ -83,6 +88,13 @@ class RunDirectory:
 
     def write_layout(self, layout: ShardLayout) -> None:
         replace_text(self.layout, json.dumps(layout.as_json(), indent=2) + "\n")
+
+    def write_plan(self, memory: Mapping[str, Any]) -> None:
+        """The memory that was planned, if it was, for those who compare it with what was measured."""
+        if memory:
+            replace_text(self.plan, json.dumps(memory) + "\n")
+        else:
+            self.plan.unlink(missing_ok=True)  # an earlier one
 
     def saved_data_parallel_world_size(self) -> int | None:
         """Of the run that wrote the layout; None where that cannot be told."""
@@ -100,6 +112,26 @@ class RunDirectory:
         """One row a step: a second evaluation of the same step replaces the first."""
         rows = [earlier for earlier in rows_of(self.evaluations) if earlier["step"] < row["step"]] + [row]
         replace_text(self.evaluations, "".join(json.dumps(each) + "\n" for each in rows))
+
+
+def exported_by(config: LearnerConfig) -> Path:
+    """The folder that the run of these flags ends with."""
+    directory, lora = RunDirectory(path=Path(config.run.output_dir)), config.adapters
+    return directory.adapter if lora is not None and lora.export == "adapter" else directory.hf_model
+
+
+def card_of(
+    directory: RunDirectory, *, trained_by: str, is_adapter: bool = False, until: int | None = None
+) -> str | None:
+    """The model card of what the run exports, after step `until` or in the end; see `model_card`.
+
+    None where the run's settings are gone, or damaged: a trained model is worth more than its card.
+    """
+    with suppress(OSError, ValueError, YAMLError):
+        settings = directory.config.read_text(encoding="utf-8")
+        rows = [row for row in rows_of(directory.evaluations) if until is None or row["step"] <= until]
+        return model_card(settings, rows, trained_by=trained_by, is_adapter=is_adapter)
+    return None
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

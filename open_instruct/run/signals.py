@@ -58,5 +58,4 @@ def stopped_by(number: int, *, step: int, folder: Path) -> tuple[str, int]:
     where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
     if step > 0:
         where = f"the checkpoint is {folder / f'step{step}'}. Give the same command again to go on from there"
-    code = EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_FAILURE
-    return f"{name}: stopped after step {step}; {where}", code
+    return f"{name}: stopped after step {step}; {where}", EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_FAILURE

@@ -14,12 +14,9 @@ from open_instruct.run.pretrained import Pretrained
 def start_model_of(pretrained: Pretrained, run: Run) -> str:
     """Fingerprint of weights and config.json, where the checkpoints of `run`, if any, know no other. Collective.
 
-    Of config.json the text counts, not what a version of transformers makes of it: a newer one has more defaults.
-
     :raises InputError: the run began with another.
     """
-    config = json.loads((pretrained.folder / "config.json").read_text(encoding="utf-8"))
-    own = with_config(pretrained.weights_fingerprint, config)
+    own = fingerprint_of(pretrained)
 
     def compare() -> None:
         for folder in find_checkpoints(run.directory.path):
@@ -30,3 +27,17 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
 
     on_main_process(compare)
     return own
+
+
+def is_same_model(one: Pretrained, other: Pretrained) -> bool:
+    """Whether both have the same weights and config.json. Collective: of two of the same shapes every byte is read."""
+    return one.files.shapes == other.files.shapes and fingerprint_of(one) == fingerprint_of(other)
+
+
+def fingerprint_of(pretrained: Pretrained) -> str:
+    """Of weights and config.json. Collective when it is first asked for.
+
+    Of config.json the text counts, not what a version of transformers makes of it: a newer one has more defaults.
+    """
+    config = json.loads((pretrained.folder / "config.json").read_text(encoding="utf-8"))
+    return with_config(pretrained.weights_fingerprint, config)

@@ -1,4 +1,4 @@
-"""wandb and tensorboard, for those who asked for them with `--report_to`."""
+"""wandb, trackio and tensorboard, for those who asked for them with `--report_to`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,30 @@ class WandbTracker:
         self._run.finish()
 
 
+class TrackioTracker:
+    """One trackio run, on this machine; a resumed run continues it by the name kept in OUT/trackio_name."""
+
+    def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        name_file = folder / "trackio_name"
+        is_begun = name_file.exists()
+        self._run = trackio.init(
+            project=logging.wandb_project_name,
+            name=name_file.read_text().strip() if is_begun else logging.exp_name or folder.resolve().name,
+            resume="allow" if is_begun else "never",
+            config=dict(config),
+            embed=False,
+        )
+        replace_text(name_file, self._run.name)
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
     """The trackers named in `--report_to`, which `check_trackers` has accepted. Call on rank 0 only."""
     trackers: list[Tracker] = []
@@ -64,6 +88,8 @@ def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str
         trackers.append(TensorBoardTracker(folder))
     if "wandb" in logging.report_to:
         trackers.append(WandbTracker(folder, logging, config))
+    if "trackio" in logging.report_to:
+        trackers.append(TrackioTracker(folder, logging, config))
     return trackers
 
 

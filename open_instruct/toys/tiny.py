@@ -177,9 +177,10 @@ def tiny_config(family: str, size: Size, *, vocab_size: int, tie: bool) -> Pretr
 
 
 def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: str) -> None:
+    """As transformers' save_pretrained would; that loads DeepSpeed where there is one, which takes time and talks."""
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -188,13 +189,12 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith(".bias"):
                 parameter += 0.1 * torch.randn_like(parameter)
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # one file, written at once
-    try:
-        model.to(getattr(torch, dtype)).save_pretrained(folder)
-    finally:
-        if shows_bars:
-            logging.enable_progress_bar()
+    model.to(getattr(torch, dtype))
+    model.config.architectures, model.config.dtype = [type(model).__name__], dtype
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    stored = {name: each.contiguous() for name, each in model.named_parameters()}  # without a head that is tied
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def built_in_corpus() -> Iterator[str]:

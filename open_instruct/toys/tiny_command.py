@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from open_instruct.config.help import print_help
+from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
@@ -47,7 +47,7 @@ def tiny_model_command(args: Sequence[str]) -> int:
     Raises:
         InputError: a flag is wrong, or the folder is not empty.
     """
-    if any(word in ("--help", "-h") for word in args):
+    if asks_for_help(args):
         print_help(TinyModelFlags, "open-instruct tiny-model DIR")
         return 0
     name, words = _folder(args)

@@ -20,8 +20,9 @@ class RewardModel:
     def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
         """The verdict on one completion; callable from many threads.
 
-        The reward is `verification_reward` times the mean of the scores, weighted by the checks' weights. With the
-        format reward, `r1_style_format_reward` is added where the form is right, and the verifiers' part counts
+        The reward is `verification_reward` times the mean (or the sum: `several_verifiers`) of the scores, weighted by
+        the checks' weights. With the format reward, `r1_style_format_reward` is added where the form is right, and the
+        verifiers' part counts
         only there, unless `additive_format_reward`. With the non-stop penalty a completion that was cut gets
         `non_stop_penalty_value` instead of all that. Scores of a verifier that appears twice are averaged.
         """
@@ -32,7 +33,7 @@ class RewardModel:
         for check, outcome in outcomes:
             by_name.setdefault(check.verifier, []).append(outcome.score)
         scores = {name: sum(values) / len(values) for name, values in by_name.items()}
-        total_weight = sum(check.weight for check in prompt.checks)
+        total_weight = 1.0 if config.several_verifiers == "sum" else sum(check.weight for check in prompt.checks)
         reward = config.verification_reward * sum(check.weight * outcome.score for check, outcome in outcomes)
         reward = reward / total_weight if total_weight else 0.0
         if config.apply_r1_style_format_reward:

@@ -114,14 +114,15 @@ class WeightManifest:
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
+        slabs: Mapping[str, int] | None = None,
     ) -> None:
         """Pack the tensors in the order of `shapes`.
 
         Args:
             boxes: what each rank brings of each tensor; together the whole of it.
+            slabs: into how many a tensor is cut along its columns, where its values are counted slab by slab.
         """
-        self.shapes = shapes
-        self.boxes = boxes
+        self.shapes, self.boxes, self.slabs = shapes, boxes, slabs or {}
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(self._lay_out(*run) for run in self._runs())
@@ -147,7 +148,7 @@ class WeightManifest:
 
     def described(self) -> dict[str, Any]:
         """The arguments that make the same again: plain types, to be pickled."""
-        return {"shapes": self.shapes, "boxes": self.boxes, "dtype": self.dtype, "bucket_bytes": self.bucket_bytes}
+        return {name: getattr(self, name) for name in ("shapes", "boxes", "dtype", "bucket_bytes", "slabs")}
 
     def _runs(self) -> Iterator[tuple[list[str], int, int]]:
         """Names, and which piece of how many."""

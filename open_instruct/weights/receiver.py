@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.errors import RunError
+from open_instruct.models.shards import in_order
 from open_instruct.weights.manifest import Bucket, WeightManifest
 from open_instruct.weights.progress import HOST, SyncProgress, learner_name, receiver_name
 from open_instruct.weights.ways import ON_DEVICE, SHARED
@@ -91,16 +92,10 @@ class IncomingWeights:
         self._progress.wait("joined", [*self._writers, *receivers], to="join")
         if backend not in SHARED:
             # In the same order on every receiver, each with a learner that waits for nobody else.
-            self._groups = {
-                rank: broadcast_group(
-                    info, self._progress, sender=learner_name(rank), rank=index + 1, device=self._device
-                )
-                for rank in self._manifest.ranks
-            }
-            self._flats = {
-                rank: torch.empty(self._manifest.most_bytes_of(rank), dtype=torch.uint8, device=self._device)
-                for rank in self._manifest.ranks
-            }
+            for rank in self._manifest.ranks:
+                sender, most_bytes, where = learner_name(rank), self._manifest.most_bytes_of(rank), self._device
+                self._groups[rank] = broadcast_group(info, self._progress, sender=sender, rank=index + 1, device=where)
+                self._flats[rank] = torch.empty(most_bytes, dtype=torch.uint8, device=where)
 
     def buckets(self) -> Iterator[Weights]:
         """One version, bucket by bucket: names with tensors that own their memory. Take all of each, in order.
@@ -120,7 +115,7 @@ class IncomingWeights:
             wait_for_device(self._device)
             self._progress.report(f"done/{self._position + index}")
             if bucket.is_last_piece:
-                yield _handed_over(wholes)
+                yield _handed_over(wholes, self._manifest.slabs)
         self._position += len(buckets)
 
     def fail(self, error: BaseException) -> None:
@@ -183,10 +178,10 @@ class IncomingWeights:
         return f"{index + 1} of {len(self._manifest.buckets)}"
 
 
-def _handed_over(wholes: dict[str, torch.Tensor]) -> Weights:
+def _handed_over(wholes: dict[str, torch.Tensor], slabs: Mapping[str, int]) -> Weights:
     """Each of the tensors, which are not kept here: their memory may be wanted for the next bucket."""
     for name in list(wholes):
-        yield name, wholes.pop(name)
+        yield name, in_order(wholes.pop(name), slabs.get(name, 1))
 
 
 class WeightReceiver:

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.lora.adapters import weights_of
+from open_instruct.models.lora.adapters import scaled_adapters, weights_of
+from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.names import TensorNames
-from open_instruct.models.shards import Box, FlatRange, Held, boxes_beside, held_of, local_part, own_box, reshard
+from open_instruct.models.shards import FlatRange, Held, boxes_beside, held_of, local_part, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.outgoing import Outgoing, PartBroadcaster, SharedMemoryWriter
@@ -77,6 +77,7 @@ class WeightSender:
         dtype: torch.dtype,
         bucket_bytes: int,
         timeout_s: float,
+        adapter_alone: bool = False,
     ) -> None:
         """Plan; nothing is allocated before `open`.
 
@@ -87,13 +88,18 @@ class WeightSender:
             dtype: that travels: the engines'.
             bucket_bytes: of tensors that travel at once; a larger tensor travels in pieces.
             timeout_s: how long a receiver may take to join, and to take one bucket.
+            adapter_alone: send its matrices, by the names of its file, the second of each layer scaled; else the model,
+                with any adapter added.
 
         Raises:
             InputError: the backend needs CUDA, and the model is not on a CUDA device.
         """
         reshard(model)
         self._model = model
-        self._name_of = {hf_name: name for name, hf_name in names}
+        self._adapter_alone = adapter_alone
+        held_by_name = held_of(model, of_adapters=adapter_alone)
+        pairs = ((name, file_name_of(name, names)) for name in held_by_name) if adapter_alone else names
+        self._name_of = {hf_name: name for name, hf_name in pairs}
         self._rank = dist.get_rank()
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
@@ -101,13 +107,13 @@ class WeightSender:
         self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
         if backend in ON_DEVICE and self._device.type != "cuda":
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
-        held_by_name = held_of(model)
         held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
         self.manifest = WeightManifest(
             {name: tuple(tensor.shape) for name, tensor in held.items()},
-            {name: _boxes(tensor) for name, tensor in held.items()},
+            {name: boxes_beside(tensor, HOST_RANK) for name, tensor in held.items()},
             dtype=dtype,
             bucket_bytes=bucket_bytes,
+            slabs={name: tensor.num_slabs for name, tensor in held.items() if isinstance(tensor, FlatRange)},
         )
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
@@ -165,7 +171,8 @@ class WeightSender:
         if progress is None or outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
-        tensors = LocalParts(weights_of(self._model), self._name_of)
+        weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
+        tensors = LocalParts(weights, self._name_of)
         buckets, first = self.manifest.buckets, self._position
         taking = f"of {len(buckets)} of version {version}"
         try:
@@ -256,8 +263,3 @@ class LocalParts(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._name_of)
-
-
-def _boxes(tensor: Held) -> dict[int, Box]:
-    """What each of the ranks that share a copy of the tensor with rank 0 brings."""
-    return boxes_beside(tensor, HOST_RANK) if isinstance(tensor, DTensor | FlatRange) else {HOST_RANK: own_box(tensor)}

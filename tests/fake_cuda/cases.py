@@ -75,6 +75,7 @@ CASES = {
     "zero_3_tensor_parallel": Case(
         flags=(*ZERO, "3", "--tensor_parallel_degree", "2", "--ref_policy_update_freq", "1"), world=4
     ),
+    "zero_3_adapters": Case(flags=(*ZERO, "3", "--use_lora")),
     "reference_logprobs": Case(only_scores=True),
     "sft": Case(objective="sft"),
     "kto": Case(objective="kto"),
@@ -103,6 +104,7 @@ def main(names: Sequence[str]) -> None:
         load_hooks(Path(folder))
         pretend_cuda()
         _leave_weights_alone()
+        _remember_rules()
         results: dict[str, Any] = {}
         if not names:
             results["waits noted"] = _waits_noted()
@@ -434,6 +436,12 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         return WAITS.taken()
 
     return learner.policy, take_steps
+
+
+def _remember_rules() -> None:
+    from tests.ranks.remembered_rules import remember_rules
+
+    remember_rules()
 
 
 def _leave_weights_alone() -> None:

@@ -22,7 +22,7 @@ from tests.fake_cuda.cases import CASES, MICROBATCHES
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")}
-HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_tensor_parallel": 7}
+HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_adapters": 7, "zero_3_tensor_parallel": 7}
 """What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
 the weights go to the engines next. DeepSpeed waits in its step, for what its norm and its overflow are."""
 WITHOUT_KERNEL = {"dpo_padded", "dpo_float32"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.fleet.forked_workers import python_that_forks
+from tests.fleet.forked_workers import OF_RAY, python_that_forks
 
 NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
 OBJECT_STORE_BYTES = 128 << 20
@@ -32,7 +33,9 @@ def local_ray() -> Iterator[None]:
 
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=None)
-    with watchdog.marking(), patch.object(sys, "executable", python_that_forks()):
+    executable = patch.object(sys, "executable", python_that_forks())
+    token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # or Ray would leave one in HOME, for all that look there
+    with watchdog.marking(), executable, patch.dict(os.environ, OF_RAY | token):
         ray.init(
             address="local",
             num_cpus=NUM_CPU_SLOTS,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.verifiers.verifier import Verifier
-from tests.fleet.forked_workers import python_that_forks
+from tests.fleet.forked_workers import OF_RAY, python_that_forks
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 
@@ -83,20 +81,9 @@ class GRPOCase:
     def start(self) -> Forked:
         return programs.start(
             self.command(),
-            environment={"PYTHONPATH": str(REPOSITORY)},
+            environment={"PYTHONPATH": str(REPOSITORY), **OF_RAY},
             cwd=self.output_dir.parent,
             constants={"sys:executable": python_that_forks()},
-        )
-
-    def start_python(self) -> subprocess.Popen[str]:
-        """As `start`, but a Python that has imported nothing yet."""
-        return subprocess.Popen(
-            [sys.executable, *self.command()],
-            cwd=self.output_dir.parent,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
         )
 
     def run(self) -> str:

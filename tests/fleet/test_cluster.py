@@ -21,8 +21,10 @@ from open_instruct.cluster.ray_cluster import short_folder, start_cluster
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.layout import layout_of
+from tests.fleet.forked_workers import OF_RAY, python_that_forks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TOKEN = "a" * 64
 
 
 def shape_of(*learners_per_node: int, engines: int = 1, devices: int = 1, shares_device: bool = False) -> FleetShape:
@@ -41,6 +43,7 @@ import os, sys
 from open_instruct.cluster.ray_cluster import short_folder
 from open_instruct.cluster.watchdog import Watchdog
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
+sys.executable = sys.argv[1]
 folder = short_folder()
 options = {"object_store_memory": 80 << 20, "temp_dir": str(folder)}
 # Whatever `temp_dir` says, `Cluster` leaves its address in a folder of this name, and does not make it.
@@ -102,12 +105,12 @@ print(json.dumps({"nodes": sum(node["Alive"] for node in ray.nodes()), "free": r
 """
 
 
-def run(program: str, *arguments: str, cwd: Path | None = None) -> Any:
+def run(program: str, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
     """The last line that a Python program prints, as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | (environment or {}),
         capture_output=True,
         text=True,
         timeout=200,
@@ -121,9 +124,10 @@ class TestSimulatedNodes:
     @pytest.fixture(scope="class")
     def report(self) -> dict[str, Any]:
         """What a driver saw of the cluster that it joined, and what it left behind."""
+        with_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # whether or not there is one in HOME
         cluster = subprocess.Popen(
-            [sys.executable, "-c", SIMULATED_CLUSTER],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            [sys.executable, "-c", SIMULATED_CLUSTER, python_that_forks()],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | OF_RAY | with_token,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -131,7 +135,8 @@ class TestSimulatedNodes:
         assert cluster.stdout is not None
         try:
             address = next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
-            return run(DRIVER, address) | {"left": run(VISITOR, address)}
+            report = run(DRIVER, address, environment=with_token)
+            return report | {"left": run(VISITOR, address, environment=with_token)}
         finally:
             cluster.communicate()
 
@@ -231,74 +236,73 @@ class TestRefusals:
             pass
 
 
-LOCAL_RUN = """
-import json, os, sys
+# One run after the other, in one process.
+TWO_RUNS = """
+import importlib.util, json, os, stat
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.placement import FleetShape
 
-fleet = FleetSection()
-shape = FleetShape(learners_per_node=(4,), num_engines=1, devices_per_engine=1, shares_device=False)
-with start_cluster(fleet, shape, say=print) as cluster, cluster.placing(shape) as placement:
-    import psutil, ray
-    me = psutil.Process()
-    processes = [me, *me.children(recursive=True)]
-    listening = [
-        connection.laddr.ip
-        for process in processes
-        for connection in process.net_connections()
-        if connection.status == psutil.CONN_LISTEN
-    ]
-print(json.dumps({"listening": sorted(set(listening)), "marked": "OPEN_INSTRUCT_FLEET" in os.environ}))
-"""
+def what_an_actor_has():
+    found = [importlib.util.find_spec(name) is not None for name in ("planted", "open_instruct")]
+    return {"token": os.environ["RAY_AUTH_TOKEN_PATH"], "found": found}
 
-
-def test_a_local_cluster_has_places_enough_and_listens_to_this_machine_only() -> None:
-    report = run(LOCAL_RUN)
-    assert report["listening"]
-    assert set(report["listening"]) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-    assert not report["marked"]  # programs that the driver starts later are their own masters
-
-
-GUARDED_RUN = """
-import json, os, stat, sys
-from pathlib import Path
-from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.cluster.ray_cluster import start_cluster
-from open_instruct.cluster.placement import FleetShape
-
-shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
-modes, tokens = {}, []
-for _ in range(2):
-    with start_cluster(FleetSection(), shape, say=lambda text: None):
-        import ray
+actors, modes, tokens, listening = [], {}, [], set()
+for num_learners in (1, 4):
+    shape = FleetShape(
+        learners_per_node=(num_learners,), num_engines=1, devices_per_engine=1, shares_device=False
+    )
+    with start_cluster(FleetSection(), shape, say=print) as cluster, cluster.placing(shape):
+        import psutil, ray
+        actors.append(ray.get(ray.remote(num_cpus=0)(what_an_actor_has).remote(), timeout=60))
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-        seen = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_TOKEN_PATH"]).remote(), timeout=60)
         modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)}
-        tokens.append((seen == str(token), len(token.read_text()) == 64))
+        tokens.append((actors[-1]["token"] == str(token), len(token.read_text()) == 64))
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            connections = process.net_connections()
+            listening |= {it.laddr.ip for it in connections if it.status == psutil.CONN_LISTEN}
 left = [path for path in modes if os.path.exists(path)]
-print(json.dumps({"modes": list(modes.values()), "tokens": tokens, "left": left,
+print(json.dumps({"modes": list(modes.values()), "tokens": tokens, "left": left, "listening": sorted(listening),
+                  "found": [actor["found"] for actor in actors], "marked": "OPEN_INSTRUCT_FLEET" in os.environ,
                   "variables": [os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")]}))
 """
 
 
-TOKEN = "a" * 64
+class TestALocalRay:
+    @pytest.fixture(scope="class")
+    def home(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("home")
 
+    @pytest.fixture(scope="class")
+    def report(self, home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        """Of two runs, the second with places for five processes, in a folder with a module."""
+        folder = tmp_path_factory.mktemp("working")
+        (folder / "planted.py").touch()
+        environment = {"HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "for another cluster"}
+        return run(TWO_RUNS, environment=environment, cwd=folder)
 
-class TestWhoMayTalkToRay:
-    def test_a_run_has_a_token_in_a_folder_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_listens_to_this_machine_only(self, report: dict[str, Any]) -> None:
+        assert report["listening"]
+        assert set(report["listening"]) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+    def test_programs_that_the_driver_starts_later_are_their_own_masters(self, report: dict[str, Any]) -> None:
+        assert not report["marked"]
+
+    def test_actors_import_nothing_from_the_working_folder(self, report: dict[str, Any]) -> None:
+        assert report["found"] == [[False, True]] * 2
+
+    def test_a_run_has_a_token_in_a_folder_of_its_own(self, report: dict[str, Any], home: Path) -> None:
         """Nothing is read from HOME, where a token for other clusters may be, or written there."""
-        monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "for another cluster")
-        report = run(GUARDED_RUN)
         assert report["modes"] == [0o600, 0o700]
         assert report["tokens"] == [[True, True]] * 2
         assert report["left"] == []
         assert report["variables"] == ["disabled", "for another cluster"]
-        assert list(tmp_path.iterdir()) == []
+        assert list(home.iterdir()) == []
 
+
+class TestWhoMayTalkToRay:
     @pytest.fixture(scope="class")
     def guarded(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         """The address of a cluster with a token."""
@@ -379,26 +383,3 @@ def answers(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-IMPORTING = """
-import importlib.util, json
-from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.cluster.ray_cluster import start_cluster
-from open_instruct.cluster.placement import FleetShape
-
-shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
-with start_cluster(FleetSection(), shape, say=print):
-    import ray
-
-    def found():
-        return [importlib.util.find_spec(name) is not None for name in ("planted", "open_instruct")]
-
-    answer = ray.get(ray.remote(found).remote())
-print(json.dumps(answer))
-"""
-
-
-def test_actors_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").touch()
-    assert run(IMPORTING, cwd=tmp_path) == [False, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -111,22 +112,40 @@ def test_what_a_run_leaves_behind(undisturbed: GRPOCase) -> None:
     assert json.loads((out / "layout.json").read_text())["shard_degree"] == 2
 
 
+def test_a_run_that_has_ended_is_exported_again_without_a_fleet(undisturbed: GRPOCase) -> None:
+    before = weights(undisturbed)
+    shutil.rmtree(undisturbed.output_dir / "hf_model")
+    said = undisturbed.run()
+    assert "all 4 steps were taken: exporting the model of" in said and "starting 2 learners" not in said
+    after = weights(undisturbed)
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_engines_and_learners_agree_after_every_sync(undisturbed: GRPOCase) -> None:
     assert max(row["logprob_diff/max"] for row in undisturbed.rows()) < 1e-4
     assert all(row["staleness/max"] == 0 for row in undisturbed.rows())
 
 
 def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None:
-    """From the first completion on where a run begins with an adapter, which the engines' start model has not."""
+    """Added to the model, or alone; from the first completion on where a run begins with an adapter, which the engines'
+    start model has not."""
     case = variant(num_learners_per_node=2, use_lora="true", learning_rate="5e-3", beta=0.05)
     case.run()
     rows = case.rows()
     assert max(row["logprob_diff/max"] for row in rows) < 1e-4
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 1e-5
-    again = variant(use_lora="true", adapter_name_or_path=case.output_dir / "adapter", total_episodes=8, beta=0.05)
+    flags = {"use_lora": "true", "adapter_name_or_path": case.output_dir / "adapter", "beta": 0.05}
+    again = variant(
+        **flags,
+        lora_sync="adapter",
+        total_episodes=16,
+        learning_rate="5e-3",
+        dataset_mixer_eval_list=[variant().prompts, "2"],
+    )
     again.run()
-    (row,) = again.rows()
-    assert row["logprob_diff/max"] < 1e-4 and row["kl"] > 1e-5
+    rows = again.rows()
+    assert len(rows) == 2 and "eval/reward" in rows[-1]
+    assert max(row["logprob_diff/max"] for row in rows) < 1e-4 and rows[0]["kl"] > 1e-5
 
 
 def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:

@@ -1,19 +1,30 @@
-"""Where a run of GRPO keeps what it needs while it runs, and what is left of that."""
+"""The GRPO commands of the README: where a run keeps what it needs while it runs, and what is left of that."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE, SHARED_MEMORY
-from open_instruct.toys.tiny import write_tiny_model
-from tests.fleet.grpo_case import GRPOCase, finished, write_prompts
+from tests.fleet.grpo_case import GRPOCase, finished
+from tests.ranks.fork_server import REPOSITORY
 
 
 def variables_of(pid: int) -> dict[str, str]:
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def block_of_readme() -> str:
+    """Its lines from a model to a trained one; two steps of 25, and the shell becomes the last command."""
+    blocks = (REPOSITORY / "README.md").read_text().split("```\n")
+    (block,) = (block for block in blocks if "\nopen-instruct grpo " in block)
+    assert " --total_episodes 1600 " in block and " --output_dir OUT\n" in block
+    return block.replace("\nopen-instruct grpo ", "\nexec open-instruct grpo ").replace(" 1600 ", " 128 ")
 
 
 @pytest.mark.timeout(300)
@@ -26,19 +37,23 @@ def test_only_caches_are_left_in_home_and_in_a_deep_folder_for_temporary_files(
         folder.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    case = GRPOCase(
-        model=write_tiny_model(tmp_path / "model", family="olmo2", size="tiny"),
-        prompts=write_prompts(tmp_path / "prompts.jsonl", 4),
-        output_dir=tmp_path / "out",
-        flags={"total_episodes": 16, "cache_dir": tmp_path / "cache"},
+    case = GRPOCase(model=tmp_path / "tiny", prompts=tmp_path / "prompts.jsonl", output_dir=tmp_path / "OUT")
+    found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        ["bash", "-ec", block_of_readme()],
+        cwd=tmp_path,
+        env={**os.environ, **found, "OPEN_INSTRUCT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
-    process = case.start_python()  # where caches lie is settled by imports
     fleet_folders: set[Path] = set()
     case.when_step(
         1, process, lambda: fleet_folders.add(Path(variables_of(case.pids()["engines"][0])[FOLDER_VARIABLE]))
     )
     (fleet_folder,) = fleet_folders
-    finished(process, exit_code=0)
+    assert "step 2/2" in finished(process, exit_code=0)
+    assert (case.output_dir / "hf_model" / "model.safetensors").is_file()
     assert not fleet_folder.exists()
     # What later runs of vLLM and torch find again: what is known of a kind of model, and what was compiled.
     assert {path.relative_to(home).parts[:2] for path in home.rglob("*")} <= {(".cache",), (".cache", "vllm")}

@@ -21,7 +21,7 @@ from open_instruct.cluster.watchdog import MARK_VARIABLE
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.run.run_directory import RunDirectory
-from tests.fleet.forked_workers import python_that_forks
+from tests.fleet.forked_workers import OF_RAY, python_that_forks
 from tests.fleet.learners import Recruit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -183,8 +183,11 @@ def processes_of(driver: int, folder: Path) -> list[int]:
 def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
     """Workers are what Ray starts for its users where the driver is killed, and are forked where it leaves."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "127.0.0.1:1"}
+    executable = sys.executable
+    if end == "leave":
+        executable, environment = python_that_forks(), environment | OF_RAY
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, end, sys.executable if end == "kill" else python_that_forks()],
+        [sys.executable, "-c", DRIVER, end, executable],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -210,7 +213,7 @@ def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
     assert processes_of(driver.pid, folder) == []
     assert not folder.exists()
     assert not {name for name in os.listdir("/dev/shm") if f"open_instruct-{driver.pid}-" in name}
-    assert list((tmp_path / "logs").glob("worker-*"))
+    assert list((tmp_path / "logs").glob("learner-[01].*"))
 
 
 def test_the_file_of_process_ids_is_whole(tmp_path: Path) -> None:

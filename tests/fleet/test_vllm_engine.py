@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from open_instruct.models.names import TensorNames
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
 from open_instruct.toys.tiny import write_tiny_model
+from tests.fleet.forked_workers import python_that_forks
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,
@@ -63,16 +63,17 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp("session")
     folders = [write_tiny_model(folder / f"model{seed}", family="olmo2", seed=seed) for seed in range(2)]
     with (folder / "log").open("w") as log:
-        ended = subprocess.run(
-            [sys.executable, "-m", "tests.fleet.vllm_session", *map(str, folders), str(folder / "answers.json")],
+        program, answers = str(REPOSITORY / "tests" / "fleet" / "vllm_session.py"), folder / "answers.json"
+        subprocess.run(
+            [python_that_forks(), program, *map(str, folders), str(answers)],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
             timeout=SESSION_TIMEOUT_S,
         )
-    assert ended.returncode == 0, (folder / "log").read_text()[-4000:]
-    return Session(folders, json.loads((folder / "answers.json").read_text()))
+    assert answers.exists(), (folder / "log").read_text()[-4000:]
+    return Session(folders, json.loads(answers.read_text()))
 
 
 @cache
@@ -223,3 +224,10 @@ def test_nothing_is_left_of_the_old_weights(session: Session) -> None:
 
 def test_cancelled_requests_leave_the_others_alone(session: Session) -> None:
     assert session.completions("after_cancel") == session.completions("back")[1:2]
+
+
+def test_chat_says_the_same_piece_by_piece(session: Session) -> None:
+    """Also after a reply that Ctrl-C has ended."""
+    cut_off, whole = session.answers["said"]
+    assert "".join(whole) == session.completions("greedy")[0].text
+    assert cut_off == whole[:3] and len(whole) > 3

@@ -5,29 +5,40 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from open_instruct.config.lora import RANKS_OF_ENGINES
 from open_instruct.toys.tiny import write_tiny_model
-from tests.fleet.weight_engine import PROMPT
+from tests.fleet import weight_engine
+from tests.fleet.forked_workers import python_that_forks
+from tests.fleet.weight_engine import IN_FLIGHT, KEPT_NAME, NUM_VERSIONS
 from tests.ranks.launch import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
+TOLERANCE = 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "backend"), [("olmo2", "shm"), ("qwen2", "shm"), ("qwen3", "gloo")])
-def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str) -> None:
-    """Also after an update that broke in the middle of a layer."""
+@pytest.mark.parametrize(
+    ("family", "backend", "way"),
+    [("olmo2", "shm", "merged"), ("qwen2", "shm", "merged"), ("qwen3", "gloo", "adapter")],
+)
+def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str, way: str) -> None:
+    """Version after version, for prompts that it has in its cache of another one, and after an update that broke in the
+    middle of a layer; also where completions were being generated."""
     pytest.importorskip("vllm", reason="needs vLLM")
+    is_adapter = way == "adapter"
+    num_versions = KEPT_NAME if is_adapter else IN_FLIGHT
     engines_model, learners_model = (
         write_tiny_model(tmp_path / name, family=family, seed=seed) for seed, name in enumerate(("engine", "learner"))
     )
+    if is_adapter:
+        engines_model = learners_model
     engine = subprocess.Popen(
-        [sys.executable, "-m", "tests.fleet.weight_engine", str(engines_model), str(tmp_path), "2"],
+        [python_that_forks(), str(Path(weight_engine.__file__)), str(engines_model), str(tmp_path), way],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -35,21 +46,31 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
         text=True,
     )
     try:
-        expected, _ = run_ranks(
+        differences, _ = run_ranks(
             2,
             "tests.ranks.jobs.weight_sync:feed_engine",
-            timeout_s=100,
+            timeout_s=150,
             folder=str(tmp_path),
             source=str(learners_model),
             layout=FSDP_2,
             backend=backend,
-            prompt=PROMPT,
+            adapter_alone=is_adapter,
+            num_versions=num_versions,
         )
         output, _ = engine.communicate(timeout=30)
     finally:
         engine.kill()
-    assert engine.returncode == 0, (tmp_path / "engine.log").read_text()[-4000:]
-    before, broken, after = json.loads(output.splitlines()[-1])
-    assert "learner 0 failed: OutOfOrder" in broken or "learner 1 failed: OutOfOrder" in broken
-    assert after == pytest.approx(expected, abs=1e-4)
-    assert before != pytest.approx(expected, abs=1e-2)
+    assert output, (tmp_path / "engine.log").read_text()[-4000:]
+    said = json.loads(output.splitlines()[-1])
+    assert "learner 0 failed: OutOfOrder" in said["broken"] or "learner 1 failed: OutOfOrder" in said["broken"]
+    assert all({NUM_VERSIONS, IN_FLIGHT} == set(versions) for versions in said["in_flight"])
+    assert [version for version, *_ in differences] == list(range(0 if is_adapter else 1, num_versions + 1))
+    for version, to_own, to_one_before in differences:
+        if version == KEPT_NAME:  # what a prefix of another version would do to each of the others
+            assert to_own > 100 * TOLERANCE
+        else:
+            assert to_own < TOLERANCE
+        assert version == 0 or to_one_before > 100 * TOLERANCE
+    if is_adapter:
+        assert tuple(said["ranks"]) == RANKS_OF_ENGINES
+        assert said["refused"] == "an engine can hold no adapter for lm_head: use --lora_sync merged"

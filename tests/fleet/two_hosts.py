@@ -1,6 +1,6 @@
 """The driver of a small fleet on the Ray at an address, for the test beside it: learners send, an engine takes.
 
-    python -m tests.fleet.two_hosts HOST:PORT LEARNERS_OF_NODE_0 [LEARNERS_OF_NODE_1 ...]
+    python tests/fleet/two_hosts.py HOST:PORT LEARNERS_OF_NODE_0 [LEARNERS_OF_NODE_1 ...]
 
 Prints one line of JSON: at which addresses they met, through which interfaces, and what arrived.
 """

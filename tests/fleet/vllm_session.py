@@ -1,6 +1,6 @@
 """A process with one real engine, which is asked everything that the test beside it wants to know.
 
-    python -m tests.fleet.vllm_session MODEL_FOLDER OTHER_MODEL_FOLDER OUT.json
+    python tests/fleet/vllm_session.py MODEL_FOLDER OTHER_MODEL_FOLDER OUT.json
 
 Its own process, because vLLM and transformers' models do not go together in one.
 """
@@ -27,6 +27,7 @@ from open_instruct.engines import vllm_core
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.speaker import VLLMSpeaker
 from open_instruct.engines.vllm_core import VLLMCore, engine_environment
 from open_instruct.records import Completion
 
@@ -147,6 +148,23 @@ def asked_of_vllm(settings: EngineSettings) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names} | {"as": options["usage_context"].name}
 
 
+def pieces_said(model: Path) -> list[list[str]]:
+    """Of `open-instruct chat`: as the first greedy request, cut off after three pieces, and then whole."""
+    sampling = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=MAX_TOKENS)
+    speaker = VLLMSpeaker(model, sampling=sampling, stop_token_ids=STOP_TOKEN_IDS, dtype="float32")
+    said: list[list[str]] = [[], []]
+
+    def write(piece: str) -> None:
+        said[0].append(piece)
+        if len(said[0]) == 3:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        speaker.say(requests()[0].prompt_token_ids, write)
+    speaker.say(requests()[0].prompt_token_ids, said[1].append)
+    return said
+
+
 def main(model_folder: str, other_folder: str, out: Path) -> None:
     os.environ.update(engine_environment(on_cuda=False))
     began_s = time.monotonic()
@@ -193,6 +211,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     engine.cancel([0])
     answers["after_cancel"] = [asdict(completion) for completion in poll_all(engine, 1)]
     engine.shutdown()
+    answers["said"] = pieces_said(Path(model_folder))
     out.write_text(json.dumps(answers))
 
 

@@ -1,10 +1,10 @@
-"""A process with a vLLM engine that takes weights through channels, for the test beside it.
+"""A process with an engine that takes weights through channels, for the test beside it.
 
-    python -m tests.fleet.weight_engine MODEL_FOLDER FOLDER
+    python tests/fleet/weight_engine.py MODEL_FOLDER FOLDER merged|adapter
 
-For each `FOLDER/{n}.told`, n = 0, 1, …, a channel is opened and one version is received; log-probs of the
-prompt are taken before all of it and after each, and printed in the end as one line of JSON. A channel that
-breaks counts as null.
+The same prompts are answered with each version. The first update breaks; the second last comes while completions are
+being generated. An engine that holds an adapter has two more, without the emptying of its cache of prefixes that comes
+with every update: under a name of its own, and under that of the version before.
 """
 
 from __future__ import annotations
@@ -12,54 +12,120 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from unittest.mock import patch
 
+import torch
+
+from open_instruct.config.lora import LoRASection
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.engines.batching import Batching
+from open_instruct.engines.engine import Engine
+from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
+from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.errors import RunError
+from open_instruct.weights.adapter_receiver import AdapterReceiver
+from tests.fleet.vllm_session import HaltingCore, answers_of, during_generation
+from tests.ranks.files import tell, told
+from tests.ranks.jobs.weight_sync import LORA
 
-PROMPT = [5, 17, 300, 44, 9, 260, 81, 33, 7, 120]
+NUM_VERSIONS = 10
+IN_FLIGHT = NUM_VERSIONS + 1
+OWN_NAME, KEPT_NAME = NUM_VERSIONS + 2, NUM_VERSIONS + 3
+MAX_MODEL_LEN = 192
+# Longer than a block of a CPU's cache, which is 128 tokens.
+PROMPTS = [tuple((7 * i + number) % 500 + 3 for i in range(150 + number)) for number in range(4)]
+SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=14)
 
 
-def main(model_folder: str, folder: Path, num_channels: int) -> None:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1"}
-    from vllm import LLM, SamplingParams
+class RememberingCore(HaltingCore):
+    """After `remembering` an update leaves the cache of prefixes, and perhaps the adapter's name, as they are."""
 
-    from tests.ranks.files import told
+    @contextmanager
+    def remembering(self, *, name: bool) -> Iterator[None]:
+        names = self._names
+        if name:
+            self._names = iter([self._adapter])  # type: ignore[list-item]
+        with patch.object(self._engine, "reset_prefix_cache"):
+            yield
+        self._names = names
 
-    llm = LLM(
-        model=model_folder,
+
+def requests(version: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=f"{number}", prompt_token_ids=prompt, seed=100 * version + number, sampling=SAMPLING
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+def main(model_folder: str, folder: Path, way: str) -> None:
+    os.environ |= engine_environment(on_cuda=False)
+    adapter: LoRASection | None = LORA if way == "adapter" else None
+    settings = EngineSettings(
+        model_folder=model_folder,
+        tokenizer_folder=model_folder,
         dtype="float32",
-        max_model_len=64,
-        kv_cache_memory_bytes=64 << 20,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        worker_extension_cls="open_instruct.weights.receiver.WeightReceiver",
-        disable_log_stats=True,
+        max_model_len=MAX_MODEL_LEN,
+        batching=Batching(max_num_seqs=8, max_num_batched_tokens=1024, schedules_ahead=False),
+        fleet=FleetSection(vllm_kv_cache_mib=64),
+        seed=0,
+        adapter=adapter,
     )
+    cores: list[RememberingCore] = []
 
-    def logprobs() -> list[float]:
-        output = llm.generate(
-            {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
-        )[0]
-        assert output.prompt_logprobs is not None
-        return [at[token].logprob for token, at in zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)]
+    def make_core(settings: EngineSettings) -> RememberingCore:
+        cores.append(RememberingCore(settings))
+        return cores[0]
 
-    answers: list[Any] = [logprobs()]
-    for channel in range(num_channels):
-        info = told(folder / f"{channel}.told")
+    engine = Engine(settings, make_core=make_core)
+    completions = []
+
+    def answer(version: int) -> None:
+        asked = requests(version)
+        completions.extend(zip(PROMPTS, answers_of(engine, asked), strict=True))
+
+    def update(version: int) -> None:
+        engine.begin_update(False)
+        engine.receive_weights()
+        engine.finish_update(version)
+
+    if adapter is not None:
+        answer(0)
+    broken = ""
+    engine.open_channel({**told(folder / "0.told"), "receiver_index": 0})
+    try:
+        update(1)
+    except RunError as error:
+        broken = str(error)
+    engine.open_channel({**told(folder / "1.told"), "receiver_index": 0})
+    for version in range(1, NUM_VERSIONS + 1):
+        update(version)
+        answer(version)
+    completions.extend(zip(PROMPTS, during_generation(engine, requests(IN_FLIGHT), IN_FLIGHT), strict=True))
+    said: dict[str, Any] = {"broken": broken, "in_flight": [completion.versions for _, completion in completions[-4:]]}
+    if adapter is not None:
+        from vllm.config.lora import MaxLoRARanks
+
+        said["ranks"] = get_args(MaxLoRARanks)
+        of_the_head = {f"base_model.model.lm_head.lora_{which}.weight": torch.zeros(8, 8) for which in "AB"}
         try:
-            llm.collective_rpc("open_channel", args=({**info, "receiver_index": 0},))
-            llm.collective_rpc("start_update")
-            llm.collective_rpc("receive_weights")
+            cores[0].call_workers(AdapterReceiver.hold_adapter, of_the_head)
         except RunError as error:
-            answers.append(str(error))
-            continue
-        llm.collective_rpc("finish_update")
-        answers.append(logprobs())
-    print(json.dumps(answers), flush=True)
+            said["refused"] = str(error)
+        for version in (OWN_NAME, KEPT_NAME):
+            with cores[0].remembering(name=version == KEPT_NAME):
+                update(version)
+            answer(version)
+    tell(folder / "completions.told", {"completions": completions})
+    print(json.dumps(said), flush=True)
+    engine.shutdown()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 from open_instruct.cluster.placement import FleetShape
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
+from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel import layout
-from open_instruct.parallel.training_state import unsharded_memory_warning
+from open_instruct.parallel.training_state import BYTES_PER_PARAM, unsharded_memory_warning
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.planning.subject.public_models import find_public_model
+from open_instruct.planning.subject.model import BYTES_OF_DTYPE
+from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.records import ShardLayout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,6 +76,13 @@ def layout_of(path: Path) -> ShardLayout:
     return layout.layout_of(parallel, parallel.num_learners_per_node if path in GRPO_FILES else nodes(path))
 
 
+def is_built_in(model: str) -> bool:
+    """Whether a plan knows its shape by its name."""
+    with suppress(InputError):
+        return bool(model_shape(model))
+    return False
+
+
 def model_of(path: Path) -> str:
     return str(read(path).model.model_name_or_path)
 
@@ -82,9 +92,12 @@ def launch_words(path: Path) -> tuple[list[str], list[str]]:
     comment = "\n".join(
         line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")
     )
-    commands = re.findall(r"^(?:torchrun|python|sbatch) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
-    (command,) = (command for command in commands if "open_instruct/" in command)
+    commands = re.findall(r"^(?:open-instruct|torchrun|python|sbatch) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
+    ours = f"open-instruct {path.parent.name} "
+    (command,) = (command for command in commands if "open_instruct/" in command or command.startswith(ours))
     words = shlex.split(command.replace("\\\n", " "))
+    if command.startswith(ours):
+        return words[:2], words[2:]
     on_deepspeed = path in GRPO_FILES and read(path).parallel.zero_stage is not None
     script = words.index("open_instruct/grpo_fast.py" if on_deepspeed else KINDS[path.parent.name].script)
     return words[:script], words[script + 1 :]
@@ -107,6 +120,8 @@ class TestFile:
         config = read(path)
         if path in GRPO_FILES and config.parallel.single_gpu_mode:
             memory_gib *= 1 - config.fleet.vllm_gpu_memory_utilization
+        if config.adapters is not None:  # all else is frozen
+            num_params = num_params * BYTES_OF_DTYPE[config.model.param_dtype] // BYTES_PER_PARAM
         warning = unsharded_memory_warning(layout_of(path), num_params=num_params, device_memory_gib=memory_gib)
         assert warning is None
 
@@ -125,7 +140,10 @@ class TestTorchrunFile:
         assert num_rows == int(header(path)[f"global_batch_{units_of(path.parent.name)}"])
 
     def test_the_launch_command_names_these_nodes(self, path: Path) -> None:
-        (_, *launcher), _ = launch_words(path)
+        (_, *launcher), ours = launch_words(path)
+        if launcher == [path.parent.name]:
+            assert [int(read(path, *ours[1:]).parallel.num_processes)] == nodes(path)
+            return
         flags = dict(zip(launcher[::2], launcher[1::2], strict=True))
         num_nodes = int(flags.get("--nnodes", "1"))
         assert [int(flags.get("--nproc_per_node", "1"))] * num_nodes == nodes(path)
@@ -159,10 +177,11 @@ class TestGRPOFile:
             assert (REPOSITORY / CLUSTER_SCRIPT).is_file()
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if find_public_model(model_of(path))], ids=name_of)
+@pytest.mark.parametrize("path", [path for path in FILES if is_built_in(model_of(path))], ids=name_of)
 def test_the_plan_fits_with_room(path: Path) -> None:
-    words = [path.parent.name, str(path), "--gpus_per_node", *map(str, nodes(path)), "--gpu", "h100"]
-    assert header(path)["device_memory_gib"] == "80"
+    memory_gib = header(path)["device_memory_gib"]
+    gpu = "h100" if memory_gib == "80" else f"memory_gib={memory_gib}"
+    words = [path.parent.name, str(path), "--gpus_per_node", *map(str, nodes(path)), "--gpu", gpu]
     assert plan_of(parse_request(words).setting).has_room
 
 

@@ -118,7 +118,8 @@ def test_host_waits_are_counted_by_line() -> None:
             warnings.warn(f"called a {WARNED}", stacklevel=1)
         with pytest.warns(UserWarning, match="something else"):
             warnings.warn("something else", stacklevel=1)
-        with pytest.raises(AssertionError):  # there is no CUDA here; that it was asked for is seen all the same
+        # There is no CUDA here, in torch or under it; that it was asked for is seen all the same.
+        with pytest.raises((AssertionError, RuntimeError)):
             torch.cuda.synchronize()
     assert sorted(waits.values()) == [1, 2]
     (where,) = (where for where, count in waits.items() if count == 2)

@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from open_instruct.toys.synthetic import write_synthetic_preferences
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks as start
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import NUM_ROWS, TrainCase
 
 
@@ -28,7 +28,7 @@ def run_ranks() -> Callable[..., list[Any]]:
 def dpo_case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     """A tiny OLMo 2 and a few preference pairs of unequal length."""
     folder = tmp_path_factory.mktemp("dpo")
-    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    model = write_shallow_model(folder / "model", family="olmo2")
     rows = folder / "rows.jsonl"
     write_synthetic_preferences(rows, num_rows=NUM_ROWS, seed=1)
     return TrainCase(model=model, rows=rows, folder=folder, own_flags={"loss_type": "dpo"})

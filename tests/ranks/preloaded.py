@@ -12,11 +12,21 @@ from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
 from open_instruct.parallel import training_state  # noqa: F401
 from open_instruct.run import plan_check, trackers  # noqa: F401
-from tests.ranks.jobs import checkpoints, grpo_reference, replayed_run, traffic, train_runs, weight_sync  # noqa: F401
+from tests.ranks.jobs import (  # noqa: F401
+    checkpoints,
+    deepspeed_grpo,
+    deepspeed_plan,
+    grpo_reference,
+    replayed_run,
+    traffic,
+    train_runs,
+    weight_sync,
+)
 from tests.ranks.remembered_rules import remember_rules
 
 # isort: split
-# What transformers imports at its first use.
+# What DeepSpeed and transformers import at their first use.
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.olmo2 import modeling_olmo2  # noqa: F401

@@ -1,11 +1,13 @@
 """Commands of users, but forked where everything is imported already: `python FILE ...`, and torchrun of it.
 
-The file is run as the main program, torchrun is the true one; only that no Python is started anew is different.
+The file is run as the main program, torchrun is the true one, and so is the agent of a file that starts ranks
+by itself; only that no Python is started anew is different.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import runpy
 import signal
@@ -14,6 +16,8 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from tests.ranks.fork_server import REPOSITORY, Forked
 
@@ -43,6 +47,7 @@ def _with_constants(constants: dict[str, Any], words: list[str]) -> int:
 
 
 def _run_program(words: list[str]) -> int:
+    SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign]
     if words[: len(TORCHRUN)] == TORCHRUN:
         return _torchrun(words[len(TORCHRUN) :])
     sys.argv = words
@@ -53,18 +58,17 @@ def _run_program(words: list[str]) -> int:
 
 def _torchrun(words: list[str]) -> int:
     from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-    def fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        return _ForkedRank(args, env)
-
-    SubprocessHandler._popen = fork_rank  # type: ignore[method-assign]
     run.main(words)
     return 0
 
 
+def _fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    return _ForkedRank(args, env)
+
+
 class _ForkedRank(subprocess.Popen[bytes]):
-    """`python -u FILE ...` as a fork of torchrun."""
+    """`python -u FILE ...` as a fork of its launcher."""
 
     def __init__(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
         _, unbuffered, *self._words = command
@@ -78,6 +82,7 @@ class _ForkedRank(subprocess.Popen[bytes]):
             code = 1
             try:
                 os.setsid()
+                logging.disable(logging.NOTSET)  # a new Python knows nothing of what its launcher leaves out
                 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                     signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)

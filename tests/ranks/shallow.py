@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,16 @@ from unittest.mock import patch
 
 from open_instruct.toys.tiny import SIZES, write_tiny_model
 
+NUM_LAYERS = 2
+"""With one there is nothing between layers; a step through more takes as much longer."""
 
-def write_shallow_model(folder: Path, *, layers: int, **given: Any) -> Path:
-    """As `write_tiny_model`, whose smallest size has four layers."""
-    with patch.dict(SIZES, {"shallow": replace(SIZES["tiny"], layers=layers)}):
-        return write_tiny_model(folder, size="shallow", **given)
+
+def write_shallow_model(folder: Path, *, layers: int = NUM_LAYERS, like: str = "tiny", **given: Any) -> Path:
+    """As `write_tiny_model` of the size `like`, but for its layers; of those with windows, the last one has none."""
+    with patch.dict(SIZES, {"shallow": replace(SIZES[like], layers=layers)}):
+        write_tiny_model(folder, size="shallow", **given)
+    config = json.loads((folder / "config.json").read_text())
+    if "sliding_attention" in config.get("layer_types", []):
+        config["layer_types"][-1] = "full_attention"
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder

@@ -12,18 +12,20 @@ import pytest
 from safetensors.numpy import load_file
 
 from open_instruct.toys.synthetic import write_synthetic_preferences
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_kto import write_labelled
 from tests.ranks.test_prm import write_solutions
 from tests.ranks.test_reward_model import write_pairs
 from tests.ranks.test_sft import write_conversations
-from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
+from tests.ranks.train_case import NUM_ROWS, STEPS_OF_AN_EPOCH, TrainCase, free_ports
 
 JOB = "tests.ranks.jobs.deepspeed_runs:run"
 SAVES: dict[str, Any] = {"checkpointing_steps": 2, "async_checkpoints": "on"}
 MOVES: dict[str, Any] = {"ref_policy_update_freq": 2, "alpha": 0.5}
 BFLOAT16: dict[str, Any] = {"param_dtype": "bfloat16"}
+# At ten times this rate five steps of FSDP2 are 6e-5 off one process too: a first step of Adam has one length for all.
+LORA: dict[str, Any] = {"use_lora": True, "lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-4}
 
 
 def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def a_run(case: TrainCase, name: str, flags: dict[str, Any], *, readers: int, **
 
 def assert_same(case: TrainCase, name: str, other: str = "base", rel: float = 1e-5) -> None:
     ours, theirs = case.trajectory(name), case.trajectory(other)
-    assert len(ours) == len(theirs) == 5
+    assert len(ours) == len(theirs) == STEPS_OF_AN_EPOCH
     for step, (one, two) in enumerate(zip(ours, theirs, strict=True), start=1):
         assert one == pytest.approx(two, rel=rel), f"{name} differs from {other} at step {step}"
 
@@ -52,41 +54,58 @@ def assert_same(case: TrainCase, name: str, other: str = "base", rel: float = 1e
 def dpo(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     """Weight decay makes two groups of the parameters."""
     folder = tmp_path_factory.mktemp("dpo")
-    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    model = write_shallow_model(folder / "model", family="olmo2")
     write_synthetic_preferences(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     own = {"loss_type": "dpo", "weight_decay": 0.1, "lr_scheduler_type": "constant"}
+    own["max_train_steps"] = STEPS_OF_AN_EPOCH
     case = TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=own)
-    runs = {"base": {}, "moving_base": MOVES}
+    runs = {"base": held_out_rows(case), "moving_base": MOVES, "adapters_base": LORA}
     run([a_run(case, name, {"prefix_sharing": "off"} | flags, readers=1) for name, flags in runs.items()], ranks=1)
     return case
 
 
-STEPPED_BY = {"FusedAdam": of_stage(3), "CPUAdam": of_stage(2, adam_offload=True)}
+def held_out_rows(case: TrainCase) -> dict[str, Any]:
+    return {"eval_mixer_list": [case.rows, "3"], "eval_steps": 2}
+
+
+DROPOUT = LORA | {"lora_dropout": 0.1, "activation_checkpointing": "full"}
+STEPPED_BY = {"moving_1": "CPUAdam", "adapters_3": "FusedAdam"}
 
 
 @pytest.fixture(scope="module")
 def on_two(dpo: TrainCase) -> TrainCase:
-    runs = [a_run(dpo, f"{s}", of_stage(s, **SAVES), readers=2, persists=True, does="idle") for s in range(4)]
+    saves = SAVES | held_out_rows(dpo)
+    runs = [a_run(dpo, f"{s}", of_stage(s, **saves), readers=2, persists=True, does="idle") for s in range(4)]
     bfloat16 = {"fsdp": SAVES, "bfloat16_1": of_stage(1), "bfloat16_3": of_stage(3)}
     runs += [a_run(dpo, name, BFLOAT16 | flags, readers=2) for name, flags in bfloat16.items()]
     runs += [a_run(dpo, "bfloat16_split", of_stage(2, tensor_parallel_degree=2, **BFLOAT16), readers=1)]
-    runs += [a_run(dpo, f"moving_{stage}", of_stage(stage, **MOVES, **SAVES), readers=2) for stage in (0, 1, 3)]
-    runs += [a_run(dpo, by, STEPPED_BY[by], readers=2, adam=by) for by in STEPPED_BY]
+    moving = {0: {}, 1: {"adam_offload": True}, 3: SAVES}
+    more = {f"moving_{stage}": of_stage(stage, **MOVES, **flags) for stage, flags in moving.items()}
+    more |= {f"adapters_{stage}": of_stage(stage, **LORA) for stage in (0, 3)}
+    runs += [
+        a_run(dpo, name, flags, readers=2, persists="adapters" in name, adam=STEPPED_BY.get(name))
+        for name, flags in more.items()
+    ]
+    runs += [a_run(dpo, "adapters_bfloat16", of_stage(1, **LORA, **BFLOAT16), readers=2)]
+    runs += [a_run(dpo, "adapters_dropout", of_stage(3, **DROPOUT, **SAVES), readers=2)]
     assert run(runs, ranks=2) == [[None] * len(runs)] * 2
     return dpo
 
 
 @pytest.fixture(scope="module")
 def on_four(dpo: TrainCase) -> TrainCase:
-    in_host_memory = {"adam_offload": True, "offload": True, "activation_checkpointing": "auto"}
-    runs = [
-        a_run(dpo, "optimizer_in_host_memory", of_stage(1, adam_offload=True, **SAVES), readers=4),
-        a_run(dpo, "all_in_host_memory", of_stage(3, deepspeed_zpg=2, **in_host_memory), readers=4),
-        *(a_run(dpo, f"rows_{stage}", of_stage(stage, sequence_parallel_size=2), readers=2) for stage in (0, 2, 3)),
-        a_run(dpo, "matrices_1", of_stage(1, tensor_parallel_degree=2), readers=2),
-        a_run(dpo, "matrices_3", of_stage(3, tensor_parallel_degree=2, **MOVES, **SAVES), readers=2),
-    ]
-    assert run(runs, ranks=4) == [[None] * len(runs)] * 4
+    all_in_host_memory = {"adam_offload": True, "offload": True, "activation_checkpointing": "auto"}
+    nearby = {"sequence_parallel_size": 2, "deepspeed_zpg": 2, **all_in_host_memory}
+    runs = {
+        "rows_0": of_stage(0, sequence_parallel_size=2),
+        "rows_2": of_stage(2, sequence_parallel_size=2, adam_offload=True, **SAVES),
+        "rows_3": of_stage(3, **nearby),
+        "adapters_rows": of_stage(3, **nearby, **LORA, **SAVES),
+        "matrices_1": of_stage(1, tensor_parallel_degree=2),
+        "matrices_3": of_stage(3, tensor_parallel_degree=2, **MOVES, **SAVES),
+    }
+    told = run([a_run(dpo, name, flags, readers=2) for name, flags in runs.items()], ranks=4)
+    assert told == [[None] * len(runs)] * 4
     return dpo
 
 
@@ -95,16 +114,28 @@ def test_every_stage_takes_the_same_steps(on_two: TrainCase, stage: int) -> None
     """Also where an update that has nothing to learn from came between, and ranks run the head unequally often."""
     assert_same(on_two, f"{stage}")
     assert all(0.1 < row["shared_fraction"] < 1 for row in on_two.metrics(f"{stage}"))
+    assert on_two.is_exported_again(f"{stage}")
 
 
-@pytest.mark.parametrize("name", ["optimizer_in_host_memory", "all_in_host_memory"])
-def test_host_memory_and_second_copies_change_nothing(on_four: TrainCase, name: str) -> None:
-    assert_same(on_four, name)
+def held_out(case: TrainCase, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (case.folder / name / "eval.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_held_out_rows_are_scored_between_steps(on_two: TrainCase, stage: int) -> None:
+    ours, theirs = held_out(on_two, f"{stage}"), held_out(on_two, "base")
+    assert [row["step"] for row in ours] == [0, 2, 3]
+    for one, two in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(two, rel=1e-5, abs=1e-6)
+    assert on_two.metrics(f"{stage}")[1]["eval/loss"] == ours[1]["eval/loss"]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_rows_may_be_split_over_ranks(on_four: TrainCase, stage: int) -> None:
-    """Of which DeepSpeed knows nothing. A wrong scale would show in the norm alone, the first loss agrees anyway."""
+    """Of which DeepSpeed knows nothing. A wrong scale would show in the norm alone, the first loss agrees anyway.
+
+    Nor does host memory change anything, where stage 2 has its optimizer, and stage 3 all, with second copies.
+    """
     assert_same(on_four, f"rows_{stage}")
 
 
@@ -135,13 +166,36 @@ def test_bfloat16_trains_float32_weights_as_the_other_backend_does(on_two: Train
 
 @pytest.mark.parametrize("name", [*STEPPED_BY])
 def test_whose_adam_it_is_changes_no_step(on_two: TrainCase, name: str) -> None:
-    assert_same(on_two, name)
+    assert f"{STEPPED_BY[name]} takes the steps" in (on_two.folder / name / "run.log").read_text()
+    assert_same(on_two, name, f"{name.partition('_')[0]}_base")
+
+
+@pytest.mark.parametrize("name", ["0", "3", "rows"])
+def test_adapters_learn_the_same(on_two: TrainCase, on_four: TrainCase, name: str) -> None:
+    """Beside a frozen model that is whole on each rank, or shared; what is left of them is the same, merged too."""
+    assert_same(on_two, f"adapters_{name}", "adapters_base")
+    ours, theirs = (on_two.folder / f"adapters_{each}" for each in (name, "base"))
+    # Adam steps as far for a gradient that is rounding as for any other, and an adapter is a few steps long.
+    for folder, rel in (("adapter", 5e-3), ("hf_model", 1e-3)):
+        expected = tensors_of(theirs / folder)
+        found = tensors_of(ours / folder)
+        assert found.keys() == expected.keys()
+        for tensor, values in found.items():
+            assert np.linalg.norm(values - expected[tensor]) <= rel * np.linalg.norm(expected[tensor]), tensor
+
+
+def test_adapters_are_computed_with_in_bfloat16(on_two: TrainCase) -> None:
+    assert_same(on_two, "adapters_bfloat16", "adapters_base", rel=2e-2)
+
+
+SPLIT = ("sft", "distill")
 
 
 def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
     """Under stage 3, and one with a frozen teacher beside it; of all families, one of them with tied embeddings.
 
-    Where a head of a whole vocabulary is learned, also with matrices split over both ranks.
+    Where a head of a whole vocabulary is learned, also with matrices split over both ranks; a teacher's too, by layers
+    of another kind, or it is gone by then.
     """
     cases = {
         entry: objective_case(tmp_path / entry, entry, family=family)
@@ -150,22 +204,35 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
         )
     }
     split = of_stage(2, tensor_parallel_degree=2)
-    run([a_run(case, "base", {}, readers=1, entry=entry) for entry, case in cases.items()], ranks=1)
+    # One learns from what it is without adapters, and the other has a head that is trained whole.
+    adapters = {"distill": LORA | {"teacher_model_name_or_path": cases["distill"].model}, "reward_model": LORA}
+    runs = [a_run(case, "base", {}, readers=1, entry=entry) for entry, case in cases.items()]
+    runs += [a_run(cases[entry], "adapters_base", adapters[entry], readers=1, entry=entry) for entry in adapters]
+    kept = {"teacher_top_k": 40}
+    runs.append(a_run(cases["distill"], "kept_base", kept, readers=1, entry="distill"))
+    run(runs, ranks=1)
     runs = [
         a_run(case, "stage_3", of_stage(3, activation_checkpointing="auto"), readers=2, entry=entry)
         for entry, case in cases.items()
     ]
-    runs += [a_run(cases[entry], "split", split, readers=1, entry=entry) for entry in ("sft", "kto")]
+    runs += [a_run(cases[entry], "split", split, readers=1, entry=entry) for entry in SPLIT]
+    runs.append(a_run(cases["distill"], "kept_split", split | kept, readers=1, entry="distill"))
+    runs += [
+        a_run(cases[entry], "adapters", of_stage(3, **adapters[entry]), readers=2, entry=entry) for entry in adapters
+    ]
     assert run(runs, ranks=2) == [[None] * len(runs)] * 2
+    for entry in adapters:
+        assert_same(cases[entry], "adapters", "adapters_base")
     for case in cases.values():
         assert_same(case, "stage_3")
-    for entry in ("sft", "kto"):
+    for entry in SPLIT:
         assert_same(cases[entry], "split")
+    assert_same(cases["distill"], "kept_split", "kept_base")
 
 
 def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
-    rows, own = folder / "rows.jsonl", dict[str, Any]()
-    model = write_tiny_model(folder / "model", family=family, size="tiny", tie=entry == "sft")
+    rows, own = folder / "rows.jsonl", dict[str, Any](max_train_steps=STEPS_OF_AN_EPOCH)
+    model = write_shallow_model(folder / "model", family=family, tie=entry == "sft")
     if entry == "kto":
         write_synthetic_preferences(folder / "pairs.jsonl", num_rows=NUM_ROWS, seed=1)
         write_labelled(folder / "pairs.jsonl", rows)
@@ -177,7 +244,7 @@ def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     else:
         write_conversations(rows, num_rows=NUM_ROWS, seed=1)
     if entry == "distill":
-        own["teacher_model_name_or_path"] = write_tiny_model(folder / "teacher", family=family, size="tiny", seed=1)
+        own["teacher_model_name_or_path"] = write_shallow_model(folder / "teacher", family=family, seed=1)
     return TrainCase(model=model, rows=rows, folder=folder, own_flags=own)
 
 
@@ -199,16 +266,18 @@ def stopped_after(case: TrainCase, name: str, stopped: str, *, step: int = 2) ->
 
 def test_a_stopped_run_resumes_bitwise_and_elsewhere(on_two: TrainCase, on_four: TrainCase) -> None:
     """The same ranks and stage: bitwise. From four ranks to two under another stage: the same steps."""
-    same = {"0": of_stage(0), "2": of_stage(2), "3": of_stage(3), "moving_3": of_stage(3, **MOVES)}
+    same = {"0": of_stage(0), "2": of_stage(2), "moving_3": of_stage(3, **MOVES)}
+    same |= {"adapters_dropout": of_stage(3, **DROPOUT)}
     elsewhere = {
-        "optimizer_in_host_memory": (of_stage(3), "base"),
+        "adapters_rows": (of_stage(2, **LORA), "adapters_base"),
+        "rows_2": (of_stage(3), "base"),
         "matrices_3": (of_stage(2, tensor_parallel_degree=2, **MOVES), "moving_base"),
     }
     runs = []
     for name, flags in (same | {name: flags for name, (flags, _) in elsewhere.items()}).items():
         stopped_after(on_two, name, f"{name}_resumed")
         readers = 2 // flags.get("tensor_parallel_degree", 1)
-        as_before: dict[str, Any] = {"persists": True, "does": "idle"} if name in "023" else {}
+        as_before: dict[str, Any] = {"persists": True, "does": "idle"} if name in "02" else {}
         runs.append(a_run(on_two, f"{name}_resumed", SAVES | flags, readers=readers, **as_before))
     assert run(runs, ranks=2) == [[None] * len(runs)] * 2
     for name in same:
@@ -216,8 +285,10 @@ def test_a_stopped_run_resumes_bitwise_and_elsewhere(on_two: TrainCase, on_four:
         assert on_two.weights_digest(f"{name}_resumed") == on_two.weights_digest(name)
     for name, (_, base) in elsewhere.items():
         assert_same(on_two, f"{name}_resumed", base)
-    index = json.loads((on_two.folder / "3" / "step4" / "index.json").read_text())
+    index = json.loads((on_two.folder / "3" / "step3" / "index.json").read_text())
     assert {name.split(".")[0] for name in index["tensors"]} == {"zero"}
+    index = json.loads((on_two.folder / "adapters_dropout" / "step3" / "index.json").read_text())
+    assert index["tensors"] and all("lora_" in name for name in index["tensors"])
 
 
 def test_checkpoints_of_another_kind_are_refused(on_two: TrainCase, on_four: TrainCase) -> None:

@@ -9,12 +9,18 @@ import pytest
 
 from tests.ranks.grpo_case import GRPOCase, Rows
 from tests.ranks.launch import run_ranks
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_grpo_step import WAYS, assert_same_trajectory
 from tests.ranks.train_case import free_ports
 
 JOBS = "tests.ranks.jobs.deepspeed_grpo"
-OWN_WAYS = {**WAYS, "moving": WAYS["minibatches"] | {"ref_policy_update_freq": 2, "alpha": 0.5}}
-COMPLETIONS = [13, 9, 3, 6, 8]
+LORA: dict[str, Any] = {"use_lora": True, "lora_r": 8}
+SPLIT: dict[str, Any] = {"tensor_parallel_degree": 2}
+OWN_WAYS = {
+    **WAYS,
+    "moving": WAYS["minibatches"] | {"ref_policy_update_freq": 2, "alpha": 0.5},
+    "adapters": WAYS["minibatches"] | {"learning_rate": 2e-3, **LORA},
+}
 
 
 def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
@@ -23,22 +29,40 @@ def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
 
 def run(case: GRPOCase, ranks: int, runs: dict[str, dict[str, Any]]) -> dict[str, Rows]:
     flags = {name: {"num_learners_per_node": ranks} | each for name, each in runs.items()}
-    cases = {name: case.case(name, flags=each, completions=COMPLETIONS) for name, each in flags.items()}
+    cases = {name: case.case(name, flags=each) for name, each in flags.items()}
     return case.run(run_ranks, ranks, cases, job=f"{JOBS}:run_each")
 
 
 @pytest.fixture(scope="module")
-def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
+def taught(grpo_case: GRPOCase) -> dict[str, Any]:
+    """With a teacher beside the reference."""
+    teacher = write_shallow_model(grpo_case.folder / "teacher", family="olmo2", seed=1)
+    return WAYS["plain"] | {"teacher_model_name_or_path": teacher, "teacher_kl_coef": 0.5}
+
+
+@pytest.fixture(scope="module")
+def one_process(grpo_case: GRPOCase, taught: dict[str, Any]) -> dict[str, Rows]:
     """On the other backend, without anything shared."""
-    return run(grpo_case, 1, {way: flags | {"prefix_sharing": "off"} for way, flags in OWN_WAYS.items()})
+    ways = OWN_WAYS | {"taught": taught}
+    return run(grpo_case, 1, {way: flags | {"prefix_sharing": "off"} for way, flags in ways.items()})
 
 
-def test_every_stage_takes_the_steps_of_one_process(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
-    """With a reference policy, with several updates a step, and with a reference that follows."""
-    runs = {f"minibatches_{stage}": of_stage(stage, **WAYS["minibatches"]) for stage in range(4)}
-    runs |= {
+def test_every_stage_takes_the_steps_of_one_process(
+    grpo_case: GRPOCase, one_process: dict[str, Rows], taught: dict[str, Any]
+) -> None:
+    """With a reference policy, with several updates a step, then also with a reference that follows, or adapters.
+
+    Or with matrices that ranks split, beside a reference, and a teacher, that FSDP2 shards, and splits over the same.
+    """
+    runs = {
         f"{way}_{stage}": of_stage(stage, **OWN_WAYS[way])
-        for way, stage in (("plain", 0), ("moving", 2), ("moving", 3))
+        for way, stages in {"minibatches": (0, 1), "plain": (1,), "moving": (2, 3), "adapters": (2, 3)}.items()
+        for stage in stages
+    }
+    runs |= {
+        "taught_parts": of_stage(1, **SPLIT, **taught),
+        "minibatches_parts": of_stage(3, **SPLIT, **WAYS["minibatches"]),
+        "moving_parts": of_stage(2, **SPLIT, **OWN_WAYS["moving"]),
     }
     for name, rows in run(grpo_case, 2, runs).items():
         assert_same_trajectory(rows, one_process[name.partition("_")[0]])
@@ -50,8 +74,7 @@ def test_split_rows_second_copies_and_host_memory_change_nothing(
     """Second copies are those of before an update, until they are made again: also where it is only looked at."""
     in_host_memory = {"deepspeed_zpg": 2, "adam_offload": True, "offload": True}
     runs = {
-        "plain_split": of_stage(2, sequence_parallel_size=2, **WAYS["plain"]),
-        "minibatches_split": of_stage(3, sequence_parallel_size=2, **WAYS["minibatches"]),
+        "minibatches_split": of_stage(2, sequence_parallel_size=2, **WAYS["minibatches"]),
         "minibatches_copied": of_stage(3, **in_host_memory, **WAYS["minibatches"]),
     }
     for name, rows in run(grpo_case, 4, runs).items():
@@ -59,24 +82,39 @@ def test_split_rows_second_copies_and_host_memory_change_nothing(
 
 
 def test_engines_get_the_masters_part_by_part(grpo_case: GRPOCase, tmp_path: Path) -> None:
-    """In the engines' dtype, be it finer than what learners compute in; each value once."""
-    ways = [(0, "float32", "gloo", "bfloat16"), (1, "bfloat16", "shm", "bfloat16")]
-    ways += [(2, "float32", "shm", "float32"), (3, "bfloat16", "gloo", "float32")]
+    """In the engines' dtype, be it finer than what learners compute in; each value once; with adapters added."""
+    ways: list[tuple[int, str, str, str, dict[str, Any]]] = [
+        (0, "float32", "gloo", "bfloat16", {}),
+        (1, "bfloat16", "shm", "bfloat16", {}),
+        (2, "float32", "shm", "float32", {}),
+        (3, "bfloat16", "gloo", "float32", {}),
+        (2, "float32", "gloo", "bfloat16", LORA),
+        (3, "bfloat16", "shm", "float32", LORA),
+    ]
+    assert differing(grpo_case, tmp_path, 2, ways) == [[]] * len(ways)
+
+
+def test_matrices_that_ranks_split_come_together_in_engines(grpo_case: GRPOCase, tmp_path: Path) -> None:
+    """Also where a rank has a run of the values of a matrix that is cut along its columns."""
+    ways: list[tuple[int, str, str, str, dict[str, Any]]] = [
+        (1, "bfloat16", "shm", "float32", SPLIT),
+        (3, "float32", "gloo", "float32", SPLIT),
+    ]
+    assert differing(grpo_case, tmp_path, 4, ways) == [[]] * len(ways)
+
+
+def differing(
+    grpo_case: GRPOCase, folder: Path, num_learners: int, ways: list[tuple[int, str, str, str, dict[str, Any]]]
+) -> list[list[str]]:
+    """Of each way the tensors that engines get other than an export of the masters."""
     cases = []
-    for stage, param_dtype, way, dtype in ways:
-        flags = of_stage(stage, param_dtype=param_dtype, num_learners_per_node=2, learning_rate=0.05)
-        case = grpo_case.case(f"sync_{stage}", flags=flags)
+    for number, (stage, param_dtype, way, dtype, more) in enumerate(ways):
+        flags = of_stage(stage, param_dtype=param_dtype, num_learners_per_node=num_learners, learning_rate=0.05, **more)
+        case = grpo_case.case(f"sync_{num_learners}_{number}", flags=flags)
         cases.append({"flags": case["flags"], "way": way, "dtype": dtype})
-    *_, differing = run_ranks(
-        3,
-        f"{JOBS}:sync",
-        timeout_s=180,
-        cases=cases,
-        ports=free_ports(len(cases)),
-        num_learners=2,
-        folder=str(tmp_path),
-    )
-    assert differing == [[]] * len(cases)
+    arguments = {"cases": cases, "ports": free_ports(len(cases)), "num_learners": num_learners, "folder": str(folder)}
+    *_, of_receiver = run_ranks(num_learners + 1, f"{JOBS}:sync", timeout_s=180, **arguments)
+    return of_receiver
 
 
 def test_a_stopped_run_goes_on_bitwise(grpo_case: GRPOCase) -> None:

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed.planned import zero_of
+from open_instruct.learner.deepspeed.planned import DeepSpeed
 from open_instruct.learner.deepspeed.planned_memory import ZeroMoments
-from open_instruct.learner.deepspeed.planned_traffic import exchanges_of
-from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.learner.deepspeed.planned_traffic import exchanges_of, exchanges_of_merging
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory.phases import BUFFERS
 from open_instruct.planning.request import PLAN_CONFIGS
-from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import workload_of
+from open_instruct.planning.subject.workload import shape_of_run, workload_of
 from open_instruct.planning.traffic.collectives import groups_of
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
 from tests.ranks.launch import run_ranks
@@ -28,6 +26,7 @@ from tests.ranks.test_traffic import words_of
 from tests.ranks.train_case import free_ports
 
 NUM_RANKS, NUM_TOKENS, NUM_MICROBATCHES = 4, 64, 2
+BUCKET_BYTES = 100_000  # of a weight sync, of adapters alone a hundredth: some tensors travel in pieces
 FEW_BYTES = 64  # of counters and flags, which no plan counts
 
 # No vocabulary but the tied one divides by the ranks; of three layers the one in the middle is between others.
@@ -40,6 +39,8 @@ FLOAT32 = {"param_dtype": "float32"}
 FULL = {"activation_checkpointing": "full"}
 DECAYS = {"weight_decay": 0.1}
 ON_HOST = {"adam_offload": True}
+LORA = {"use_lora": True, "lora_r": 6}
+SPLIT = {"tensor_parallel_degree": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +66,24 @@ CASES = {
     "3 in parts, again": of_stage(3, "tied", 4, FLOAT32, FULL, DECAYS, **OF_LARGE_MODELS),
     "3, copies nearby": of_stage(3, "olmo2", 4, {"deepspeed_zpg": 2}, **OF_LARGE_MODELS),
     "3, all on the host": of_stage(3, "llama", 4, ON_HOST, {"offload": True}),
+    # DeepSpeed numbers modules through the life of a process: those of all ranks come before those of two.
+    "0, adapters": of_stage(0, "olmo2", 4, FLOAT32, LORA),
+    "1, adapters": of_stage(1, "tied", 4, LORA, DECAYS),
+    "3, adapters": of_stage(3, "llama", 4, FLOAT32, DECAYS, LORA, **OF_LARGE_MODELS),
+    "3, adapters, copies nearby": of_stage(3, "tied", 4, LORA, {"deepspeed_zpg": 2}, **OF_LARGE_MODELS),
+    "1, matrices split": of_stage(1, "llama", 4, SPLIT, DECAYS),
+    "2, matrices split, in parts": of_stage(2, "tied", 4, SPLIT, FLOAT32, FULL, reduce_bucket_size=30_000),
+    "3, matrices split": of_stage(3, "llama", 4, SPLIT, FLOAT32, FULL, **OF_LARGE_MODELS),
     "1 of 2 ranks, float32": of_stage(1, "tied", 2, FLOAT32),
     "2 of 2 ranks, in parts": of_stage(2, "tied", 2, reduce_bucket_size=70_000),
     "2 of 2 ranks, on the host": of_stage(2, "llama", 2, ON_HOST),
     "3 of 2 ranks, in parts": of_stage(3, "llama", 2, **OF_LARGE_MODELS),
     "3 of 2 ranks, again": of_stage(3, "olmo2", 2, FULL, ON_HOST, **OF_LARGE_MODELS),
     "3 of 2 ranks, rows split": of_stage(3, "llama", 2, {"sequence_parallel_size": 2}),
+    "2 of 2 ranks, matrices split": of_stage(2, "olmo2", 2, SPLIT, ON_HOST),
+    "3 of 2 ranks, matrices split": of_stage(3, "tied", 2, SPLIT, **OF_LARGE_MODELS),
+    "2 of 2 ranks, adapters in parts": of_stage(2, "olmo2", 2, FLOAT32, ON_HOST, LORA, reduce_bucket_size=2_000),
+    "3 of 2 ranks, adapters, again": of_stage(3, "olmo2", 2, LORA, FULL, **OF_LARGE_MODELS),
     **{f"{stage} of 1 rank": of_stage(stage, "olmo2", 1, FLOAT32) for stage in range(4)},
 }
 
@@ -87,7 +100,8 @@ class Measured:
         for name, case in CASES.items():
             (self.folder / name).mkdir()
             job = {"flags": self.words(name), "sharing": case.sharing, "world_size": case.num_ranks}
-            jobs.append(job | {"num_tokens": NUM_TOKENS, "num_microbatches": NUM_MICROBATCHES})
+            job |= {"num_tokens": NUM_TOKENS, "num_microbatches": NUM_MICROBATCHES, "bucket_bytes": BUCKET_BYTES}
+            jobs.append(job)
         target, ports = "tests.ranks.jobs.deepspeed_plan:measure_each", free_ports(len(jobs))
         of_ranks = run_ranks(NUM_RANKS, target, timeout_s=300, cases=jobs, ports=ports)
         return {
@@ -103,16 +117,17 @@ class Measured:
 
     def planned(self, name: str, rank: int) -> ZeroMoments:
         case, config = CASES[name], parse(PLAN_CONFIGS["dpo"], self.words(name))
-        shape = model_shape(str(self.models[case.model]))
+        shape = shape_of_run(config, str(self.models[case.model]))
         layout = layout_of(config.parallel, [case.num_ranks])
         workload = replace(
             workload_of(config, shape, layout),
             tokens_per_microbatch=NUM_TOKENS,
+            label_tokens_per_microbatch=NUM_TOKENS // 2,
             num_microbatches=NUM_MICROBATCHES,
             on_cuda=False,
         )
-        settings = engine_settings(config.parallel, model=config.model, optim=config.optim, on_cuda=False)
-        zero = zero_of(settings["zero_optimization"] | case.sharing, decays=config.optim.weight_decay > 0)
+        sharing = {name.removeprefix("stage3_"): value for name, value in case.sharing.items()}
+        zero = replace(DeepSpeed(config).zero, **sharing)
         return ZeroMoments(zero, shape, layout, workload, rank=rank)
 
 
@@ -128,7 +143,7 @@ def test_every_byte_that_stays(measured: Measured, name: str) -> None:
         stays, tables = planned.stays, planned.held(0)[BUFFERS] - planned.stays[BUFFERS]
         between = sum(stays.values()) + tables
         assert 0 <= found["between"] - between < FEW_BYTES, f"rank {rank}, between steps"
-        copies = planned.shares.copied_nearby * planned.workload.compute_bytes
+        copies = planned.shares.copied_nearby(trained=True) * planned.workload.compute_bytes
         with_gradients = between + sum(planned.state.until_step.values()) + copies
         assert 0 <= found["with_gradients"] - with_gradients < FEW_BYTES, f"rank {rank}, with gradients"
 
@@ -137,11 +152,25 @@ def test_every_byte_that_stays(measured: Measured, name: str) -> None:
 def test_every_call_and_every_byte(measured: Measured, name: str) -> None:
     for rank, found in enumerate(measured.by_case[name]):
         planned = measured.planned(name, rank)
-        calls: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
-        for exchange in exchanges_of(planned):
-            (group,) = (group for group in groups_of(planned.layout, exchange.axis) if rank in group)
-            first = group.index(rank) // exchange.group_size * exchange.group_size
-            neighbours = group[first : first + exchange.group_size]
-            calls[exchange.collective, exchange.bytes_per_call, neighbours] += exchange.num_calls
-        issued = Counter({(row[0], row[1], tuple(row[2])): row[3] for row in found["step"]})
-        assert calls == issued, f"rank {rank}"
+        for part, exchanges in (("step", exchanges_of(planned)), ("merging", exchanges_of_merging(planned))):
+            calls: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+            for exchange in exchanges:
+                (group,) = (group for group in groups_of(planned.layout, exchange.axis) if rank in group)
+                first = group.index(rank) // exchange.group_size * exchange.group_size
+                neighbours = group[first : first + exchange.group_size]
+                calls[exchange.collective, exchange.bytes_per_call, neighbours] += exchange.num_calls
+            issued = Counter({(row[0], row[1], tuple(row[2])): row[3] for row in found[part]})
+            assert calls == issued, f"{part}, rank {rank}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_engines_are_sent(measured: Measured, name: str) -> None:
+    """Of each bucket what the first rank brings, and all of it; of adapters also alone."""
+    planned, found = measured.planned(name, 0), measured.by_case[name][0]
+    has_adapters = planned.shape.adapters is not None
+    assert ("sync of adapters" in found) is has_adapters
+    for part in ("sync", "sync of adapters")[: 1 + has_adapters]:
+        bucket_bytes = BUCKET_BYTES if part == "sync" else BUCKET_BYTES // 100
+        planned.workload = replace(planned.workload, sync_bucket_bytes=bucket_bytes, sends_adapter=part != "sync")
+        buckets = Counter(planned.sync_buckets())
+        assert sorted([*both, count] for both, count in buckets.items()) == found[part]

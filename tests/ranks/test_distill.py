@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_sft import read, write_conversations
 from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, TrainCase, free_ports
 
@@ -21,6 +23,7 @@ JOB = "tests.ranks.jobs.train_runs:run_each"
 COEF, TEMPERATURE = 0.7, 2.0
 TOP_K: dict[str, Any] = {"teacher_top_k": 40, "eval_mixer_list": []}
 OWN = ("loss", "ce", "kl")
+LORA: dict[str, Any] = {"use_lora": "true", "lora_r": 4, "learning_rate": 5e-3}
 
 
 def train(num_ranks: int, *commands: list[str]) -> None:
@@ -34,8 +37,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     folder = tmp_path_factory.mktemp("distill")
     write_conversations(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     write_conversations(folder / "held_out.jsonl", num_rows=6, seed=2)
-    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
-    teacher = write_tiny_model(folder / "teacher", family="qwen3", size="mini", vocab_size=512 + 64, seed=1)
+    model = write_shallow_model(folder / "model", family="olmo2")
+    teacher = write_shallow_model(
+        folder / "teacher", like="mini", layers=3, family="qwen3", vocab_size=512 + 64, seed=1
+    )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / file, teacher / file)
     flags: dict[str, Any] = {
@@ -52,6 +57,8 @@ def one_process(case: TrainCase) -> TrainCase:
     heldout = {"eval_mixer_list": [case.folder / "held_out.jsonl", "1.0"]}
     steady: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
     itself = {"teacher_model_name_or_path": case.model, "kd_coef": 1, "max_train_steps": 1}
+    begun = TOP_K | {"adapter_name_or_path": case.folder / "shared" / "adapter", "cache_dir": case.folder / "begun"}
+    shared, apart = (LORA | {"teacher_model_name_or_path": each} for each in (case.model, stored_otherwise(case.model)))
     whole = {"max_train_steps": 1, "per_device_train_batch_size": NUM_ROWS, "learning_rate": 1e-9}
     train(
         1,
@@ -62,11 +69,24 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("top_k", **TOP_K),
         case.command("itself", **itself, kd_loss="jsd"),
         case.command("itself_bf16", **itself, param_dtype="bfloat16", single_gpu_mode=True),
+        case.command("shared", **shared),
+        case.command("apart", **apart),
+        case.command("top_k_shared", **shared | begun),
+        case.command("top_k_apart", **apart | begun),
         case.command("undisturbed", **steady),
         case.command("resumed", **steady | {"max_train_steps": 2}),
         case.command("resumed", **steady),
     )
     return case
+
+
+def stored_otherwise(model: Path) -> Path:
+    """The same model, in other bytes."""
+    folder = model.parent / "stored_otherwise"
+    shutil.copytree(model, folder)
+    (file,) = folder.glob("*.safetensors")
+    save_file(load_file(file), file, metadata={"format": "pt", "stored": "otherwise"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +103,7 @@ def on_ranks(one_process: TrainCase) -> TrainCase:
         case.command("top_k_fsdp_2", ranks=2, batch=2, **TOP_K, **elsewhere),
         case.command("top_k_tensor_2", tensor_parallel_degree=2, **TOP_K),
         case.command("top_k_context_2", context_parallel_degree=2, **TOP_K),
+        case.command("shared_fsdp_2", ranks=2, **LORA | {"teacher_model_name_or_path": case.model}),
         case.command("itself_fsdp_2_bf16", ranks=2, **itself, param_dtype="bfloat16"),
     )
     train(4, case.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1, **heldout))
@@ -125,6 +146,17 @@ def test_the_most_likely_tokens_and_the_rest_diverge_less_than_all(one_process: 
 def test_a_student_that_is_its_own_teacher_is_at_zero(on_ranks: TrainCase, name: str) -> None:
     (first,) = on_ranks.metrics(name)
     assert first["kl"] == first["loss"] == first["grad_norm"] == 0.0 < first["ce"]
+
+
+@pytest.mark.parametrize(("name", "base"), [("shared", "apart"), ("top_k_shared", "top_k_apart")])
+def test_without_its_adapters_a_student_may_be_its_own_teacher(on_ranks: TrainCase, name: str, base: str) -> None:
+    """Which is loaded where it is another, and else is not."""
+    assert_same(on_ranks, name, base)
+    assert on_ranks.metrics(name)[-1]["kl"] > 1e-4
+    for run, is_shared in ((name, True), (base, False)):
+        log = (on_ranks.folder / run / "run.log").read_text()
+        assert ("the teacher is the start model" in log, "loaded the teacher" in log) == (is_shared, not is_shared)
+    assert_same(on_ranks, "shared_fsdp_2", "apart")
 
 
 @pytest.mark.parametrize(("name", "beta"), [("whole_data", 0.0), ("jsd", 0.3)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.toys.tiny import write_tiny_model
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import TrainCase, free_ports
 
 FAMILIES = ("olmo3", "qwen2", "qwen3", "llama")
@@ -23,7 +23,7 @@ def cases(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {
         family: replace(
             dpo_case,
-            model=write_tiny_model(folder / family, family=family, tie=family == "llama"),
+            model=write_shallow_model(folder / family, family=family, tie=family == "llama"),
         )
         for family in FAMILIES
     }

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from open_instruct.toys.tiny import SIZES, write_tiny_model
-from tests.ranks.train_case import OF_EVERY_RUN, TrainCase, free_ports
+from open_instruct.toys.tiny import SIZES
+from tests.ranks.shallow import write_shallow_model
+from tests.ranks.train_case import OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
+# Under a constant rate the start of a longer run.
+EPOCH: dict[str, Any] = {"max_train_steps": STEPS_OF_AN_EPOCH}
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +26,19 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
     """Runs of one process: the trajectory that every other must follow, and other ways to cut its batches."""
     from tests.ranks.launch import run_ranks
 
+    dpo_case = replace(dpo_case, own_flags=dpo_case.own_flags | {"lr_scheduler_type": "constant"})
     commands = [
         # Nothing shared here; by default all others share what pays.
         dpo_case.command("base", prefix_sharing="off"),
-        dpo_case.command("shared", prefix_sharing="on"),
-        dpo_case.command("accumulated", batch=2),
-        dpo_case.command("one_pair_at_a_time", batch=1),
-        dpo_case.command("padded", packing=False),
-        dpo_case.command("padded_accumulated", packing=False, batch=1),
-        dpo_case.command("single_gpu_mode", single_gpu_mode=True),
-        dpo_case.command("init_on_cpu", init_device="cpu"),
-        dpo_case.command("checkpointed_full", activation_checkpointing="full"),
-        dpo_case.command("checkpointed_modules", activation_checkpointing="selected_modules"),
+        dpo_case.command("shared", **EPOCH, prefix_sharing="on"),
+        dpo_case.command("accumulated", **EPOCH, batch=2),
+        dpo_case.command("one_pair_at_a_time", **EPOCH, batch=1),
+        dpo_case.command("padded", **EPOCH, packing=False),
+        dpo_case.command("padded_accumulated", **EPOCH, packing=False, batch=1),
+        dpo_case.command("single_gpu_mode", **EPOCH, single_gpu_mode=True),
+        dpo_case.command("init_on_cpu", **EPOCH, init_device="cpu"),
+        dpo_case.command("checkpointed_full", **EPOCH, activation_checkpointing="full"),
+        dpo_case.command("checkpointed_modules", **EPOCH, activation_checkpointing="selected_modules"),
         *(
             dpo_case.command(f"start_{loss}", loss_type=loss, max_train_steps=1)
             for loss in ("dpo_norm", "ipo", "hinge", "wpo", "simpo")
@@ -51,8 +55,8 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
 
 def assert_same_trajectory(case: TrainCase, name: str, other: str = "base", rel: float = 1e-5) -> None:
     ours, theirs = case.trajectory(name), case.trajectory(other)
-    assert len(ours) == len(theirs) == 5
-    for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
+    assert len(ours) in (STEPS_OF_AN_EPOCH, 5) and len(theirs) == 5
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
         assert a == pytest.approx(b, rel=rel), f"{name} differs from {other} at step {step}"
 
 
@@ -126,11 +130,15 @@ def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
 def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     commands = [
         one_process.command("fsdp_2", ranks=2),
-        one_process.command("replicas_2", ranks=2, fsdp_shard_degree=1, batch=2),
-        one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2),
-        one_process.command("context_2", ranks=1, context_parallel_degree=2),
-        one_process.command("context_2_unshared", ranks=1, batch=2, sequence_parallel_size=2, prefix_sharing="off"),
-        one_process.command("context_2_full", ranks=1, context_parallel_degree=2, activation_checkpointing="full"),
+        one_process.command("replicas_2", ranks=2, **EPOCH, fsdp_shard_degree=1, batch=2),
+        one_process.command("tensor_2", ranks=1, **EPOCH, tensor_parallel_degree=2),
+        one_process.command("context_2", ranks=1, **EPOCH, context_parallel_degree=2),
+        one_process.command(
+            "context_2_unshared", ranks=1, **EPOCH, batch=2, sequence_parallel_size=2, prefix_sharing="off"
+        ),
+        one_process.command(
+            "context_2_full", ranks=1, **EPOCH, context_parallel_degree=2, activation_checkpointing="full"
+        ),
     ]
     run_ranks(2, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
     for name in ("fsdp_2", "replicas_2", "tensor_2", "context_2", "context_2_unshared", "context_2_full"):
@@ -140,29 +148,29 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
 def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     commands = [
         one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2),
-        one_process.command("fsdp_4", ranks=4, packing=False),
-        one_process.command("tensor_2_fsdp_2", ranks=2, tensor_parallel_degree=2, batch=2),
-        one_process.command("context_2_fsdp_2", ranks=2, context_parallel_degree=2, batch=2),
-        one_process.command("context_2_replicas_2", ranks=2, context_parallel_degree=2, fsdp_num_replicas=2),
-        one_process.command("muon_hsdp_2x2", ranks=4, fsdp_shard_degree=2, optimizer="muon", weight_decay=0.1),
+        one_process.command("fsdp_4", ranks=4, **EPOCH, packing=False),
+        one_process.command("tensor_2_fsdp_2", ranks=2, **EPOCH, tensor_parallel_degree=2, batch=2),
+        one_process.command("context_2_fsdp_2", ranks=2, **EPOCH, context_parallel_degree=2, batch=2),
+        one_process.command("context_2_replicas_2", ranks=2, **EPOCH, context_parallel_degree=2, fsdp_num_replicas=2),
+        one_process.command("muon_hsdp_2x2", ranks=4, **EPOCH, fsdp_shard_degree=2, optimizer="muon", weight_decay=0.1),
     ]
     run_ranks(4, JOB, timeout_s=400, commands=commands, ports=free_ports(6))
     for name in ("hsdp_2x2", "fsdp_4", "tensor_2_fsdp_2", "context_2_fsdp_2", "context_2_replicas_2"):
         assert_same_trajectory(one_process, name)
-    # Muon's iteration runs in bfloat16, so its steps agree less closely.
-    assert_same_trajectory(one_process, "muon_hsdp_2x2", "optimizer_muon", rel=2e-2)
+    # What differs in the last bits of a gradient is, here and there, another bit of a bfloat16.
+    assert_same_trajectory(one_process, "muon_hsdp_2x2", "optimizer_muon", rel=3e-5)
 
 
 def test_rows_and_matrices_both_split(
     one_process: TrainCase, run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ranks need as many key-value heads."""
-    monkeypatch.setitem(SIZES, "four key-value heads", replace(SIZES["tiny"], kv_heads=4))
-    model = write_tiny_model(tmp_path / "model", family="olmo2", size="four key-value heads")
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], kv_heads=4))
+    model = write_shallow_model(tmp_path / "model", family="olmo2")
     case = replace(one_process, model=model, folder=tmp_path)
     degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
     run_ranks(1, JOB, timeout_s=120, commands=[case.command("alone", prefix_sharing="off")], ports=free_ports(1))
-    run_ranks(4, JOB, timeout_s=240, commands=[case.command("split", **degrees)], ports=free_ports(1))
+    run_ranks(4, JOB, timeout_s=240, commands=[case.command("split", **EPOCH, **degrees)], ports=free_ports(1))
     assert_same_trajectory(case, "split", "alone")
 
 

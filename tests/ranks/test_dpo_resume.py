@@ -99,7 +99,22 @@ def test_damaged_newest_checkpoint_is_gone_around_bitwise(
     assert sorted(path.name for path in run.glob("step*")) == ["step2", "step4", "step4-damaged"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "skip_step_adamw", "muon"])
+def test_a_run_that_has_ended_may_go_on(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
+    """With the learning rate of the longer run, which is told."""
+    two, four = (command_of(ranks=1, max_train_steps=steps) for steps in (2, 4))
+    finish(start(two("ended"), ranks=1))
+    output = " ".join(finish(start(four("ended"), ranks=1)).split())
+    assert "had ended after step 2, and goes on from there (--max_train_steps was 2, is 4)" in output
+    assert "--lr_scheduler_type linear" in output and "resuming after step 2 of 4" in output
+    finish(start(four("at_once"), ranks=1))
+    rates = [[row["lr"] for row in dpo_case.metrics(name)] for name in ("ended", "at_once")]
+    assert rates[0][2:] == rates[1][2:] and rates[0][1] < rates[1][1]
+    refused = start(two("ended"), ranks=1)
+    output, _ = refused.communicate(timeout=TIMEOUT_S)
+    assert refused.returncode == 2 and "--max_train_steps was 4, is 2" in output
+
+
+@pytest.mark.parametrize("optimizer", ["skip_step_adamw", "muon"])  # which takes AdamW's steps too
 def test_terminated_run_resumes_bitwise_in_float32(
     dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str
 ) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase, RunRanks
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import TrainCase, free_ports
 
 TENSOR, CONTEXT = {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}
@@ -34,7 +34,7 @@ def test_they_are_the_same(dpo_case: TrainCase, run_ranks: RunRanks, tmp_path: P
     commands = []
     for name, flags in CASES[num_ranks].items():
         if "model_name_or_path" in flags:
-            flags = flags | {"model_name_or_path": write_tiny_model(tmp_path / "tied", family="qwen3", size="tiny")}
+            flags = flags | {"model_name_or_path": write_shallow_model(tmp_path / "tied", family="qwen3")}
         out = tmp_path / name
         out.mkdir()
         commands.append(dpo_case.command(name, output_dir=out, gradient_reduction="last", **flags))

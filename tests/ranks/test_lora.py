@@ -21,9 +21,10 @@ from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off, fill_adapter
 from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from open_instruct.models.names import TensorNames
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase, RunRanks
 from tests.ranks.launch import run_ranks as start
+from tests.ranks.shallow import write_shallow_model
+from tests.ranks.test_distill import stored_otherwise
 from tests.ranks.train_case import TrainCase, free_ports
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
@@ -39,7 +40,7 @@ def cases(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {
         family: replace(
             dpo_case,
-            model=write_tiny_model(folder / family, family=family, tie=family == "llama"),
+            model=write_shallow_model(folder / family, family=family, tie=family == "llama"),
             folder=folder / f"runs_{family}",
             own_flags=dpo_case.own_flags | LORA,
         )
@@ -73,7 +74,7 @@ def runs(cases: dict[str, TrainCase]) -> dict[str, TrainCase]:
     for num_ranks, commands in ((1, alone), (2, two), (4, four)):
         codes = start(num_ranks, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
         assert set(codes[0]) == {0}
-    commands = [replace(case, own_flags=LORA).command("reward", ranks=2, max_train_steps=3)]
+    commands = [replace(case, own_flags=LORA).command("reward", ranks=2, max_train_steps=3, chat_template_name="tulu")]
     start(2, JOB, timeout_s=120, commands=commands, ports=free_ports(1), entry="reward_model")
     return cases
 
@@ -92,7 +93,8 @@ def test_a_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> No
         assert ours == pytest.approx(theirs, rel=1e-5)
     theirs = adapter_of(case, "alone")
     for name, ours in adapter_of(case, layout).items():
-        assert (ours - theirs[name]).norm() <= 1e-3 * theirs[name].norm()
+        # A first step of Adam has one length for all, also where a gradient is next to nothing.
+        assert (ours - theirs[name]).norm() <= 1e-2 * theirs[name].norm()
 
 
 def test_one_device_is_one_rank(runs: dict[str, TrainCase]) -> None:
@@ -105,7 +107,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: dict[str, T
     """What is left out of an adapter's inputs is drawn alike, also where blocks are computed again."""
     case = runs["olmo2"]
     assert case.trajectory("resumed")[-2:] == case.trajectory("whole")[-2:]
-    assert abs(case.trajectory("whole")[1][1] - case.trajectory("alone")[1][1]) > 1e-3
+    assert abs(case.trajectory("whole")[1][1] - case.trajectory("alone")[1][1]) > 2e-4
     for name, values in adapter_of(case, "whole").items():
         assert torch.equal(adapter_of(case, "resumed")[name], values)
 
@@ -176,6 +178,9 @@ def test_a_reward_models_head_is_saved_with_its_adapter(runs: dict[str, TrainCas
         model.config.pad_token_id = 0
     scored = peft.PeftModel.from_pretrained(base, folder / "adapter")(IDS).logits
     torch.testing.assert_close(merged(IDS).logits, scored, atol=1e-5, rtol=0)
+    assert case.is_exported_again("reward")
+    template = "chat_template.jinja"  # --chat_template_name's: an adapter by itself is talked to as it was trained
+    assert (folder / "adapter" / template).read_text() == (folder / "hf_model" / template).read_text()
 
 
 def test_an_adapter_is_merged_by_itself(runs: dict[str, TrainCase], tmp_path: Path) -> None:
@@ -189,15 +194,22 @@ def test_an_adapter_is_merged_by_itself(runs: dict[str, TrainCase], tmp_path: Pa
 
 
 def test_grpo_learns_the_same_on_every_layout(tmp_path: Path, run_ranks: RunRanks) -> None:
-    """The reference is the policy without its adapters."""
+    """The reference is the policy without its adapters, and so is the teacher."""
     case = GRPOCase(tmp_path)
     flags = {"beta": 0.05, "num_mini_batches": 2, **{name: LORA[name] for name in ("use_lora", "lora_r")}}
-    layouts = {"fsdp": {}, "tensor": {"tensor_parallel_degree": 2}, "context": {"context_parallel_degree": 2}}
-    flags |= {"learning_rate": 2e-3}
-    alone = case.run(run_ranks, 1, {"alone": case.case("alone", flags=flags)})["alone"]
+    flags |= {"learning_rate": 2e-3, "teacher_kl_coef": 0.1}
+    shared, apart = ({"teacher_model_name_or_path": each} for each in (case.model, stored_otherwise(case.model)))
+    both = {"alone": flags | shared, "apart": flags | apart}
+    alone, of_two_models = case.run(
+        run_ranks, 1, {name: case.case(name, flags=own) for name, own in both.items()}
+    ).values()
     assert alone[-1]["kl"] > 1e-3
-    of_two = case.run(run_ranks, 2, {name: case.case(name, flags=flags | own) for name, own in layouts.items()})
-    for rows in of_two.values():
+    layouts = {"fsdp": {}, "tensor": {"tensor_parallel_degree": 2}, "context": {"context_parallel_degree": 2}}
+    cases = {name: case.case(name, flags=flags | shared | own) for name, own in layouts.items()}
+    of_two = case.run(run_ranks, 2, cases)
+    for rows in (of_two_models, *of_two.values()):
         for ours, theirs in zip(rows, alone, strict=True):
             for name in ("loss", "grad_norm", "kl"):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
+            # A sum of differences of either sign.
+            assert ours["teacher_kl"] == pytest.approx(theirs["teacher_kl"], abs=5e-6)

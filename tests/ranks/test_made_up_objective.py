@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +12,17 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.ranks import programs
 from tests.ranks.launch import REPOSITORY
 from tests.ranks.train_case import OF_EVERY_RUN, TrainCase, free_ports
 
 # What a user would write: the page shows it.
 PAGE = REPOSITORY / "docs" / "your_own_loss.md"
 
-# The one line of the registry, and the console script.
+# The one line of the registry, and the console script; where it is run was forked, the script is imported already.
 PROGRAM = """
 import sys
+sys.modules.pop("open_instruct.cli", None)
 from open_instruct.objectives.registry import OBJECTIVES
 OBJECTIVES["pull"] = ("mine:PULL", "questions with an answer")
 from open_instruct.cli import main
@@ -45,18 +46,13 @@ def case(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> Train
     return TrainCase(model=dpo_case.model, rows=folder / "rows.jsonl", folder=folder, own_flags=flags)
 
 
-def run(case: TrainCase, words: list[str], *, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """The program of the registry line, as a user starts it."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    start = [sys.executable] if ranks == 1 else [*torchrun, "--master_port", str(free_ports(1)[0])]
-    return subprocess.run(
-        [*start, str(case.folder / "program.py"), *words],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{case.folder}{os.pathsep}{REPOSITORY}"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def run(case: TrainCase, words: list[str], *, ranks: int = 1) -> tuple[int, str]:
+    """The program of the registry line, as a user starts it; its exit code, and what it said."""
+    torchrun = [*programs.TORCHRUN, "--nproc_per_node", str(ranks), "--master_port", str(free_ports(1)[0])]
+    process = programs.start([*(torchrun if ranks > 1 else ()), str(case.folder / "program.py"), *words])
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode is not None
+    return process.returncode, said
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -65,9 +61,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def test_two_ranks_train_it_to_a_model(case: TrainCase) -> None:
     flags = {"strength": 0.25, "height": 4, "learning_rate": 1e-3, "checkpointing_steps": 5}
-    done = run(case, case.command("run", ranks=2, batch=2, **flags), ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "plan: needs " in done.stdout
+    code, said = run(case, case.command("run", ranks=2, batch=2, **flags), ranks=2)
+    assert code == 0, said
+    assert "plan: needs " in said
 
     rows = case.metrics("run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -87,24 +83,24 @@ def test_two_ranks_train_it_to_a_model(case: TrainCase) -> None:
     assert any(not weight.equal(start[name]) for name, weight in trained.items())
 
     # Another value of a flag that only this objective has is another run.
-    again = run(case, case.command("run", batch=2, **flags | {"height": 5}))
-    assert again.returncode == 2
-    assert "--height was 4.0, is 5.0" in again.stderr
+    code, said = run(case, case.command("run", batch=2, **flags | {"height": 5}))
+    assert code == 2
+    assert "--height was 4.0, is 5.0" in said
 
 
 def test_its_flags_are_refused_and_told_of_as_those_of_any_command(case: TrainCase) -> None:
-    bad = run(case, case.command("bad", strength=-1, heigth=2))
-    assert bad.returncode == 2
-    assert "--heigth" in bad.stderr and "--height" in bad.stderr
-    low = run(case, case.command("bad", strength=-1))
-    assert low.returncode == 2
-    assert "--strength -1.0: must be above 0" in low.stderr
+    code, said = run(case, case.command("bad", strength=-1, heigth=2))
+    assert code == 2
+    assert "--heigth" in said and "--height" in said
+    code, said = run(case, case.command("bad", strength=-1))
+    assert code == 2
+    assert "--strength -1.0: must be above 0" in said
     assert not (case.folder / "bad").exists()
 
-    told = run(case, ["--help"])
-    assert told.returncode == 0
-    assert "--strength FLOAT" in told.stdout and "how steep the curve is" in told.stdout
-    assert "open-instruct train --objective mine.py:PULL" in told.stdout
+    code, said = run(case, ["--help"])
+    assert code == 0
+    assert "--strength FLOAT" in said and "how steep the curve is" in said
+    assert "open-instruct train --objective mine.py:PULL" in said
 
 
 def train(case: TrainCase, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -118,8 +114,8 @@ def test_a_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
     done = train(case, *named, *case.command("named", batch=2, max_train_steps=1))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["loss"] for row in case.metrics("named")] == [pytest.approx(1.5, abs=1e-5)]
-    told = train(case, *named, "--help")
-    assert told.returncode == 0 and "--strength FLOAT" in told.stdout
+    told = programs.start([str(REPOSITORY / "open_instruct" / "train.py"), *map(str, named), "--help"])
+    assert told.wait(60) == 0 and "--strength FLOAT" in told.said()
 
 
 @pytest.mark.parametrize(

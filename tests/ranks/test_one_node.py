@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import programs
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -65,15 +67,22 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["scripts/launch_multi_node.sh"], ["torchrun", "--rdzv_backend", "loopback", "--nproc_per_node", "2"]],
-    ids=["script", "torchrun"],
-)
-def test_a_launch_on_one_node_listens_on_loopback_alone(program: Path, command: list[str]) -> None:
-    done = launch(program, *command)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.parametrize("is_script", [True, False], ids=["script", "torchrun"])
+def test_a_launch_on_one_node_listens_on_loopback_alone(
+    program: Path, monkeypatch: pytest.MonkeyPatch, is_script: bool
+) -> None:
+    if is_script:
+        done = launch(program, "scripts/launch_multi_node.sh")
+        code, said, told = done.returncode, done.stdout, done.stderr
+    else:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            monkeypatch.delenv(name, raising=False)
+        torchrun = [*programs.TORCHRUN, "--rdzv_backend", "loopback", "--nproc_per_node", "2"]
+        process = programs.start([*torchrun, str(program)])
+        code = process.wait(timeout=120)
+        said = told = process.said()
+    assert code == 0, told
+    report = json.loads(next(line for line in said.splitlines() if line.startswith('{"launcher"')))
     assert len(report["listening"]) >= 3 and report["listening"][str(report["launcher"])]
     assert {address for addresses in report["listening"].values() for address in addresses} <= LOOPBACK
 

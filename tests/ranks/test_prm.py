@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks as start
-from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, TrainCase, free_ports
+from tests.ranks.shallow import write_shallow_model
+from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 JOB = "tests.ranks.jobs.train_runs:run_each"
@@ -44,9 +44,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     folder = tmp_path_factory.mktemp("prm")
     write_solutions(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     write_solutions(folder / "held_out.jsonl", num_rows=12, seed=2)
-    model = write_tiny_model(folder / "model", family="qwen3", size="tiny", tie=True)
-    heldout = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"]}
-    return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=heldout)
+    model = write_shallow_model(folder / "model", family="qwen3", tie=True)
+    own = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"], "max_train_steps": STEPS_OF_AN_EPOCH}
+    return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=own)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def one_process(case: TrainCase) -> TrainCase:
 
 
 def assert_same(case: TrainCase, name: str) -> None:
-    assert len(case.trajectory(name)) == 5
+    assert len(case.trajectory(name)) == STEPS_OF_AN_EPOCH
     for ours, theirs in zip(case.metrics(name), case.metrics("base"), strict=True):
         for metric in ("loss", "grad_norm", "accuracy"):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5), f"{name}: {metric}"

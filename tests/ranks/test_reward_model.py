@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from open_instruct.cli import main
 from open_instruct.toys.synthetic import write_synthetic_preferences
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.launch import run_ranks as start
-from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, TrainCase, free_ports
+from tests.ranks.shallow import write_shallow_model
+from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 JOB = "tests.ranks.jobs.train_runs:run_each"
@@ -41,14 +41,15 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     folder = tmp_path_factory.mktemp("reward")
     write_pairs(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     write_pairs(folder / "held_out.jsonl", num_rows=12, seed=2)
-    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    model = write_shallow_model(folder / "model", family="olmo2")
     for family, tie in OTHER_FAMILIES.items():
-        write_tiny_model(folder / family, family=family, size="tiny", tie=tie)
+        write_shallow_model(folder / family, family=family, tie=tie)
     own = {
         "eval_mixer_list": [folder / "held_out.jsonl", "1.0"],
         "margin": True,
         "center_rewards_coefficient": CENTER,
         "max_seq_length": 448,
+        "max_train_steps": STEPS_OF_AN_EPOCH,
     }
     return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=own)
 
@@ -76,7 +77,7 @@ def one_process(case: TrainCase) -> TrainCase:
 
 
 def assert_same(case: TrainCase, name: str) -> None:
-    assert len(case.trajectory(name)) == 5
+    assert len(case.trajectory(name)) == STEPS_OF_AN_EPOCH
     for ours, theirs in zip(case.metrics(name), case.metrics("base"), strict=True):
         for metric in ("loss", "grad_norm", "rewards/accuracy", "rewards/margin", "rewards/mean", "rewards/std"):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), f"{name}: {metric}"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from open_instruct.run.slowness import LATE
 from open_instruct.toys.synthetic import write_synthetic_preferences
-from open_instruct.toys.tiny import write_tiny_model
-from tests.ranks.launch import REPOSITORY
+from tests.ranks import programs
 from tests.ranks.launch import run_ranks as start
-from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, TrainCase, free_ports
+from tests.ranks.shallow import write_shallow_model
+from tests.ranks.train_case import NUM_ROWS, OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
 
 RunRanks = Callable[..., list[Any]]
 JOB = "tests.ranks.jobs.train_runs:run_each"
@@ -42,9 +40,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     folder = tmp_path_factory.mktemp("sft")
     write_conversations(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     write_conversations(folder / "held_out.jsonl", num_rows=12, seed=2)
-    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
-    heldout = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"]}
-    return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=heldout)
+    model = write_shallow_model(folder / "model", family="olmo2")
+    own = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"], "eval_steps": 2}
+    own |= {"max_train_steps": STEPS_OF_AN_EPOCH}
+    return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=own)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +60,11 @@ def one_process(case: TrainCase) -> TrainCase:
 
 
 def assert_same(case: TrainCase, name: str) -> None:
-    assert len(case.trajectory(name)) == 5
+    assert len(case.trajectory(name)) == STEPS_OF_AN_EPOCH
     for step, (ours, theirs) in enumerate(zip(case.trajectory(name), case.trajectory("base"), strict=True), start=1):
         assert ours == pytest.approx(theirs, rel=1e-5), f"{name} differs at step {step}"
     ours_held_out, theirs_held_out = (read(case.folder / run / "eval.jsonl") for run in (name, "base"))
+    assert [row["step"] for row in theirs_held_out] == [0, 2, 3]
     for ours_row, theirs_row in zip(ours_held_out, theirs_held_out, strict=True):
         assert ours_row == pytest.approx(theirs_row, rel=1e-5)
 
@@ -82,6 +82,29 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     run_ranks(2, JOB, timeout_s=120, commands=commands, ports=free_ports(2), entry="sft")
     for name in ("fsdp_2", "tensor_2"):
         assert_same(one_process, name)
+
+
+def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    """Also one of a tensor group, whose ranks wait for each other within every layer; and one whose rows come late."""
+    commands = [
+        one_process.command("slow", ranks=2, max_train_steps=20, eval_steps=0),
+        one_process.command(
+            "slow_tensor", ranks=1, max_train_steps=20, eval_steps=0, tensor_parallel_degree=2, batch=4
+        ),
+    ]
+    job = JOB.replace("run_each", "run_with_a_slow_rank")
+    run_ranks(2, job, timeout_s=120, commands=commands, ports=free_ports(2), slow_rank=1)
+    for name in ("slow", "slow_tensor"):
+        rows, log = one_process.metrics(name), (one_process.folder / name / "run.log").read_text().splitlines()
+        assert [row["step"] for row in rows if "slowest_learner" in row] == [10, 20]
+        assert rows[9]["slowest_learner"] == 1 and rows[9]["slowest_learner/times"] > 1.5
+        (told,) = [line for line in log if "takes" in line]
+        assert "after step 20 learner-1 takes " in told
+    ten = one_process.metrics("slow")[9]
+    assert ten["slowest_loader"] == 1 and ten["loaders/share"] < 0.1 and ten["slowest_loader/share"] > LATE
+    log = (one_process.folder / "slow" / "run.log").read_text().splitlines()
+    (late,) = [line for line in log if "waits for its own rows" in line]
+    assert "after step 20 learner-1 waits " in late
 
 
 def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
@@ -128,37 +151,42 @@ def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase)
 
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
-    assert all(set(row) == OF_EVERY_RUN for row in one_process.metrics("base"))
-    for row in read(one_process.folder / "base" / "eval.jsonl"):
-        assert set(row) == {"step", "eval/loss", "eval/num_label_tokens", "eval/num_conversations"}
+    scores = {"eval/loss", "eval/num_label_tokens", "eval/num_conversations"}
+    first, second, third = one_process.metrics("base")
+    assert set(first) == OF_EVERY_RUN
+    assert set(second) == set(third) == OF_EVERY_RUN | scores | {"time/evaluation"}
+    _, *held_out = read(one_process.folder / "base" / "eval.jsonl")
+    for row, scored in zip((second, third), held_out, strict=True):
+        assert set(scored) == {"step"} | scores
+        assert {name: row[name] for name in scored} == scored
 
 
 def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
-    """Stopped by what ends it: two of the five steps, with a schedule that does not know the length."""
-    flags: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2}
+    """Stopped by what ends it: two of the three steps, with a schedule that does not know the length.
+
+    Nor do held-out rows, scored after every step of the one and around the other, change what is learned.
+    """
+    flags: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2, "eval_steps": 1}
     commands = [
-        one_process.command("undisturbed", **flags),
+        one_process.command("undisturbed", **flags | {"eval_steps": 0}),
         one_process.command("resumed", **flags, max_train_steps=2),
         one_process.command("resumed", **flags),
     ]
     start(1, JOB, timeout_s=120, commands=commands, ports=free_ports(3), entry="sft")
     assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
     assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+    held_out = read(one_process.folder / "resumed" / "eval.jsonl")
+    assert [row["step"] for row in held_out] == [0, 1, 2, 3]
+    assert [held_out[0], held_out[3]] == read(one_process.folder / "undisturbed" / "eval.jsonl")
 
 
 def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCase) -> None:
-    command = case.command("cli", ranks=2, learning_rate=3e-3, max_train_steps=30, fsdp_shard_degree=2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, "--master_port", str(free_ports(1)[0]), "open_instruct/sft.py", *command],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "\nplan: needs " in done.stdout
+    command = case.command("cli", ranks=2, learning_rate=3e-3, max_train_steps=30, fsdp_shard_degree=2, eval_steps=0)
+    torchrun = [*programs.TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0])]
+    process = programs.start([*torchrun, "open_instruct/sft.py", *command])
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert "\nplan: needs " in said
     losses = [loss for loss, _ in case.trajectory("cli")]
     assert losses[-1] < 0.6 * losses[0]
     before, after = read(case.folder / "cli" / "eval.jsonl")

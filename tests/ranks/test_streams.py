@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from open_instruct.toys.tiny import write_tiny_model
 from tests.ranks.grpo_case import GRPOCase, Rows, RunRanks
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_grpo_step import assert_same_trajectory
 from tests.ranks.train_case import free_ports
 
@@ -34,7 +34,7 @@ def signs(groups):
 @pytest.fixture(scope="module")
 def ways(grpo_case: GRPOCase) -> dict[str, dict[str, Any]]:
     """Flags: three streams with both frozen models; and a loss that looks at all tokens of an update."""
-    teacher = write_tiny_model(grpo_case.folder / "teacher", family="olmo2", size="tiny", seed=1)
+    teacher = write_shallow_model(grpo_case.folder / "teacher", family="olmo2", seed=1)
     return {
         "streams": {
             "beta": 0.05,

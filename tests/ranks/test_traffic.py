@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,16 @@ from open_instruct.config.parser import parse
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
 from open_instruct.planning.request import PLAN_CONFIGS
-from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import workload_of
+from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
 from open_instruct.planning.traffic.collectives import Exchange, groups_of
-from open_instruct.planning.traffic.per_step import traffic_of_reference_pass, traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.traffic.per_step import (
+    forward_passes,
+    rows_of_ranks,
+    sync_buckets,
+    traffic_of_merging,
+    traffic_of_weight_sync,
+    traffic_per_step,
+)
 from open_instruct.records import ShardLayout
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
@@ -28,12 +34,14 @@ from tests.ranks.train_case import free_ports
 JOBS = "tests.ranks.jobs.traffic"
 NUM_TOKENS = 64
 SYNC_BUCKET_BYTES = 100_000  # less than the embeddings, which travel in pieces
+ADAPTER_BUCKET_BYTES = 1_000  # the same of the largest halves of adapters
 
-# The first vocabulary divides by neither 2 nor 4: there the first rank holds more than the others. What a layer adds is
-# seen where there are three, for DTensor looks long for the rules of every operator of every layer.
+# The first vocabulary divides by neither 2 nor 4: there the first rank holds more than the others. What a layer adds
+# between two others is seen of each kind of layout in one case: every layer takes its time.
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {"family": "olmo2", "vocab_size": 515, "tie": False, "layers": 2},
-    "tied": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 3},
+    "tied": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 2},
+    "deep": {"family": "qwen3", "vocab_size": 512, "tie": True, "layers": 3},
     "plain": {"family": "llama", "vocab_size": 514, "tie": False, "layers": 2},
     "teacher": {"family": "olmo3", "vocab_size": 512, "tie": False, "layers": 2},
 }
@@ -45,6 +53,9 @@ TEACHER = {"teacher_model_name_or_path": "teacher"}
 FULL = {"activation_checkpointing": "full"}
 ATTENTION = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.attention"}
 LAST = {"gradient_reduction": "last"}
+MUON = {"optimizer": "muon"}
+LORA = {"use_lora": "true", "lora_r": 6}
+ALONE = {"lora_sync": "adapter"}
 MLP = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.feed_forward"}
 
 
@@ -63,30 +74,36 @@ class Case:
     logits_per_chunk: int | None = None
     is_pretended: bool = False
 
+    @property
+    def processes(self) -> tuple[int, bool]:
+        """How many count it, and whether they pretend to be more: the cases of as many run in the same."""
+        return 1 if self.is_pretended else self.num_ranks, self.is_pretended
 
+
+# Each layout with one of the models, and so that both meet whole weights, shards and split matrices.
 CASES: dict[str, Case] = {
     f"{name} {model}": Case(model=model, num_ranks=num_ranks, flags=flags)
-    for model in ("untied", "tied")
-    for name, num_ranks, flags in (
-        ("hsdp 2x2", 4, HSDP),
-        ("fsdp 4", 4, {"fsdp_shard_degree": 4}),
-        ("replicas 4", 4, {"fsdp_shard_degree": 1}),
-        ("tensor 2", 2, TENSOR),
-        ("fsdp 2 x tensor 2", 4, TENSOR),
-        ("fsdp 2 x tensor 2, checkpointing", 4, TENSOR | FULL),
+    for name, model, num_ranks, flags in (
+        ("hsdp 2x2", "untied", 4, HSDP),
+        ("fsdp 4", "deep", 4, {"fsdp_shard_degree": 4}),
+        ("replicas 4", "untied", 4, {"fsdp_shard_degree": 1}),
+        ("tensor 2", "untied", 2, TENSOR),
+        ("tensor 2", "deep", 2, TENSOR),
+        ("muon, fsdp 2 x tensor 2", "untied", 4, TENSOR | MUON),
+        ("fsdp 2 x tensor 2, checkpointing", "deep", 4, TENSOR | FULL),
     )
 } | {
     "checkpointing": Case(model="tied", num_ranks=4, flags=HSDP | FULL),
     "context 2": Case(model="plain", num_ranks=2, flags=CONTEXT),
     "context 2, attention again": Case(model="untied", num_ranks=2, flags=CONTEXT | ATTENTION),
-    "fsdp 2 x context 2, checkpointing": Case(model="tied", num_ranks=4, flags=CONTEXT | FULL),
+    "fsdp 2 x context 2, checkpointing": Case(model="deep", num_ranks=4, flags=CONTEXT | FULL),
     "grpo replicas 2 x context 2": Case(
         model="plain",
         num_ranks=4,
         algorithm="grpo",
         flags=CONTEXT | {"fsdp_shard_degree": 1, "beta": 0.05, "record_entropy": True},
     ),
-    "muon": Case(model="untied", num_ranks=4, flags={"fsdp_shard_degree": 4, "optimizer": "muon"}),
+    "muon, hsdp 2x2": Case(model="untied", num_ranks=4, flags=HSDP | MUON),
     "tensor 2 without query-key norms": Case(model="plain", num_ranks=2, flags=TENSOR),
     "attention again, logits in chunks": Case(model="tied", num_ranks=2, flags=TENSOR | ATTENTION, logits_per_chunk=10),
     "feed-forward again": Case(model="untied", num_ranks=2, flags=TENSOR | MLP),
@@ -106,7 +123,7 @@ CASES: dict[str, Case] = {
     ),
     "grpo hsdp 2x2": Case(model="untied", num_ranks=4, algorithm="grpo", flags=HSDP | {"beta": 0.05}),
     "grpo fsdp 4, six updates": Case(
-        model="tied",
+        model="deep",
         num_ranks=4,
         algorithm="grpo",
         flags={"fsdp_shard_degree": 4, "num_mini_batches": 2, "num_epochs": 3},
@@ -129,28 +146,48 @@ CASES: dict[str, Case] = {
         flags=TENSOR | {"loss_type": "wpo", "weight_alignment": True, "ref_policy_update_freq": 1},
     ),
     "teacher's logits, hsdp 2x2": Case(model="tied", num_ranks=4, algorithm="distill", flags=HSDP | TEACHER),
-    "teacher's logits, tensor 2": Case(model="tied", num_ranks=2, algorithm="distill", flags=TENSOR | TEACHER),
+    "teacher's logits, tensor 2": Case(model="deep", num_ranks=2, algorithm="distill", flags=TENSOR | TEACHER),
     "teacher's logits, context 2": Case(model="tied", num_ranks=2, algorithm="distill", flags=CONTEXT | TEACHER),
-    # Nodes of 8: here 8 replicas of 4 shards and 2 tensor ranks, and 8 replicas of 128 shards.
-    "16 ranks, muon": Case(
-        model="plain", num_ranks=16, is_pretended=True, flags={"fsdp_shard_degree": 16, "optimizer": "muon"}
+    "adapters, hsdp 2x2": Case(model="untied", num_ranks=4, flags=HSDP | LORA),
+    "adapters, fsdp 2 x tensor 2, checkpointing": Case(model="tied", num_ranks=4, flags=TENSOR | FULL | LORA),
+    "adapters, tensor 2, some matrices, reduced last": Case(
+        model="plain", num_ranks=2, flags=TENSOR | LAST | LORA | {"lora_target_modules": "v_proj down_proj"}
     ),
+    "adapters, grpo fsdp 4": Case(
+        model="untied",
+        num_ranks=4,
+        algorithm="grpo",
+        flags={"fsdp_shard_degree": 4, "beta": 0.05, "num_mini_batches": 2} | LORA | ALONE,
+    ),
+    "adapters, grpo tensor 2 x fsdp 2": Case(model="plain", num_ranks=4, algorithm="grpo", flags=TENSOR | LORA | ALONE),
+    # Nodes of 8: here 2 replicas of 4 shards and 2 tensor ranks, 8 replicas of the same, and 8 replicas of 128 shards.
+    "16 ranks, muon": Case(model="plain", num_ranks=16, is_pretended=True, flags=TENSOR | MUON),
     "64 ranks": Case(model="untied", num_ranks=64, is_pretended=True, flags=TENSOR),
-    "1,024 ranks": Case(model="tied", num_ranks=1024, is_pretended=True, flags={"fsdp_shard_degree": 128}),
+    "1,024 ranks": Case(model="deep", num_ranks=1024, is_pretended=True, flags={"fsdp_shard_degree": 128}),
 }
+# One process takes a fourth of what four take. Of each kind of layout another case has all its ranks.
+IN_ONE_PROCESS = (
+    *("fsdp 4 deep", "replicas 4 untied", "fsdp 2 x tensor 2, checkpointing deep", "checkpointing", "muon, hsdp 2x2"),
+    *("hsdp 2x2, reduced last", "fsdp 2 x tensor 2, reduced last", "adapters, fsdp 2 x tensor 2, checkpointing"),
+    *("updated reference, sorted pairs", "teacher's logits, hsdp 2x2", "adapters, hsdp 2x2"),
+    *("grpo hsdp 2x2", "grpo fsdp 4, two updates, reduced last", "grpo fsdp 4, six updates"),
+    *("grpo with a teacher, chosen tokens", "tensor 2 deep", "tensor 2, one microbatch, reduced last"),
+    *("feed-forward again", "teacher's logits, context 2", "updated reference, weighed pairs"),
+)
+CASES |= {name: replace(CASES[name], is_pretended=True) for name in IN_ONE_PROCESS}
 
 
 class Counted:
-    """Runs all cases of as many ranks in the same ranks, when the first of them is asked for."""
+    """Runs all cases of as many processes in the same ones, when the first of them is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.models = {name: write_shallow_model(folder / name, **given) for name, given in MODELS.items()}
-        self.of_ranks = cache(self._run)
+        self.of_processes = cache(self._run)
 
     def __getitem__(self, name: str) -> list[dict[str, Any]]:
         """What every rank counted."""
-        return [of_rank[name] for of_rank in self.of_ranks(CASES[name].num_ranks)]
+        return [of_rank[name] for of_rank in self.of_processes(*CASES[name].processes)]
 
     def words(self, name: str) -> list[str]:
         case = CASES[name]
@@ -171,7 +208,7 @@ class Counted:
         """The layout, and what the planner says of each part that is counted."""
         case = CASES[name]
         config = parse(PLAN_CONFIGS[case.algorithm], self.words(name))
-        shape, layout = model_shape(str(self.models[case.model])), layout_of(config.parallel, nodes_of(case))
+        shape, layout = shape_of_run(config, str(self.models[case.model])), layout_of(config.parallel, nodes_of(case))
         workload = replace(
             workload_of(config, shape, layout),
             tokens_per_microbatch=NUM_TOKENS,
@@ -179,39 +216,46 @@ class Counted:
             on_cuda=case.is_pretended,
             sync_backend="shm",
         )
-        planned = {"step": traffic_per_step(shape, layout, workload)}
+        planned = {"step": traffic_per_step(shape, layout, replace(workload, num_engines=0))}
         if case.algorithm == "dpo":
-            planned["reference"] = traffic_of_reference_pass(shape, layout, workload)
+            once = replace(workload, num_microbatches=1)
+            planned["reference"] = tuple(forward_passes(Scoring(shape=shape), layout, once))
         elif case.algorithm == "grpo":
-            sent = replace(workload, sync_backend="gloo", sync_bytes_per_param=2, sync_bucket_bytes=SYNC_BUCKET_BYTES)
-            planned["sync"] = traffic_of_weight_sync(shape, layout, sent)
+            sent = replace(
+                workload, sync_backend="gloo", sync_bytes_per_param=2, sync_bucket_bytes=bucket_bytes_of(case)
+            )
+            planned["sync"] = traffic_of_weight_sync(sync_buckets(shape, sent, partial(rows_of_ranks, layout)), sent)
+            planned["merging"] = tuple(traffic_of_merging(shape, layout))
         return layout, planned
 
-    def _run(self, num_ranks: int) -> list[dict[str, dict[str, Any]]]:
-        cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks}
+    def _run(self, num_processes: int, is_pretended: bool) -> list[dict[str, dict[str, Any]]]:
+        cases = {name: case for name, case in CASES.items() if case.processes == (num_processes, is_pretended)}
         jobs = []
         for name, case in cases.items():
             (self.folder / name).mkdir(exist_ok=True)
-            job = {"flags": self.words(name), "num_tokens": NUM_TOKENS}
+            job = {"algorithm": case.algorithm, "flags": self.words(name), "num_tokens": NUM_TOKENS}
             if case.algorithm != "grpo":
                 job |= {"num_microbatches": case.num_microbatches, "logits_per_chunk": case.logits_per_chunk}
             else:
                 degrees = (case.flags.get(f"{name}_parallel_degree", 1) for name in ("tensor", "context"))
-                num_data_ranks = num_ranks // prod(degrees)
+                num_data_ranks = case.num_ranks // prod(degrees)
                 num_mini_batches = case.flags.get("num_mini_batches", 1)
                 job["num_completions"] = case.num_microbatches * num_data_ranks * num_mini_batches
-                job["sync_bucket_bytes"] = SYNC_BUCKET_BYTES
-            job |= {"world_size": num_ranks} if case.is_pretended else {"algorithm": case.algorithm}
+                job["sync_bucket_bytes"] = bucket_bytes_of(case)
+            if is_pretended:
+                job["gpus_per_node"] = nodes_of(case)
             jobs.append(job)
-        if any(case.is_pretended for case in cases.values()):
-            results = run_ranks(1, f"{JOBS}:count_pretended", timeout_s=300, cases=jobs)
-        else:
-            results = run_ranks(num_ranks, f"{JOBS}:count_each", timeout_s=300, cases=jobs, ports=free_ports(len(jobs)))
+        target, ports = ("count_pretended", {}) if is_pretended else ("count_each", {"ports": free_ports(len(jobs))})
+        results = run_ranks(num_processes, f"{JOBS}:{target}", timeout_s=300, cases=jobs, **ports)
         return [dict(zip(cases, of_rank, strict=True)) for of_rank in results]
 
 
+def bucket_bytes_of(case: Case) -> int:
+    return ADAPTER_BUCKET_BYTES if "lora_sync" in case.flags else SYNC_BUCKET_BYTES
+
+
 def nodes_of(case: Case) -> list[int]:
-    return [8] * (case.num_ranks // 8) if case.is_pretended else [case.num_ranks]
+    return [8] * (case.num_ranks // 8) or [case.num_ranks]
 
 
 def words_of(value: Any) -> list[str]:
@@ -230,7 +274,9 @@ def as_issued(
     calls: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
     for exchange in exchanges:
         (group,) = (group for group in groups_of(layout, exchange.axis) if rank in group)
-        assert exchange.group_size == len(group)
+        # Those of all ranks are among the ranks of one copy of the model.
+        is_of_copy = exchange.axis == "all"
+        assert exchange.group_size == (len(group) // layout.num_replicas if is_of_copy else len(group))
         calls[exchange.collective, exchange.bytes_per_call, group] += exchange.num_calls
     return calls
 
@@ -254,4 +300,4 @@ def test_every_call_and_every_byte(counted: Counted, name: str, monkeypatch: pyt
         for part, exchanges in planned.items():
             issued = Counter({(row[0], row[1], tuple(row[2])): row[3] for row in of_ranks[rank][part]})
             assert as_issued(exchanges, layout, rank) == issued, f"{part}, rank {rank}"
-            assert issued or layout.shard_group_size == layout.tensor_parallel_degree == 1
+            assert issued or part == "merging" or layout.shard_group_size == layout.tensor_parallel_degree == 1

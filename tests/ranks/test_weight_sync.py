@@ -18,8 +18,10 @@ TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
 FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
 CONTEXT_2_REPLICAS_2 = {"replicas": 2, "shards": 1, "tensor": 1, "context": 2, "checkpointing": False}
+ALONE = "the adapter alone"
 LEAST_BUCKETS = 8
 BUCKET_BYTES = {"float32": 150_000, "bfloat16": 100_000}  # less than the embeddings, which come in pieces
+ADAPTERS_BUCKET_BYTES = {"float32": 5_000, "bfloat16": 2_500}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_tiny_model(root / family, family=family, **kind) for family, kind in kinds.items()}  # type: ignore[arg-type]
 
 
-CASES: dict[int, list[tuple[str, Any, str, str]]] = {
+CASES: dict[int, list[tuple[Any, ...]]] = {
     1: [("olmo2", None, "shm", "float32"), ("olmo3", None, "gloo", "bfloat16")],
     2: [
         ("olmo2", FSDP_2, "shm", "bfloat16"),
@@ -43,6 +45,8 @@ CASES: dict[int, list[tuple[str, Any, str, str]]] = {
         ("llama", TP_2, "shm", "float32"),
         ("olmo3", TP_2, "gloo", "float32"),
         ("olmo2", "ranges", "shm", "bfloat16"),
+        ("olmo2", FSDP_2, "shm", "bfloat16", ALONE),
+        ("qwen2", TP_2, "gloo", "float32", ALONE),
     ],
     4: [
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
@@ -51,6 +55,8 @@ CASES: dict[int, list[tuple[str, Any, str, str]]] = {
         ("qwen2", FSDP_2_TP_2, "gloo", "float32"),
         ("olmo2", CONTEXT_2_REPLICAS_2, "gloo", "float32"),
         ("qwen3", "ranges", "gloo", "float32"),
+        ("llama", HSDP_2X2, "gloo", "float32", ALONE),
+        ("olmo3", FSDP_2_TP_2, "shm", "bfloat16", ALONE),
     ],
 }
 
@@ -63,10 +69,11 @@ def test_receivers_get_what_an_export_holds(run_ranks, models, tmp_path, num_lea
             "layout": layout,
             "backend": backend,
             "dtype": dtype,
-            "bucket_bytes": BUCKET_BYTES[dtype],
+            "bucket_bytes": (ADAPTERS_BUCKET_BYTES if alone else BUCKET_BYTES)[dtype],
             "min_buckets": LEAST_BUCKETS,
+            "adapter_alone": bool(alone),
         }
-        for family, layout, backend, dtype in CASES[num_learners]
+        for family, layout, backend, dtype, *alone in CASES[num_learners]
     ]
     num_receivers = 2
     results = run_ranks(

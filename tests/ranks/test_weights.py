@@ -24,7 +24,7 @@ from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.names import TensorNames
 from open_instruct.models.shards import box_shape, shard_box
-from open_instruct.toys.tiny import write_tiny_model
+from tests.ranks.shallow import write_shallow_model
 
 JOB = "tests.ranks.jobs.weights"
 UNSHARDED = None
@@ -64,7 +64,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_tied_bf16": {"family": "qwen3", "tie": True, "dtype": "bfloat16"},
         "llama_fp32": {"family": "llama", "tie": False},
     }
-    folders = {name: write_tiny_model(root / name, **kind) for name, kind in kinds.items()}
+    folders = {name: write_shallow_model(root / name, **kind) for name, kind in kinds.items()}
     split_into_files(folders["olmo2_odd_bf16"], 3)
     split_into_files(folders["qwen3_tied_bf16"], 2)
     # An old habit: a tied model that stores its head once more.
@@ -84,6 +84,7 @@ def check_export(out: Path, source: Path, dtype: torch.dtype, logits: list[list[
     """The export holds the source's numbers and opens in transformers, where it computes what we computed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    assert (out / "README.md").read_text() == "# A card"
     ours, theirs = stored_tensors(out), stored_tensors(source)
     if json.loads((source / "config.json").read_text())["tie_word_embeddings"]:
         theirs.pop("lm_head.weight", None)
@@ -167,9 +168,9 @@ def test_dtypes_and_chunks_do_not_matter(run_ranks, checkpoints, tmp_path):
 def test_damaged_data_is_one_error_on_all_ranks(run_ranks, checkpoints, tmp_path):
     nan, head = tmp_path / "nan", tmp_path / "head"
     for folder in (nan, head):
-        write_tiny_model(folder, family="llama", tie=folder is head)
+        write_shallow_model(folder, family="llama", tie=folder is head)
     tensors = load_file(nan / SINGLE_NAME)
-    tensors["model.layers.2.mlp.up_proj.weight"][-1, 3] = float("nan")  # on the last rank's shard only
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, 3] = float("nan")  # on the last rank's shard only
     save_file(tensors, nan / SINGLE_NAME, metadata={"format": "pt"})
     tensors = load_file(head / SINGLE_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
@@ -178,7 +179,7 @@ def test_damaged_data_is_one_error_on_all_ranks(run_ranks, checkpoints, tmp_path
         2, f"{JOB}:damaged", timeout_s=60, nan_folder=str(nan), head_folder=str(head), layout=FSDP_2
     )
     assert first == second
-    assert "model.layers.2.mlp.up_proj.weight" in first[0] and "NaN" in first[0]
+    assert "model.layers.1.mlp.up_proj.weight" in first[0] and "NaN" in first[0]
     assert "lm_head.weight" in first[1] and "tie_word_embeddings" in first[1]
 
 

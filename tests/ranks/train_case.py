@@ -5,17 +5,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import random
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import load_file
 
+from open_instruct.run.export_command import export_command
+
 NUM_ROWS = 22
 ROWS_PER_STEP = 8
-OUTSIDE_THE_EPHEMERAL = range(15_000, 32_000)
+# Of a whole epoch, the last of which is short; what a command takes without the flag is of two.
+STEPS_OF_AN_EPOCH = 3
+# Above those that Ray gives to its workers, too. Each process of a test session has an eighth by itself.
+OUTSIDE_THE_EPHEMERAL = range(20_000, 32_000)
+NUM_SHARES = 8
 
 OF_EVERY_RUN = {
     *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
@@ -68,6 +78,14 @@ class TrainCase:
         """(loss, gradient norm) of every step."""
         return [(row["loss"], row["grad_norm"]) for row in self.metrics(name)]
 
+    def is_exported_again(self, name: str) -> bool:
+        """Whether `open-instruct export` makes of the newest checkpoint, byte for byte, what the run has left."""
+        left, again = self.folder / name / "hf_model", self.folder / f"{name}_again"
+        assert export_command([str(self.folder / name), "--output_dir", str(again)]) == 0
+        of_both = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (left, again)]
+        assert of_both[0]
+        return of_both[0] == of_both[1]
+
     def weights_digest(self, name: str) -> str:
         """Hash of the exported weights, name by name."""
         digest = hashlib.sha256()
@@ -78,12 +96,20 @@ class TrainCase:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that the system gives to no connection before they are used."""
+    """Ports that nobody listens on now, and that neither the system nor other tests take before they are used."""
     ports: list[int] = []
-    for port in random.sample(OUTSIDE_THE_EPHEMERAL, 50 + 2 * count):
+    for port in islice(_own_ports(), 50 + 2 * count):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             ports.append(port)
         if len(ports) == count:
             return ports
     raise RuntimeError(f"no {count} free ports")
+
+
+@cache
+def _own_ports() -> Iterator[int]:
+    """From a place that is not seeded, as runs within this process seed `random`: another session may run beside it."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = OUTSIDE_THE_EPHEMERAL[number % NUM_SHARES :: NUM_SHARES]
+    return islice(cycle(own), random.SystemRandom().randrange(len(own)), None)

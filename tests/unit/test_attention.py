@@ -184,7 +184,7 @@ def dense_attention(query_LHD: torch.Tensor, key_LGD: torch.Tensor, value_LGD: t
     left=st.integers(-1, 12),
     heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_lengths_any_window(lengths: list[int], left: int, heads: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     num_heads, num_shared = heads

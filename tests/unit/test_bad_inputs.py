@@ -151,8 +151,8 @@ def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Calla
         ({"output_dir": "/dev/null/run"}, "--output_dir"),
         ({"learning_rate": "fast"}, "--learning_rate"),
         ({"learning_rat": 1.0}, "--learning_rate"),
-        ({"use_qlora": "true"}, "--use_lora leaves the weights"),
-        ({"profile_steps": [1, 2]}, "--profile_steps 1 2: the run has 1 steps"),
+        ({"use_qlora": "true"}, "--use_lora holds them in --param_dtype"),
+        ({"profile_steps": [1, 2]}, "--profile_steps 1 2: the run has 1 step;"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer, squeezed
-from open_instruct.data.chat_templates import CHAT_TEMPLATES
+from open_instruct.data.chat_templates import built_in_templates, template_text
 from open_instruct.data.messages import Message
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
@@ -69,7 +69,8 @@ def conversation(*contents: str) -> list[Message]:
 EXPECTED = {
     "simple_chat": ("System: be kind\nUser: hi\nAssistant:", f" hello{EOS}"),
     "tulu": ("<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n", f"hello{EOS}"),
-    "olmo": (f"{EOS}<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n", f"hello{EOS}"),
+    "olmo2": (f"{EOS}<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n", f"hello{EOS}"),
+    "zephyr": (f"<|system|>\nbe kind{EOS}\n<|user|>\nhi{EOS}\n<|assistant|>\n", f"hello{EOS}"),
     "chatml": (
         "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
         "hello<|im_end|>",
@@ -81,9 +82,64 @@ EXPECTED = {
     ),
 }
 EXPECTED["qwen"] = EXPECTED["chatml"]
+BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}<|im_end|>"
+EXPECTED["qwen_instruct_user_boxed_math"] = (
+    EXPECTED["chatml"][0].replace("hi<|im_end|>", f"hi{BOXED}"),
+    EXPECTED["chatml"][1],
+)
+OLMO = EXPECTED["chatml"][0].replace(
+    "be kind", "be kind You do not currently have access to any functions. <functions></functions>"
+)
+PLAIN_OLMOS = ("olmo", "olmo_old", "olmo_thinker_no_think_7b", "olmo_thinker_no_think_sft_tokenization")
+EXPECTED |= dict.fromkeys(PLAIN_OLMOS, (OLMO, f"hello{EOS}"))
+THINKERS = {
+    "tulu_thinker": EXPECTED["tulu"][0] + "<think>",
+    **dict.fromkeys(("olmo_thinker", "olmo_thinker_remove_intermediate_thinking"), OLMO + "<think>"),
+}
+R1 = "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n\n"
+# Prompts of these have an end, after which only a policy can go on; no reply that somebody wrote has that beginning.
+PROMPTS = {
+    "tulu_thinker_r1_style": f"{R1}<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n<think>",
+    "r1_simple_chat": f"{R1}System: be kind\n\n\nUser: hi\nAssistant:",
+    "r1_simple_chat_postpend_think": f"{R1}System: be kind\n\n\nUser: hi\nAssistant: <think>",
+    "r1_simple_chat_postpend_think_orz_style": "by the \\boxed{} tag. This is the problem: hi\nAssistant: <think>",
+    "olmo_thinker_rlzero": 'be kind\n\n\nhi\n\nRemember to put your answer on its own line after "Answer:"',
+    "olmo_thinker_code_rlzero": "hi\nRemember to put your solution inside the ```\npython\nCODE\n``` tags",
+}
 
 
-@pytest.mark.parametrize("name", list(CHAT_TEMPLATES))
+def test_every_built_in_template_is_here() -> None:
+    assert {*EXPECTED, *THINKERS, *PROMPTS} == built_in_templates().keys()
+
+
+@pytest.mark.parametrize("name", THINKERS)
+def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    form = chat(tokenizer, name)
+    messages: list[Message] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert form.render(messages, ["<think>hm</think>hello"]) == (THINKERS[name], (f"hm</think>hello{EOS}",))
+    document = form.encode([*messages, {"role": "assistant", "content": "<think>hm</think>hello"}])
+    assert str(tokenizer.decode(list(document.token_ids))) == f"{THINKERS[name]}hm</think>hello{EOS}"
+    with pytest.raises(MalformedRow, match="does not write what it asks for the reply with"):
+        form.render(messages, ["hello"])
+    assert form.turn_end_token_ids() == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_templates_for_prompts_alone(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    form = chat(tokenizer, name)
+    messages: list[Message] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    prompt, _ = form.render(messages, ())
+    assert prompt.endswith(PROMPTS[name])
+    assert form.turn_end_token_ids() == (tokenizer.eos_token_id,)
+
+
+def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt, _ = chat(tokenizer, "olmo").render(conversation("hi"), ())
+    assert prompt.startswith("<|im_start|>system\nYou are OLMo, a helpful function-calling AI assistant built by Ai2.")
+    assert prompt.endswith("<functions></functions><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
 def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     messages: list[Message] = [{"role": "system", "content": "be kind"}, *conversation("hi", "hello")]
     document = chat(tokenizer, name).encode(messages)
@@ -95,7 +151,7 @@ def test_built_in_templates_word_for_word(tokenizer: PreTrainedTokenizerFast, na
     assert document.token_ids[-1] in {tokenizer.convert_tokens_to_ids(t) for t in (EOS, "<|im_end|>", "<|eot_id|>")}
 
 
-@pytest.mark.parametrize("name", list(CHAT_TEMPLATES))
+@pytest.mark.parametrize("name", EXPECTED)
 def test_earlier_assistant_turns_are_not_learned(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     document = chat(tokenizer, name).encode(conversation("one", "two", "three", "four"))
     learned = tokenizer.decode(list(document.token_ids[document.responses[0].start :]))
@@ -119,7 +175,7 @@ REPLIES = TEXTS.filter(lambda text: text.strip())
 
 
 @given(
-    name=st.sampled_from(list(CHAT_TEMPLATES)),
+    name=st.sampled_from(sorted(EXPECTED)),
     turns=st.lists(TEXTS, max_size=4).filter(lambda turns: len(turns) % 2 == 1),
     replies=st.tuples(REPLIES, REPLIES),
 )
@@ -212,13 +268,50 @@ def test_white_space_after_the_end_of_turn_is_not_learned_but_within_a_reply_it_
 def test_choosing_by_name_and_the_tokenizers_own() -> None:
     with_own = make_tokenizer([], chat_template=TURNS + ASK)
     assert choose_chat_template(with_own, None).text == TURNS + ASK
-    assert choose_chat_template(with_own, "tulu").text == CHAT_TEMPLATES["tulu"]
+    assert choose_chat_template(with_own, "tulu").text == built_in_templates()["tulu"]
+
+
+def test_a_file_of_ones_own(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(TURNS + ASK + "{{ eos_token if not add_generation_prompt }}\n")
+    form = chat(tokenizer, str(file))
+    assert form.template.name == str(file)
+    assert form.render(conversation("q"), ["yes"]) == ("<user>q<assistant>", (f"yes{EOS}",))
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(InputError, match=r"mine\.jinja chat template, line 1"):
+        choose_chat_template(tokenizer, str(file))
+    file.write_text("<|im_start|>{{ messages }}")
+    with pytest.raises(InputError, match=r"mine\.jinja needs <\|im_start\|>, which the tokenizer does not have"):
+        choose_chat_template(make_tokenizer([]), str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"mine\.jinja cannot be read as UTF-8 text"):
+        choose_chat_template(tokenizer, str(file))
+    with pytest.raises(InputError, match=r"mind\.jinja: no such file\. Did you mean .*mine\.jinja\?"):
+        choose_chat_template(tokenizer, str(tmp_path / "mind.jinja"))
+
+
+def test_a_bos_token_may_be_written_before_any_template() -> None:
+    tokenizer = make_tokenizer(LLAMA3, chat_template=TURNS + ASK)
+    for name, text in ((None, TURNS + ASK), ("tulu", template_text("tulu"))):
+        template = choose_chat_template(tokenizer, name, add_bos=True)
+        rendered, _ = ChatFormat(tokenizer, template).render([{"role": "user", "content": "?"}], ())
+        plain, _ = ChatFormat(tokenizer, ChatTemplate(name="plain", text=text)).render(
+            [{"role": "user", "content": "?"}], ()
+        )
+        assert rendered == tokenizer.bos_token + plain
+    with pytest.raises(InputError, match="--add_bos: llama3 chat template begins with the bos token itself"):
+        choose_chat_template(tokenizer, "llama3", add_bos=True)
+    tokenizer.bos_token = None
+    with pytest.raises(InputError, match="--add_bos: the tokenizer has no bos token"):
+        choose_chat_template(tokenizer, "tulu", add_bos=True)
 
 
 def test_choices_that_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InputError, match=r"'tulip' is not a template; use one of simple_chat, tulu, olmo, chatml"):
+    with pytest.raises(
+        InputError, match=r"'tulip' is not a template; did you mean tulu\? Use one of llama3, .*simple_chat, .* chatml"
+    ):
         choose_chat_template(tokenizer, "tulip")
-    with pytest.raises(InputError, match=r"no chat template: choose one by --chat_template_name \(simple_chat, tulu"):
+    with pytest.raises(InputError, match=r"no chat template: choose one by --chat_template_name \(llama3, .*tulu"):
         choose_chat_template(tokenizer, None)
     with pytest.raises(InputError, match=r"chatml needs <\|im_start\|>, <\|im_end\|>, which the tokenizer does not"):
         choose_chat_template(make_tokenizer([]), "chatml")

@@ -16,9 +16,10 @@ import pytest
 from open_instruct import __version__, cli, entry
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.sections import ParallelSection
-from open_instruct.entry import LAUNCHER_ERROR_FILE, check_layout, run_entry, run_to_exit_code
+from open_instruct.entry import LAUNCHER_ERROR_FILE, check_layout, run_entry, run_to_exit_code, typed
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
 from open_instruct.parallel import peers
+from open_instruct.parallel.launch import TYPED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0"]
@@ -56,7 +57,23 @@ def run_dpo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     return run_python(f"from open_instruct.cli import main\ncode = main(['dpo', *{list(words)!r}])", **environment)
 
 
+EVERY_HELP = """
+from contextlib import redirect_stdout
+from io import StringIO
+from open_instruct import cli
+
+for name in cli.COMMANDS:
+    with redirect_stdout(StringIO()) as said:
+        code = cli.main([name, "--help"])
+    assert (code, said.getvalue()[:7]) == (0, "usage: "), name
+"""
+
+
 class TestWithoutTorch:
+    def test_every_command_answers_help(self) -> None:
+        done = run_python(EVERY_HELP)
+        assert (done.returncode, done.stderr) == (0, "")
+
     def test_help(self) -> None:
         done = run_dpo("--help")
         assert (done.returncode, done.stderr) == (0, "")
@@ -110,17 +127,59 @@ class TestCommands:
         assert cli.main(["layuot"]) == EXIT_INPUT
         assert "'layuot' is not a command; did you mean layout?" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("name", cli.COMMANDS)
-    def test_every_command_answers_help(self, name: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "open_instruct.cli", name, "--help"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.startswith("usage: ")
+
+@pytest.mark.parametrize("words", [["--help"], ["dpo", "--help"], ["plan", "--help"]])
+def test_a_reader_that_has_read_enough_is_no_failure(words: list[str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "open_instruct.cli", *words],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before the first line
+        assert (process.wait(60), process.stderr.read()) == (0, b"")
+
+
+class TestTyped:
+    """The command that messages name."""
+
+    @pytest.mark.parametrize(
+        ("argv", "environ", "name"),
+        [
+            (["/venv/bin/open-instruct", "dpo", "--beta", "0"], {}, "open-instruct dpo"),
+            (["/repo/open_instruct/cli.py", "grpo"], {}, "open-instruct grpo"),
+            (["open_instruct/dpo.py", "--beta", "0"], {}, "dpo.py"),
+            (["open_instruct/dpo.py", "--beta", "0"], {TYPED: "open-instruct dpo"}, "open-instruct dpo"),
+        ],
+    )
+    def test_its_name(
+        self, argv: list[str], environ: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", argv)
+        for variable, value in environ.items():
+            monkeypatch.setenv(variable, value)
+        assert typed("dpo.py") == name
+
+    @pytest.mark.parametrize(
+        ("argv", "says", "asks"),
+        [
+            (["/bin/open-instruct", "dpo"], "open-instruct dpo: ", "`open-instruct dpo --help`"),
+            (["there/dpo.py"], "dpo.py: ", "`python there/dpo.py --help`"),
+        ],
+    )
+    def test_a_refusal(
+        self,
+        argv: list[str],
+        says: str,
+        asks: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", argv)
+        assert run_entry(DPOConfig, lambda config: 0, [], program="dpo.py", validate=validate_dpo) == EXIT_INPUT
+        first, last = capsys.readouterr().err.splitlines()
+        assert first.startswith(says) and asks in last
 
 
 def entry_code(tmp_path: Path, words: list[str], result: int | BaseException = 0) -> int:
@@ -139,6 +198,13 @@ class TestEntry:
     @pytest.mark.parametrize("code", [0, EXIT_PREEMPTED])
     def test_the_code_of_main_is_the_exit_code(self, tmp_path: Path, code: int) -> None:
         assert entry_code(tmp_path, [], code) == code
+
+    def test_what_was_not_needed_is_told_in_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["--with_tracking", "--hf_repo_url", "u", "--logging_steps", "1", "--deepspeed_stage", "3"]
+        assert entry_code(tmp_path, words) == 0
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+        assert line.startswith("dpo: not needed here, and left out: --with_tracking (metrics.jsonl is always written;")
+        assert "; --hf_repo_url (--hub_model_id says" in line and "; --logging_steps (" in line
 
     def test_main_gets_the_parsed_config(self, tmp_path: Path) -> None:
         seen: list[DPOConfig] = []

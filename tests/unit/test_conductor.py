@@ -96,7 +96,7 @@ RULES = [
 
 class TestComposition:
     @pytest.mark.parametrize("rules", RULES, ids=" ".join)
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=5)
     @given(order=st.integers(0, 2**32))
     def test_on_policy_it_is_that_of_the_plain_version(self, rules: tuple[str, ...], order: int) -> None:
         # Some rows get excluded: of the few left, six steps take several epochs.
@@ -106,7 +106,7 @@ class TestComposition:
 
     @pytest.mark.parametrize("rules", RULES, ids=" ".join)
     @pytest.mark.parametrize("async_steps", [1, 3])
-    @settings(max_examples=4, deadline=None)
+    @settings(max_examples=4)
     @given(orders=st.tuples(st.integers(0, 2**32), st.integers(0, 2**32)))
     def test_which_completion_is_first_decides_nothing(
         self, async_steps: int, rules: tuple[str, ...], orders: tuple[int, int]
@@ -165,7 +165,7 @@ class TestResume:
                 it.start(step)
                 assert compositions(walk(it, pool, range(step + 1, last + 1))) == whole[step:]
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(num_steps=st.integers(0, 4), async_steps=st.integers(0, 3), order=st.integers(0, 2**32))
     def test_asks_the_tickets_that_were_not_consumed_first(self, num_steps: int, async_steps: int, order: int) -> None:
         words = ("--async_steps", f"{async_steps}", "--active_sampling")

@@ -34,7 +34,7 @@ def test_log_probs_and_gradients_are_those_of_the_cpu(family: str, groups: Any, 
     assert_same(results(model, batch), expected)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(families=rows, left=st.sampled_from(LEFTS), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
 def test_any_row_any_window_any_heads(families: list[Any], left: int, heads: tuple[int, int], as_on_cuda: None) -> None:
     of = segments(families)

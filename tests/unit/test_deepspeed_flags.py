@@ -10,13 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from olmo_core.nn.transformer import Transformer
 
 from open_instruct import grpo_fast
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.config.upstream_flags import SYNONYMS
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
 from open_instruct.learner.deepspeed.settings import engine_settings
@@ -24,6 +22,7 @@ from open_instruct.learner.deepspeed.versions import refuse_unfit
 from open_instruct.learner.olmo_core.kernels import kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.parallel.layout import layout_of
+from open_instruct.rollout import checked_run
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
 
@@ -48,7 +47,10 @@ def settings_of(words: str, stage: int = 2, *, on_cuda: bool = False) -> dict[st
 
 @pytest.mark.parametrize("stage", range(4))
 def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage: int) -> None:
-    assert settings_of("--param_dtype float32", stage)["zero_optimization"] == {"stage": stage}
+    assert settings_of("--param_dtype float32", stage)["zero_optimization"] == {
+        "stage": stage,
+        "zero_hpz_partition_size": 1,
+    }
     if stage == 0:
         assert "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32" in refusal("", stage)
     else:
@@ -66,11 +68,14 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
         ),
         (2, "--compile_model", "--compile_model true cannot go with"),
         (1, "--deepspeed_zpg 2", "--deepspeed_zpg 2 has no use under --deepspeed_stage 1; use 3 or more"),
+        (
+            3,
+            "--deepspeed_zpg 2 --tensor_parallel_degree 2",
+            "--deepspeed_zpg 2: neighbours that split matrices have no",
+        ),
         (2, "--offload", "--offload true has no use under --deepspeed_stage 2; use 3 or more"),
         (0, "--param_dtype float32 --adam_offload", "--adam_offload true has no use under --deepspeed_stage 0; use 1"),
         (0, "--param_dtype float32 --tensor_parallel_degree 2", "has no use under --deepspeed_stage 0; use 1 or more"),
-        (None, "--deepspeed_stage 2", "--deepspeed_stage 2 is read only with --backend deepspeed; add that"),
-        (None, "--adam_offload", "--adam_offload true is read only with --backend deepspeed"),
     ],
 )
 def test_refusals_say_what_would_work(stage: int | None, words: str, told: str) -> None:
@@ -81,13 +86,22 @@ def test_stages_beyond_the_last_are_refused() -> None:
     assert "--deepspeed_stage 4: must be at least 0 and at most 3" in refusal("", stage=4)
 
 
+OFFLOADED = {"optimizer": "adam_offload", "param": "offload"}
+
+
 def test_upstreams_names_are_known() -> None:
     known = {"deepspeed_stage": "3", "deepspeed_zpg": "2", "adam_offload": "true", "offload": "true"}
-    for theirs, ours in SYNONYMS.items():
-        if ours in known:
-            config = config_of(f"--{theirs} {known[ours]}", stage=None)
-            assert str(getattr(config.parallel, ours)).lower() == known[ours]
-    assert {"zero_stage", "zpg", "offload_optimizer", "offload_param"} <= SYNONYMS.keys()
+    names = [("zero_stage", "deepspeed_stage"), ("zpg", "deepspeed_zpg"), ("zero_hpz_partition_size", "deepspeed_zpg")]
+    names += [(f"{ds}offload_{what}", ours) for ds in ("", "deepspeed_") for what, ours in OFFLOADED.items()]
+    for theirs, ours in names:
+        config = config_of(f"--{theirs} {known[ours]}", stage=None)
+        assert str(getattr(config.parallel, ours)).lower() == known[ours]
+
+
+@pytest.mark.parametrize("words", ["--zero_stage 2", "--offload_optimizer", "--backend olmo_core --deepspeed_zpg 8"])
+def test_under_fsdp2_they_are_not_needed_and_said_so_in_one_line(words: str) -> None:
+    (line,) = validate_dpo(config_of(words, stage=None))
+    assert "not needed, FSDP2 shards" in line and "--backend deepspeed" in line
 
 
 GRPO_REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
@@ -115,10 +129,8 @@ def test_both_entries_of_grpo_take_either_backend() -> None:
     [
         ("", "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"),
         ("--deepspeed_stage 2 --single_gpu_mode", "--single_gpu_mode true cannot go with --backend deepspeed"),
-        ("--deepspeed_stage 2 --tensor_parallel_degree 2", "nothing can be sent to engines"),
         ("--deepspeed_stage 2 --optimizer skip_step_adamw", "--optimizer skip_step_adamw cannot go with"),
         ("--deepspeed_stage 2 --offload", "--offload true has no use under --deepspeed_stage 2"),
-        ("--backend olmo_core --deepspeed_stage 2", "--deepspeed_stage 2 is read only with --backend deepspeed"),
     ],
 )
 def test_grpo_refuses_what_cannot_be(words: str, told: str) -> None:
@@ -131,6 +143,7 @@ def test_a_refused_run_of_grpo_starts_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Neither for its flags and layout, nor where there is no DeepSpeed that will do."""
+    monkeypatch.setattr("open_instruct.grpo_olmo_core_actor.look_at", lambda config: None)
     out = [*GRPO_REQUIRED[:-1], str(tmp_path / "out"), "--deepspeed_stage", "3"]
     assert grpo_fast.main([*out, "--deepspeed_zpg", "4", "--num_learners_per_node", "2", "4"]) == EXIT_INPUT
     assert "--deepspeed_zpg 4 does not divide 6 learner GPUs" in capsys.readouterr().err
@@ -192,7 +205,7 @@ def test_offload_and_second_copies_reach_it() -> None:
 def test_blocks_are_recomputed_unless_that_is_turned_off() -> None:
     assert config_of("").memory.activation_checkpointing == "full"
     assert config_of("--activation_checkpointing none").memory.activation_checkpointing == "none"
-    assert config_of("", stage=None).memory.activation_checkpointing == "none"
+    assert config_of("", stage=None).memory.activation_checkpointing == "auto"
 
 
 @pytest.mark.parametrize("version", [None, "0.9.5", "0.19.7", "0.20.0", "0.100.0"])
@@ -209,6 +222,14 @@ def test_another_version_is_refused(version: str | None, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(InputError, match=told):
         library._loaded()
+
+
+def test_a_driver_asks_for_the_version_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its learners load the library."""
+    monkeypatch.setattr(checked_run, "installed_version", lambda: "0.19.7")
+    words = ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    with pytest.raises(InputError, match=r"deepspeed 0\.19\.7 is installed"):
+        checked_run.open_rollout_run(parse(GRPOConfig, [*words, "--backend", "deepspeed"])).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -252,23 +273,25 @@ class TestAdam:
         ],
     )
     def test_it_is_that_of_the_device_that_holds_the_states(
-        self, device: torch.device, adam_offload: bool, adam: Any, name: str
+        self, device: torch.device, adam_offload: bool, adam: Any, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
+        from open_instruct.learner.deepspeed import optimizers
 
-        assert adam_for(device, adam_offload=adam_offload) == adam
-        optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95").optim
+        monkeypatch.setattr(optimizers, "building_problem", lambda adam: None)
+        assert optimizers.adam_for(device, adam_offload=adam_offload) == adam
+        optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5").optim
         torchs = build_optimizer_config(optim, device=device)
-        chosen = choose_adam(torchs, adam, warn=pytest.fail, problem=lambda adam: None)
+        chosen = optimizers.choose_adam(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
-        for one in ("lr", "betas", "weight_decay", "group_overrides"):
+        for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
             assert getattr(chosen, one) == getattr(torchs, one)
 
-    def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(self) -> None:
-        from open_instruct.learner.deepspeed.optimizers import choose_adam
+    def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from open_instruct.learner.deepspeed import optimizers
 
+        monkeypatch.setattr(optimizers, "building_problem", lambda adam: COMPILER_IS_MISSING)
         torchs, said = build_optimizer_config(config_of("").optim, device=CPU), list[str]()
-        chosen = choose_adam(torchs, "FusedAdam", warn=said.append, problem=lambda adam: COMPILER_IS_MISSING)
+        chosen = optimizers.choose_adam(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [
             "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW takes the steps"
@@ -298,13 +321,3 @@ def test_nothing_is_said_of_a_compiler_that_nobody_uses() -> None:
     config = config_of("")
     assert ["compiler does not work" in warning for warning in warnings(config)] == [True]
     assert warnings(uncompiled(config)) == []
-
-
-def test_a_reference_of_the_other_backend_cannot_follow() -> None:
-    from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule
-    from open_instruct.learner.reference_policy import Reference
-
-    module = object.__new__(DeepSpeedTrainModule)
-    module.reference = Reference(model=Transformer.__new__(Transformer), update_freq=4)
-    with pytest.raises(InputError, match=r"--ref_policy_update_freq 4: .* or use --backend olmo_core"):
-        module.with_frozen_logprobs([], num_epochs=1)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 
 import pytest
 from rich.console import Console
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed import planned, planned_state
-from open_instruct.learner.olmo_core.optimizers import BIASES, NOT_DECAYED
-from open_instruct.planning.advice import advise
+from open_instruct.learner.deepspeed import planned_state
+from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PLAN_CONFIGS, parse_request
-from open_instruct.planning.shown.html_page import html_page
 from open_instruct.planning.shown.json_record import as_record
+from open_instruct.planning.shown.summary import traffic_rows
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.start_check import check_plan
+from open_instruct.report.plan_page import html_page
 from open_instruct.toys.tiny import write_tiny_model
 
 SEVEN_B = ["--model_name_or_path", "allenai/OLMo-2-1124-7B"]
@@ -31,7 +32,7 @@ def planned_with(stage: int, *words: str, gpus: str = "8") -> Plan:
 
 
 def to_fit(plan: Plan) -> str:
-    change = advise(plan).to_fit
+    change = Advice(plan).to_fit
     assert change is not None and change.plan.has_room and not plan.has_room
     return change.text
 
@@ -40,6 +41,45 @@ def test_each_stage_needs_less_than_the_one_before() -> None:
     needed = [planned_with(stage, "--param_dtype", "float32").peak.total_bytes for stage in range(4)]
     assert needed == sorted(needed, reverse=True)
     assert planned_with(3).peak.total_bytes < needed[3]
+
+
+def test_of_a_frozen_model_nothing_is_shared_but_under_stage_3() -> None:
+    """Below it every rank has all of it in bfloat16, and a part of the adapters' 16 bytes and more."""
+    in_stages = [dict(planned_with(stage, "--use_lora").peak.parts)["parameters"] for stage in (1, 2, 3)]
+    shape = planned_with(2, "--use_lora").setting.shape
+    adapters = shape.num_trained
+    assert in_stages[0] == in_stages[1] == pytest.approx(2 * shape.num_params + adapters * (2 + 4 / 8), rel=1e-3)
+    # What is not larger than 100,000 values stays whole beside the shards.
+    assert in_stages[2] == pytest.approx((2 * shape.num_params + adapters * 6) / 8, rel=0.05)
+
+
+def test_adapters_are_named_where_no_stage_fits() -> None:
+    change = Advice(planned_with(3, "--gpu", "memory_gib=12", "--adam_offload", gpus="2")).with_adapters
+    assert change is not None and change.plan.has_room and "--use_lora" in change.text
+
+
+def test_ranks_that_split_matrices_share_with_those_that_have_the_same_part() -> None:
+    whole, split = planned_with(2), planned_with(2, "--tensor_parallel_degree", "2")
+    shape, held = split.setting.shape, dict(split.peak.parts)
+    # Embeddings stay whole, and so do norms; AdamW's part of the rest is one of 4 x 2.
+    embeddings = shape.vocab_size * shape.d_model
+    own = (embeddings + (shape.num_params - embeddings) / 2) / 4
+    assert held["optimizer states"] == pytest.approx(8 * own, rel=1e-3)
+    assert held["parameters"] == pytest.approx((4 + 4 * 2) * own, rel=1e-3)
+    # Between matrices every rank has all tokens, and within them a part of the features.
+    of_block = [each.moments.passes.block.backward_peak.total for each in (whole, split)]
+    assert 0.5 < of_block[1] / of_block[0] < 0.9
+    assert "2 neighbours split matrices, and all with the same part share" in split.setting.backend.sharing
+    sums = [each for each in split.exchanges if each.axis == "tensor" and each.collective == "all_reduce"]
+    assert {each.group_size for each in sums} == {2} and split.time.waiting_s > whole.time.waiting_s == 0
+    assert {"outputs of pairs of matrices", "inputs of pairs, backward"} < {row.what for row in traffic_rows(split)}
+    assert all(len(row.what) <= 36 for row in traffic_rows(split))
+
+
+def test_advice_turns_to_split_matrices_last() -> None:
+    """Where not even host memory is enough. Of eight ranks that split matrices none has anything to gather."""
+    advised = to_fit(planned_with(3, "--adam_offload", "--offload", "--gpu", "memory_gib=12"))
+    assert advised == "--tensor_parallel_degree 8"
 
 
 def test_advice_names_the_next_stage_that_fits() -> None:
@@ -60,8 +100,8 @@ def test_advice_turns_to_host_memory_where_no_stage_fits() -> None:
 
 def test_all_stages_are_ranked_and_shown() -> None:
     plan = planned_with(2, gpus="8 8")
-    advice = advise(plan)
-    cells = {other.backend.cells(other.layout) for other in advice.ranked}
+    advice = Advice(plan)
+    cells = {tuple(map(str, other.setting.backend.cells(other.layout).values())) for other in advice.ranked}
     assert cells == {("1", "1", "-"), ("2", "1", "-"), ("3", "1", "-"), ("3", "8", "-")}  # 0 is refused in bfloat16
     file = io.StringIO()
     print_plan(plan, advice, Console(file=file, width=80))
@@ -75,7 +115,7 @@ def test_all_stages_are_ranked_and_shown() -> None:
 def test_a_faster_stage_is_named_where_it_fits() -> None:
     """Stage 2 reduces whole gradients after every microbatch, stage 1 once."""
     slow = ["--cross_node_gb_s", "1", "--gradient_accumulation_steps", "8"]
-    faster = advise(planned_with(2, *slow, gpus="8 8")).faster
+    faster = Advice(planned_with(2, *slow, gpus="8 8")).faster
     assert faster is not None and faster.text == "--deepspeed_stage 1"
 
 
@@ -85,19 +125,18 @@ def test_a_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
     words += ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
     config = parse(PLAN_CONFIGS["sft"], words)
     said = check_plan(config, [2], model_folder=str(model), memory_bytes=64 * 2**30, on_cuda=False)
-    assert said.line.startswith("plan: needs ") and said.refusal is None
+    assert said.line.startswith("plan: needs ") and not said.cannot_fit
     config = parse(PLAN_CONFIGS["sft"], [*words, "--no_plan_check"])
     refused = check_plan(config, [2], model_folder=str(model), memory_bytes=2**20, on_cuda=False)
-    assert refused.refusal is not None and "the run cannot fit" in refused.refusal
+    assert refused.cannot_fit and "the run cannot fit" in refused.warning
 
 
-def test_what_it_takes_from_deepspeed_and_from_torch_is_theirs() -> None:
+def test_what_it_takes_from_deepspeed_is_its_own() -> None:
     from open_instruct.learner.deepspeed.library import deepspeed
 
     theirs = deepspeed.runtime.zero.config.DeepSpeedZeroConfig()
-    names = {name: name.removeprefix("stage3_") for name in planned.DEFAULTS}
-    assert {name: getattr(theirs, field) for name, field in names.items()} == planned.DEFAULTS
-    assert list(planned_state.NOT_DECAYED) == [*NOT_DECAYED, BIASES]
+    ours = {each.name: each.default for each in fields(planned_state.Zero) if each.default is not MISSING}
+    assert len(ours) == 6 and {name: getattr(theirs, name) for name in ours} == ours
 
 
 def test_a_plan_loads_neither_torch_nor_deepspeed() -> None:

@@ -32,11 +32,11 @@ from open_instruct.objectives.distill import DistillConfig, bind, evaluate, teac
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.parallel.layout import layout_of
-from open_instruct.planning.advice import advise
+from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown.terminal import print_plan
-from open_instruct.planning.subject.public_models import find_public_model
+from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.run.pretrained import open_pretrained
@@ -239,7 +239,7 @@ def test_numbers_stand_beside_their_labels() -> None:
         measure = Measure(lambda logits_NV, beside: beside, (beside_labels(model, packed, numbers, device=CPU),))
         with torch.no_grad():
             assert torch.equal(token_logprobs(model, packed, device=CPU, measure=measure).measured_N, numbers)
-        assert hidden_at_labels(model, packed, device=CPU).shape[-1] == 32
+        assert hidden_at_labels(model, packed, model, CPU).shape[-1] == 32
 
 
 # What is kept.
@@ -322,8 +322,8 @@ def planned(*words: str) -> Plan:
 
 def test_the_plan_counts_the_teacher() -> None:
     plan, without = planned(), planned("--teacher_top_k", "64")
-    shape = find_public_model("allenai/OLMo-2-0325-32B")
-    assert shape is not None and plan.workload.scorings == (Scoring(shape=shape, stands_as="teacher", num_values=0),)
+    shape = model_shape("allenai/OLMo-2-0325-32B")
+    assert plan.workload.scorings == (Scoring(shape=shape, stands_as="teacher", num_values=0),)
     assert (plan.workload.num_values, without.workload.num_values, without.workload.scorings) == (2, 2, ())
     phases, phases_without = ({phase.name: dict(phase.parts) for phase in each.phases} for each in (plan, without))
     teacher_bytes = phases["backward"]["teacher"]
@@ -335,7 +335,7 @@ def test_the_plan_counts_the_teacher() -> None:
     assert gathered[0] - gathered[1] == pytest.approx(2 * shape.num_params, rel=1e-2)
     assert plan.time.compute_s > 5 * without.time.compute_s
     shown = io.StringIO()
-    print_plan(plan, advise(plan), Console(file=shown, width=200))
+    print_plan(plan, Advice(plan), Console(file=shown, width=200))
     told = " ".join(shown.getvalue().split())
     assert "teacher: the teacher's weights, this GPU's 1/8, 4 bytes each, and all of its head's matrix" in told
 

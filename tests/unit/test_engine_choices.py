@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.batching import Batching
+from open_instruct.engines.held_adapter import check_targets, options_of
 from open_instruct.engines.vllm_core import check_temperature
 from open_instruct.errors import InputError, RunError
 
@@ -46,6 +48,24 @@ class TestBatching:
     def test_what_cannot_be_on_a_cpu_is_refused(self, flags: dict[str, object], message: str) -> None:
         with pytest.raises(InputError, match=message):
             Batching.of(FleetSection(**flags), on_cuda=False, max_model_len=512)  # type: ignore[arg-type]
+
+
+class TestAdapter:
+    @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512)])
+    def test_an_engine_has_room_for_its_rank(self, rank: int, room: int) -> None:
+        options = options_of(LoRASection(use_lora=True, lora_r=rank, lora_target_modules=["q_proj", "up_proj"]))
+        assert options == {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": room,
+            "lora_target_modules": ["q_proj", "up_proj"],
+        }
+
+    def test_targets_that_an_engine_has_not_are_refused(self) -> None:
+        layers = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"]
+        check_targets(LoRASection(lora_target_modules=["up_proj", "q_proj"]), layers)
+        with pytest.raises(InputError, match="take no adapter for k_proj, gate_proj; use --lora_sync merged"):
+            check_targets(LoRASection(lora_target_modules=["q_proj", "gate_proj", "k_proj"]), layers)
 
 
 class TestProbe:

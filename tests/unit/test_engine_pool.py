@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from open_instruct.engines.engine import Engine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
+from open_instruct.run.slowness import slowest
 from tests.unit.fake_engine import (
     MAX_NUM_SEQS,
     MAX_PROMPT_LENGTH,
@@ -112,6 +115,20 @@ def texts(futures: list[Future[Completion]]) -> list[str]:
 
 def answers(*numbers: int) -> list[str]:
     return [text_of(request(number)) for number in numbers]
+
+
+def test_a_slow_engine_is_known_by_its_own_requests(two: Pool) -> None:
+    step = two.made[1].core.step
+
+    def slowed() -> Any:
+        time.sleep(0.03)
+        return step()
+
+    two.made[1].core.step = slowed  # type: ignore[method-assign]
+    assert two.pool.paces() == [None, None]
+    texts(two.submit(*range(48)))
+    row = slowest("engine", two.pool.paces())
+    assert row["slowest_engine"] == 1 and row["slowest_engine/times"] > 1.5
 
 
 class TestRequests:

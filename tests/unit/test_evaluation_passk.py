@@ -55,6 +55,21 @@ def test_metrics() -> None:
     }
 
 
+def test_the_largest_k_says_how_many_completions_there_are() -> None:
+    with BusyPool() as pool:
+        metrics, _ = evaluate(
+            PROMPTS, pool, FakeReward(rule=lambda *_: 1.0), config=config_of("--eval_pass_at_k", "32")
+        )
+    assert len(pool.requests) == 32 * len(PROMPTS)
+    assert metrics["eval/pass_at_32"] == metrics["eval/pass_at_1"] == 1
+
+
+def test_held_out_prompts_may_have_a_nucleus_of_their_own() -> None:
+    with BusyPool() as pool:
+        evaluate(PROMPTS, pool, FakeReward(rule=lambda *_: 1.0), config=config_of("--eval_top_p", "0.95"))
+    assert {request.sampling.top_p for request in pool.requests} == {0.95}
+
+
 def test_pass_at_1_is_there_without_being_asked_for() -> None:
     with BusyPool() as pool:
         words = ("--eval_num_samples", "4", "--eval_pass_at_k", "4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from olmo_core.optim import SkipStepOptimizer
 
 from open_instruct.checkpoints import resume as checkpoints
 from open_instruct.checkpoints.finite import check_weights
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import OptimSection
 from open_instruct.errors import RunError
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.learner.olmo_core.train_module import MAX_LEFT_OUT, ObjectiveTrainModule
 from open_instruct.models.build import build_model
+from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.shards import FlatRange
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.toys.tiny import Size, tiny_config
@@ -63,8 +67,8 @@ def unused(*arguments: Any) -> LossOutputs:
     raise AssertionError
 
 
-def module_of(optimizer: Any, folder: Path) -> Summed:
-    module = Summed(
+def module_of(optimizer: Any, folder: Path, kind: type[Summed] = Summed) -> Summed:
+    module = kind(
         loss=BoundLoss(function=unused),
         model=build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu"),
         optim=build_optimizer_config(OptimSection(optimizer=optimizer, learning_rate=0.1), device=CPU),
@@ -98,8 +102,8 @@ def weights_of(module: Summed) -> torch.Tensor:
         ("adamw", {"factor": math.inf}, "the norm of the gradient is (nan|inf) at step 3"),
         ("adamw", {"factor": 1e25}, "the norm of the gradient is inf at step 3"),
         ("muon", {"factor": math.inf}, "the norm of the gradient is (nan|inf) at step 3"),
-        ("adamw", {"loss": math.nan}, "the loss is nan at step 3"),
-        ("skip_step_adamw", {"loss": math.inf}, "the loss is inf at step 3"),
+        ("adamw", {"loss": math.nan}, r"the loss is nan \(in a microbatch with row 0 of the .*\) at step 3"),
+        ("skip_step_adamw", {"loss": math.inf}, r"the loss is inf \(in a microbatch with row 0 of the .*\) at step 3"),
     ],
 )
 def test_a_step_that_is_not_finite_is_not_taken(
@@ -112,6 +116,19 @@ def test_a_step_that_is_not_finite_is_not_taken(
     with pytest.raises(RunError, match=f"{told}, which was not taken: .*lower --learning_rate.*no checkpoint"):
         take_step(module, **broken)
     assert torch.equal(weights_of(module), before)
+
+
+def test_of_the_rows_of_a_step_those_of_the_broken_microbatch_are_named(tmp_path: Path) -> None:
+    class OfRows(Summed):
+        def microbatch_loss(self, batch: Batch, counts: Any) -> LossOutputs:
+            value = torch.tensor(math.nan if 7 in batch.row_ids else 1.0)
+            return replace(super().microbatch_loss(batch, counts), metrics={"loss": Metric(value=value)})
+
+    rows_of_microbatches = ((3, 1), (7, 4), (2,))
+    batches = tuple(Batch(packed=PACKED, row_ids=row_ids) for row_ids in rows_of_microbatches)
+    counts: Any = {"rows": 5, "factor": 1.0, "loss": 1.0}
+    with pytest.raises(RunError, match=r"the loss is nan \(in a microbatch with rows 4, 7 of the training data"):
+        module_of("adamw", tmp_path, OfRows).forward_backward(StepBatch(microbatches=batches, counts=counts))
 
 
 def test_a_skip_step_optimizer_leaves_out_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
@@ -157,6 +174,22 @@ def test_weights_are_looked_at_before_they_are_written(weight: float, dtype: tor
     else:
         with pytest.raises(RunError, match=r"so it was not written: .* lower --learning_rate .*\. None yet"):
             check_weights(model, what="it", last_checkpoint="None yet", dtype=dtype)
+
+
+def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them() -> None:
+    """Of which the parameter itself has nothing, as under ZeRO-3."""
+    model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
+    adapt(model, LoRASection(lora_r=2), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    check_weights(model, what="it", last_checkpoint="")
+    broken = next(parameter for name, parameter in model.named_parameters() if "lora_A" in name)
+    held = FlatRange(local=torch.tensor([math.nan]), shape=tuple(broken.shape), ranges=[(0, 1)], rank=0)
+    broken.flat_range = held  # type: ignore[attr-defined]
+    broken.data = torch.empty(0)
+    with pytest.raises(RunError, match="so it was not written"):
+        check_weights(model, what="it", last_checkpoint="")
 
 
 def test_what_is_told_of_the_last_checkpoint_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

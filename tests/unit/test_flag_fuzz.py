@@ -1,4 +1,4 @@
-"""Thousands of drawn command lines: whatever is typed, the answer is a config, a plan or an InputError."""
+"""Drawn command lines: whatever is typed, the answer is a config, a plan or an InputError."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from open_instruct.objectives.kto import KTOConfig, validate_kto
 from open_instruct.objectives.sft import SFTConfig, validate_sft
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
-from open_instruct.planning import command as plan_command
 from open_instruct.planning.request import PLAN_CONFIGS
+from open_instruct.report import plan_command
 
 RUNS: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
     "dpo": (DPOConfig, validate_dpo),
@@ -111,7 +111,7 @@ def show_layout(draw: random.Random) -> None:
     assert layout_command(line) == 0
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.slow) for block in range(2, 8))])
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.slow) for block in (2, 3))])
 def test_every_refusal_is_an_input_error(
     block: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +120,7 @@ def test_every_refusal_is_an_input_error(
     num_accepted = 0
     for seed in range(block * 400, (block + 1) * 400):
         draw = random.Random(seed)
-        name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, from_yaml, plan, plan, None])
+        name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
         line = line_of(PLAN_CONFIGS[name] if walk is plan else RUNS[name][0], draw)
         try:
             if walk is None:

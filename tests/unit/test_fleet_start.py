@@ -98,3 +98,10 @@ def test_on_a_cpu_nothing_of_this(started: Any) -> None:
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     assert not settings.batching.schedules_ahead
     assert (settings.batching.max_num_seqs, settings.batching.max_num_batched_tokens) == (64, 4096)
+
+
+@pytest.mark.parametrize(("flags", "is_held"), [("--use_lora", False), ("--use_lora --lora_sync adapter", True)])
+def test_an_engine_holds_the_adapter_where_it_is_sent_alone(started: Any, flags: str, is_held: bool) -> None:
+    it = started(*flags.split(), on_gpus=False)
+    ((settings, _),) = it.engines
+    assert settings.adapter == (it.learners["arguments"]["config"].lora if is_held else None)

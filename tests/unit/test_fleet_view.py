@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console as RichConsole
 
+from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.view import FleetView, step_words
 from open_instruct.run.console import Console
 
@@ -69,6 +71,57 @@ class TestPlainLines:
             for step in range(1, 4):
                 view.finished(row(step))
         assert lines(view) == [f"step {step}/3  {step_words(row(step))}" for step in range(1, 4)]
+
+
+def group_of(prompt: str, completion: str) -> RolloutGroup:
+    texts = [completion, "another"]
+    return RolloutGroup(
+        ticket=0,
+        prompt=Prompt(row_id=0, token_ids=(1, 2), text=prompt, checks=()),
+        completions=tuple(
+            Completion(token_ids=(5,), logprobs=(-0.1,), versions=(0,), text=text, finish_reason="stop", seed=0)
+            for text in texts
+        ),
+        verdicts=(Verdict(reward=0.25, scores={}), Verdict(reward=1.0, scores={})),
+    )
+
+
+HOSTILE = "[red]5[/red] [/nothing] \x1b[2J\r\nso\u202e 5"
+
+
+class TestSample:
+    def test_it_is_said_in_one_line_that_steers_no_terminal(self) -> None:
+        view = view_of(is_terminal=False)
+        view.finished(row(2), group_of("x" * 100 + "What is 2 + 3?\n", HOSTILE + "y" * 500))
+        (said,) = [line for line in lines(view) if "sample" in line]
+        assert said.startswith("sample …x") and "What is 2 + 3?\\n  answer [red]5[/red] [/nothing] \\x1b[2J" in said
+        assert "\\r\\nso\\u202e 5yyy" in said and said.endswith("y…  its reward 0.25")
+        assert len(said) < 300 and said.isprintable()
+
+    def test_only_now_and_then_and_another_one_each_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr("open_instruct.rollout.view.time.monotonic", lambda: clock.now)
+        view = view_of(is_terminal=False)
+        for step in range(1, 8):
+            view.finished(row(step), group_of("p", "a"))
+            clock.now += 20
+        said = [line for line in lines(view) if line.startswith("sample")]
+        assert said == [
+            "sample p  answer another  its reward 1",
+            "sample p  answer a  its reward 0.25",
+            "sample p  answer another  its reward 1",
+        ]
+
+    @pytest.mark.parametrize("width", [30, 100])
+    def test_the_panel_has_it_and_keeps_to_the_width(self, width: int, caplog: pytest.LogCaptureFixture) -> None:
+        view = view_of(is_terminal=True, width=width)
+        with caplog.at_level(logging.INFO), view.shown():
+            view.finished(row(2), group_of("What is 2 + 3?", HOSTILE + "y" * 500))
+        assert "sample What is 2 + 3?  answer [red]5[/red]" in caplog.text
+        view.console.rich.export_text()
+        view.console.rich.print(view._draw())
+        text = view.console.rich.export_text()
+        assert "sample" in text and "[red]" in text and max(map(len, text.splitlines())) <= width
 
 
 class TestPanel:

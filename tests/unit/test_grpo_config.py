@@ -45,6 +45,8 @@ def test_learners_are_a_list_of_numbers() -> None:
     ("words", "expected"),
     [
         ("--vllm_top_p 0.9", "biased"),
+        ("--lora_sync adapter", "--lora_sync adapter: there is no adapter without --use_lora; add that"),
+        ("--use_lora --lora_sync adapter --lora_r 513", "--lora_r 513: an engine takes adapters of a rank up to 512"),
         ("--num_samples_per_prompt_rollout 1", "at least 2"),
         (
             "--total_episodes 10",
@@ -67,7 +69,7 @@ def test_learners_are_a_list_of_numbers() -> None:
         ("--ray_address auto --ray_dashboard_host 0.0.0.0", "--ray_dashboard_host 0.0.0.0: the cluster at"),
         (
             "--activation_checkpointing_modules blocks.*",
-            "is read only with --activation_checkpointing selected_modules, not none; leave one out",
+            "is read only with --activation_checkpointing selected_modules, not auto; leave one out",
         ),
         ("--response_length 2147483647", "fits no device"),
         ("--clip_lower 1.0", "must be below 1"),
@@ -89,6 +91,7 @@ def test_learners_are_a_list_of_numbers() -> None:
         ("--sft_mixer_list rows.jsonl 1.0", "give both, or neither"),
         ("--sft_rows_per_step 3", "give both, or neither"),
         ("--sft_mixer_list rows.jsonl --sft_rows_per_step 3", "--sft_mixer_list: 'rows.jsonl' has no amount"),
+        ("--columns prompt=", "--columns prompt=: takes what a row should have"),
         ("--ce_coef 2", "there are no conversations without --sft_mixer_list"),
         ("--teacher_kl_coef 2", "there is no teacher without --teacher_model_name_or_path"),
         ("--rl_coef 0", "without --teacher_model_name_or_path nothing is learned"),

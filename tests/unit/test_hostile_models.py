@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from open_instruct.config.sections import ModelSection
+from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
@@ -78,6 +78,17 @@ def opened(folder: Path) -> Any:
     return open_pretrained(ModelSection(model_name_or_path=str(folder)), max_seq_length=64, export_folder=folder / "x")
 
 
+def test_the_chat_template_is_the_one_that_was_there_at_the_start(good: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0]['content'] }}")
+    section = ModelSection(model_name_or_path=str(good / "llama"))
+    arguments: dict[str, Any] = {"max_seq_length": 64, "export_folder": tmp_path / "x"}
+    pretrained = open_pretrained(section, **arguments, data=DataSection(mixer_list=[], chat_template_name=str(file)))
+    file.unlink()
+    assert pretrained.chat_template == "{{ messages[0]['content'] }}"
+    assert open_pretrained(section, **arguments).chat_template is None, "the tokenizer's own is exported as it is"
+
+
 def read_config(folder: Path) -> None:
     config = load_hf_config(str(folder))
     if config.vocab_size <= 512 and config.hidden_size <= 128 and config.intermediate_size <= 256:
@@ -109,13 +120,13 @@ def read_weights(folder: Path) -> None:
 
 # Every value of a file is one that a person, a program or an enemy could have written.
 CASES: list[tuple[str, str, Callable[[Path], None], int]] = [
-    ("llama", "config.json", read_config, 200),
-    ("olmo3", "config.json", read_config, 150),
-    ("olmo3", "config.json", plan, 200),
-    ("llama", "generation_config.json", lambda folder: load_hf_config(str(folder)), 100),
-    ("indexed", INDEX_NAME, read_weights, 200),
-    ("llama", "tokenizer_config.json", speak, 100),
-    ("llama", "tokenizer.json", speak, 60),
+    ("llama", "config.json", read_config, 100),
+    ("olmo3", "config.json", read_config, 75),
+    ("olmo3", "config.json", plan, 100),
+    ("llama", "generation_config.json", lambda folder: load_hf_config(str(folder)), 50),
+    ("indexed", INDEX_NAME, read_weights, 100),
+    ("llama", "tokenizer_config.json", speak, 50),
+    ("llama", "tokenizer.json", speak, 30),
 ]
 
 
@@ -149,7 +160,7 @@ def test_any_bytes_are_read_or_refused(
     whole = (folder / file_name).read_bytes()
     head, rest = whole[:4096], whole[4096:]  # the header, of weights
     refused = 0
-    for seed in range(150):
+    for seed in range(75):
         (folder / file_name).unlink()
         (folder / file_name).write_bytes(mutated_bytes(head, random.Random(seed)) + rest)
         told = refusal(read, folder)

@@ -13,7 +13,8 @@ from pyarrow import ArrowException, Table, ipc, parquet
 
 from open_instruct.data import chat
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, open_rows
+from open_instruct.data.files.opening import open_rows
+from open_instruct.data.rows import BadRow, MalformedRow, RawRow
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.replay import check_trace_fits
@@ -53,7 +54,7 @@ def test_any_bytes_of_a_columnar_file_are_read_or_refused(tmp_path: Path, kind: 
         with ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table)
     whole, refused = path.read_bytes(), 0
-    for seed in range(200):
+    for seed in range(100):
         path.unlink()
         path.write_bytes(mutated_bytes(whole, random.Random(seed)))
         try:
@@ -171,7 +172,7 @@ def test_any_trace_is_read_or_refused(tmp_path: Path) -> None:
     assert len(read_traces(tmp_path, 1)[0].completions) == 3
     whole = trace_file(tmp_path, 1).read_bytes()
     written = refused = 0
-    for seed in range(300):
+    for seed in range(150):
         rng = random.Random(seed)
         if seed % 3 == 0:
             trace_file(tmp_path, 1).write_bytes(mutated_bytes(whole, rng))
@@ -184,8 +185,8 @@ def test_any_trace_is_read_or_refused(tmp_path: Path) -> None:
             refused += "step1.parquet cannot be read as a trace of ours" in str(error)
         else:
             assert all(isinstance(group.completions[0].text, str) for group in groups)
-    assert written > 150
-    assert refused > 50
+    assert written > 75
+    assert refused > 25
 
 
 @pytest.mark.parametrize(

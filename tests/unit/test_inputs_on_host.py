@@ -17,7 +17,7 @@ from open_instruct.learner.olmo_core.activation_checkpointing import build_activ
 from open_instruct.learner.olmo_core.inputs_on_host import InputsOnHost
 from open_instruct.models.build import build_model
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory.phases import INPUTS, Moments, host_memory, memory_by_phase
+from open_instruct.planning.memory.phases import INPUTS, Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.toys.tiny import Size, tiny_config
@@ -114,9 +114,9 @@ def test_what_is_kept_where_is_as_planned(offloaded: Any, inputs: InputsOnHost) 
     stream_bytes = on_device[0].nbytes
     assert kinds["full"]["forward"] - kinds["offload"]["forward"] == (SIZE.layers - 1) * stream_bytes
     loss.backward()
-    on_host = dict(host_memory(Moments(shape, layout, workload)).parts)[INPUTS]
+    on_host = Moments(shape, layout, workload).on_host()[INPUTS]
     assert on_host == sum(buffer.nbytes for buffer in inputs._free) >= SIZE.layers * stream_bytes
-    assert not host_memory(Moments(shape, layout, replace(workload, on_cuda=False))).parts
+    assert not any(Moments(shape, layout, replace(workload, on_cuda=False)).on_host().values())
 
 
 def test_without_cuda_blocks_are_recomputed_and_that_is_said() -> None:

@@ -190,7 +190,7 @@ class TestRows:
         ("row", "kind", "reason"),
         [
             (labelled("a", "b", "good"), "bad_label", "'label' must be true or false (or 1 or 0), not 'good'"),
-            (labelled("a", "b", "true"), "bad_label", "not 'true'"),
+            (labelled("a", "b", "yes"), "bad_label", "not 'yes'"),
             (labelled("a", "b", 2), "bad_label", "not 2"),
             (labelled("a", "b", -1), "bad_label", "not -1"),
             (labelled("a", "b", 0.5), "bad_label", "not 0.5"),
@@ -198,9 +198,17 @@ class TestRows:
             (labelled("a", "b", None), "bad_label", "not null"),
             (labelled("a", "b", [True]), "bad_label", "not a list"),
             ({"messages": [USER, REPLY]}, "missing_key", "no key 'label'; the row has 'messages'"),
-            ({"text": "x", "label": True}, "missing_key", "neither 'messages' nor 'prompt' and 'completion'"),
+            (
+                {"text": "x", "label": True},
+                "missing_key",
+                "no key 'messages', nor 'conversations', 'prompt' with 'completion'",
+            ),
             ({"prompt": [USER], "label": True}, "missing_key", "the row has 'prompt', 'label'"),
-            ({"prompt": "a", "completion": "b", "label": True}, "not_messages", "'prompt' must be a list of messages"),
+            (
+                {"prompt": 1, "completion": "b", "label": True},
+                "not_messages",
+                "'prompt' must be text or a list of mess",
+            ),
             (labelled("a", "b", True) | {"completion": []}, "not_messages", "'completion' must be one message"),
             (labelled("a", "b", True) | {"completion": [USER]}, "roles_out_of_order", "turn 2: the role is 'user'"),
             (labelled("a", "b", True) | {"prompt": [USER, REPLY]}, "roles_out_of_order", "turn 3"),

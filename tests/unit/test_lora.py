@@ -16,16 +16,16 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import (
-    MergedWeights,
     adapt,
     adapters_off,
     fill_adapter,
     layers_of,
+    weights_of,
     whole_adapter,
 )
 from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, file_name_of, open_adapter
 from open_instruct.models.names import TensorNames, clean_name
-from open_instruct.models.shards import held_of
+from open_instruct.models.shards import FlatRange, held_of
 from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,13 +57,29 @@ def test_switched_off_it_is_the_model_that_it_was() -> None:
     assert (model(IDS) - plain).abs().max() > 1e-2
     with adapters_off(model):
         assert torch.equal(model(IDS), plain)
-    merged, without = MergedWeights(model), held_of(model)
+    merged, without = weights_of(model), held_of(model)
     assert list(merged) == list(without)
     layer = model.blocks["1"].feed_forward.w2
     torch.testing.assert_close(
         merged["blocks.1.feed_forward.w2.weight"], layer.weight + layer.scale * layer.lora_B @ layer.lora_A
     )
     assert merged["blocks.1.attention_norm.weight"] is without["blocks.1.attention_norm.weight"]
+
+
+def test_ranks_that_hold_ranges_of_a_matrix_add_their_part() -> None:
+    """Ranges begin and end within rows, or hold nothing."""
+    model, name = adapted(LoRASection(lora_r=3)), "blocks.1.feed_forward.w2.weight"
+    layer = layers_of(model)[name.removesuffix(".weight")]
+    with torch.no_grad():
+        layer.lora_B.normal_(std=0.1)
+    whole, size = weights_of(model)[name], layer.weight.numel()
+    ranges = [(0, 5), (5, 5), (5, layer.in_features * 2), (layer.in_features * 2, size), (size, size)]
+    for rank, (start, stop) in enumerate(ranges):
+        local, shape = layer.weight.detach().flatten()[start:stop], tuple(layer.weight.shape)
+        layer.weight.flat_range = FlatRange(local=local, shape=shape, ranges=ranges, rank=rank)  # type: ignore[attr-defined]
+        part = weights_of(model)[name]
+        assert isinstance(part, FlatRange) and part.ranges is ranges
+        torch.testing.assert_close(part.local, whole.flatten()[start:stop])  # type: ignore[union-attr]
 
 
 def test_only_adapters_are_trained_and_float32() -> None:
@@ -114,7 +130,10 @@ FLAGS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
         ("--use_lora --lora_r 0", "--lora_r 0"),
         ("--use_lora --lora_target_modules lm_head", "--lora_target_modules lm_head: only matrices of the blocks"),
         ("--use_lora --optimizer muon", "--optimizer muon cannot go with --use_lora"),
-        ("--use_lora --backend deepspeed", "--backend deepspeed cannot go with --use_lora: use --backend olmo_core"),
+        (
+            "--use_lora --backend deepspeed --deepspeed_stage 2 --tensor_parallel_degree 2",
+            "--backend deepspeed --tensor_parallel_degree 2 cannot go with --use_lora: use --backend olmo_core",
+        ),
         ("--use_lora --lora_dropout 0.1 --tensor_parallel_degree 2", "--lora_dropout 0.1 cannot go with --use_lora"),
         ("--use_lora --ref_policy_update_freq 5", "the reference is the model without its adapters"),
     ],

@@ -86,8 +86,11 @@ PAYS = {
     "a few short ones beside long ones": (row(60, 500, 500), -1, True),
     "many short ones": (row(*[40] * 20, 400), -1, False),
     "a wide window": (row(2048), 511, True),
+    "one that is too long": (row(blocks.MOST_KEYS + 1), -1, False),
+    "one that is too long with its prompt": (documents_of((300, *[750] * 2), (0, *[300] * 2)), -1, False),
     "a narrow window": (row(2048), 63, False),
     "a pair with a short prompt": (documents_of((50, 460, 460), (0, 50, 50)), -1, True),
+    "a pair whose prompt is much of it": (documents_of((200, 312, 312), (0, 200, 200)), -1, True),
     "a group behind a long prompt": (documents_of((1000, *[200] * 8), (0, *[1000] * 8)), -1, False),
 }
 
@@ -105,7 +108,7 @@ def test_only_float32_on_a_cpu() -> None:
 
 
 def test_no_more_scores_than_a_block_has() -> None:
-    """Nothing as large as a document squared is held: 192 queries, in whole tokens, against the keys they see."""
+    """Little is computed of what causality or a window hides: 192 queries, as whole tokens, against what they see."""
     (document,) = row(1000)
     for left, most_keys in ((-1, 1000), (300, 364)):
         of_document = [*blocks.blocks_of(document, left, 3)]
@@ -149,3 +152,14 @@ def test_a_frozen_weight_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     model(x).sum().backward()
     assert linear.weight.grad is None
     torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(4, 3))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_product_keeps_what_its_gradients_need(is_trained: bool) -> None:
+    """The input of a matrix that is frozen is not kept, nor what multiplies an input without a gradient."""
+    x, weight = torch.randn(8, 4, requires_grad=not is_trained), torch.randn(3, 4, requires_grad=is_trained)
+    product = products.by_onednn(x, weight)
+    assert [each is not None for each in product.grad_fn.saved_tensors] == [is_trained, not is_trained]  # type: ignore[union-attr]
+    product.sum().backward()
+    expected = torch.autograd.grad((x @ weight.T).sum(), weight if is_trained else x)
+    torch.testing.assert_close(weight.grad if is_trained else x.grad, *expected)

@@ -185,7 +185,6 @@ def reply_logps(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return sum_by_sequence(logprobs_BK, kept.sequence_ids_BK, batch.num_sequences)
 
 
-@settings(deadline=None)
 @given(st.lists(pairs_of_documents(), min_size=1, max_size=4), st.integers(1, 16))
 def test_log_probs_do_not_depend_on_the_layout(pairs: list[tuple[Document, Document]], multiple: int) -> None:
     alone = [reply_logps(pack_documents([chosen])) for chosen, _ in pairs]

@@ -15,7 +15,9 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
-from open_instruct.rollout.checked_run import _say_plan
+from open_instruct.planning import plan
+from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.rollout.checked_run import _planned
 from open_instruct.run import plan_check
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
@@ -53,7 +55,7 @@ def start_on_host(folder: Path, host_gib: float, nodes: tuple[int, ...], *words:
         directory=RunDirectory(path=folder),
         console=Console(speaks=True),
     )
-    plan_check.check_plan_of_run(config, run, folder)
+    plan_check.planned_run(config, run, folder)
 
 
 def test_processes_of_a_node_share_its_memory(
@@ -65,7 +67,9 @@ def test_processes_of_a_node_share_its_memory(
 
 
 def test_a_run_that_surely_cannot_fit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"states alone need 17\.0 GiB.*It would fit .*--no_plan_check"):
+    with pytest.raises(
+        InputError, match=r"states alone need 17\.0 GiB.*The smallest change that fits: .*--no_plan_check"
+    ):
         start_on_host(folder, 64, (4,), "--fsdp_shard_degree", "1", monkeypatch=monkeypatch)
 
 
@@ -88,12 +92,58 @@ def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
     said, yellow = capsys.readouterr().out, "\x1b[33m"
     assert said.startswith(f"{yellow}plan: needs ")
     _, warning = said.split(
-        f"{yellow}warning: the plan does not fit: memory will most likely run out. It would fit with "
+        f"{yellow}warning: the plan does not fit: memory will most likely run out. The smallest change that fits: "
     )
     assert "--per_device_train_batch_size" in warning and "--gradient_accumulation_steps" in warning
     start_on_host(folder, 4 * 20, (4,), "--activation_checkpointing", "full", monkeypatch=monkeypatch)
     said = capsys.readouterr().out
     assert said.startswith("plan: needs ") and "warning" not in said and yellow not in said
+
+
+class TestCheckpointing:
+    """--activation_checkpointing auto: nothing is recomputed where everything fits, with room."""
+
+    ROWS = ("--per_device_train_batch_size", "8", "--max_seq_length", "2048")
+
+    def chosen(self, folder: Path, gpu_gib: float, *words: str, on_cuda: bool = True) -> str:
+        required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+        config = parse(DPOConfig, [*required, *self.ROWS, *words])
+        mode = plan_check.say_plan(
+            config,
+            (8,),
+            folder,
+            memory_bytes=round(gpu_gib * GIB),
+            on_cuda=on_cuda,
+            console=Console(speaks=True),
+            directory=RunDirectory(path=folder),
+        )
+        return plan_check.with_chosen(config, mode).memory.activation_checkpointing
+
+    def test_the_plan_decides(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.chosen(folder, 140) == "none"
+        assert "--activation_checkpointing" not in capsys.readouterr().out
+        assert self.chosen(folder, 24) == "full"
+        (line,) = " ".join(capsys.readouterr().out.split()).split("plan: ")[1:]
+        assert line.endswith("with --activation_checkpointing full") and "warning" not in line
+        assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing"] == "full"
+
+    def test_no_plan_is_made_twice(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = []
+        monkeypatch.setattr(plan, "memory_by_phase", lambda run: made.append(run.workload) or memory_by_phase(run))
+        assert self.chosen(folder, 140) == "none"
+        assert [each.checkpointing for each in made] == ["none"]
+        made.clear()
+        assert self.chosen(folder, 24) == "full"
+        assert [each.checkpointing for each in made] == ["none", "full"]
+
+    def test_what_was_said_is_done(self, folder: Path) -> None:
+        for said in ("none", "selected_modules", "full", "offload"):
+            assert self.chosen(folder, 24, "--activation_checkpointing", said) == said
+        assert self.chosen(folder, 24, "--activation_memory_budget", "0.5") == "none"
+        assert self.chosen(folder, 24, on_cuda=False) == "none"
+
+    def test_a_run_without_a_plan_keeps_everything(self, folder: Path) -> None:
+        assert self.chosen(folder / "gone", 24) == "none"
 
 
 class TestLauncher:
@@ -108,14 +158,21 @@ class TestLauncher:
         required = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "rows.jsonl", "1.0"]
         return parse(GRPOConfig, [*required, "--output_dir", str(folder), *words])
 
-    def test_this_machine(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_this_machine(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         config = self.config(folder, "--num_learners_per_node", "2", "2")
-        _say_plan(config, folder, Console(speaks=True))
+        directory = RunDirectory(path=tmp_path)
+        _planned(config, folder, Console(speaks=True), directory)
+        assert json.loads(directory.plan.read_text())["memory_bytes"] == 16 * GIB
         assert " of 16.0 GiB for each process" in capsys.readouterr().out
+        too_many = self.config(folder, "--num_learners_per_node", *"1111")
         with pytest.raises(InputError, match="the run cannot fit"):
-            _say_plan(self.config(folder, "--num_learners_per_node", *"1111"), folder, Console(speaks=True))
+            _planned(too_many, folder, Console(speaks=True), directory)
 
-    def test_another_cluster(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_another_cluster(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         config = self.config(folder, "--num_learners_per_node", *"1111", "--ray_address", "auto")
-        _say_plan(config, folder, Console(speaks=True))
+        _planned(config, folder, Console(speaks=True), RunDirectory(path=tmp_path))
+        assert not RunDirectory(path=tmp_path).plan.exists()
+        assert "learners keep all activations" in " ".join(capsys.readouterr().out.split())
+        full = self.config(folder, "--ray_address", "auto", "--activation_checkpointing", "full")
+        _planned(full, folder, Console(speaks=True), RunDirectory(path=tmp_path))
         assert capsys.readouterr().out == ""

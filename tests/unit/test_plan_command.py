@@ -23,15 +23,15 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.parallel.wording import one_of
-from open_instruct.planning.advice import Advice, advise, change_to_fit, faster_layout
+from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
-from open_instruct.planning.shown.html_page import html_page
-from open_instruct.planning.shown.summary import LETTERS, PURPOSES, meaning_of, traffic_rows
+from open_instruct.planning.shown.summary import LETTERS, meaning_of, traffic_rows
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.shown.units import GIB
 from open_instruct.planning.start_check import check_plan
+from open_instruct.report.plan_page import html_page
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS_PAGE = REPOSITORY / "docs" / "planning.md"
@@ -40,6 +40,7 @@ OLMO_7B = ["--model_name_or_path", "allenai/OLMo-2-1124-7B"]
 OLMO_32B = ["--model_name_or_path", "allenai/OLMo-2-0325-32B"]
 TWO_NODES = ["--num_nodes", "2", "--gpus_per_node", "8"]
 FULL = ["--activation_checkpointing", "full"]
+KEEPS_ALL = ["--activation_checkpointing", "none"]
 DPO_7B = ["dpo", *OLMO_7B, *TWO_NODES]
 DPO_32B = ["dpo", *OLMO_32B, *FULL, "--per_device_train_batch_size", "1", "--gpus_per_node", "8"]
 ESCAPE = "\x1b"
@@ -55,7 +56,7 @@ def planned(*words: str) -> Plan:
 
 def page(plan: Plan, *, console: Console | None = None, encoding: str = "utf-8") -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    print_plan(plan, advise(plan), console or Console(file=file, width=80))
+    print_plan(plan, Advice(plan), console or Console(file=file, width=80))
     file.flush()
     return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
 
@@ -64,7 +65,7 @@ class TestRequest:
     def test_data_and_folder_need_not_be_given(self) -> None:
         request = requested(*DPO_7B)
         assert request.setting.gpus_per_node == (8, 8)
-        assert (request.setting.shape.num_layers, request.as_json, request.html_file) == (32, False, None)
+        assert (request.setting.shape.num_layers, request.asked.json, request.asked.html) == (32, False, None)
 
     @pytest.mark.parametrize(
         ("words", "nodes"),
@@ -168,10 +169,13 @@ TINY = {
         (["sft", *DPO_7B[1:], "--shared_prompt_tokens", "9"], "supervised rows share nothing"),
         (["grpo", *DPO_7B[1:], "--shared_prompt_tokens", "257"], "at most 256 (--max_prompt_token_length)"),
         ([*DPO_7B, "--htlm", "x.html"], "--htlm is not a flag; did you mean --html?"),
-        ([*DPO_7B, "--html", "gone/plan.html"], "--html gone/plan.html: is a folder, or lies in none"),
-        ([*DPO_7B, "--html", "."], "--html .: is a folder"),
-        ([*DPO_7B, "--html", "x" * 300], "is a folder, or lies in none"),
-        ([*DPO_7B, "--html", "/dev/full"], "--html /dev/full cannot be written (No space left on device)"),
+        (
+            [*DPO_7B, *KEEPS_ALL, "--html", "gone/plan.html"],
+            "--html gone/plan.html cannot be written (No such file or directory)",
+        ),
+        ([*DPO_7B, *KEEPS_ALL, "--html", "."], "--html . cannot be written (Is a directory)"),
+        ([*DPO_7B, *KEEPS_ALL, "--html", "x" * 300], "cannot be written (File name too long)"),
+        ([*DPO_7B, *KEEPS_ALL, "--html", "/dev/full"], "--html /dev/full cannot be written (No space left on device)"),
         (
             ["grpo", *OLMO_7B, "--num_learners_per_node", "8", "8", "--gpus_per_node", "8"],
             "needs a node of its own for each number",
@@ -195,7 +199,7 @@ class TestPlan:
         assert (plan.layout.shard_degree, plan.layout.num_replicas) == (8, 2)
         assert plan.phases == memory_by_phase(Moments(plan.setting.shape, plan.layout, plan.workload))
         assert plan.peak.total_bytes == max(phase.total_bytes for phase in plan.phases)
-        assert plan.headroom_bytes == plan.memory_bytes - plan.peak.total_bytes
+        assert plan.headroom_bytes == plan.setting.device.memory_bytes - plan.peak.total_bytes
         assert plan.tokens_per_step == 16 * 8 * 2 * 2048
 
     def test_completions_of_grpo_are_the_same_on_any_number_of_ranks(self) -> None:
@@ -218,7 +222,8 @@ class TestPlan:
 class TestSharedPrompts:
     def test_a_pair(self) -> None:
         """8 pairs of 2 x 2048 tokens, prompts of 1025: a prompt's last token is computed for each reply."""
-        whole, shared = planned(*DPO_7B), planned(*DPO_7B, "--shared_prompt_tokens", "1025")
+        run = [*DPO_7B, *KEEPS_ALL]
+        whole, shared = planned(*run), planned(*run, "--shared_prompt_tokens", "1025")
         assert whole.workload.tokens_per_microbatch == shared.workload.row_tokens_per_microbatch == 8 * 4096
         assert shared.workload.tokens_per_microbatch == 8 * (1024 + 2 * 1024)
         assert shared.tokens_per_step == whole.tokens_per_step
@@ -254,7 +259,7 @@ class TestAdvice:
         [
             # Too few GPUs share a copy, and more of the same node could.
             ([*DPO_7B, *FULL, "--fsdp_shard_degree", "1"], {"fsdp_shard_degree", "fsdp_num_replicas"}),
-            (DPO_7B, {"activation_checkpointing"}),
+            ([*DPO_7B, *KEEPS_ALL], {"activation_checkpointing"}),
             (
                 [*DPO_7B, *FULL, "--gpu", "memory_gib=28"],
                 {"per_device_train_batch_size", "gradient_accumulation_steps"},
@@ -312,6 +317,30 @@ class TestAdvice:
         change = change_to_fit(planned(*DPO_7B, *selected))
         assert change is not None and change.values["activation_checkpointing"] == "full"
 
+    def test_adapters_where_the_whole_model_does_not_fit_on_these_gpus(self) -> None:
+        words = ["dpo", *OLMO_7B, "--gpus_per_node", "1", "--gpu", "memory_gib=23.6"]
+        plan = planned(*words, *KEEPS_ALL)
+        advice = Advice(plan)
+        assert advice.to_fit is not None and "num_nodes" in advice.to_fit.values
+        found = advice.with_adapters
+        assert found is not None and found.flags.startswith(
+            "--use_lora true --lora_r 16 --activation_checkpointing full"
+        )
+        alone = planned(*words, *found.flags.split())
+        assert alone.has_room and alone.phases == found.plan.phases
+        assert f"Adapters alone, beside the frozen model, fit on these GPUs: {found.flags}" in advice.lines()
+        assert Advice(alone).with_adapters is None
+        in_one_way = planned(*words, "--single_gpu_mode")
+        assert not any("No flag" in line for line in Advice(in_one_way).lines())
+
+    @pytest.mark.parametrize("others", [["--gpu", "h100"], ["--gpu", "memory_gib=8"], ["--optimizer", "muon"]])
+    def test_elsewhere_adapters_are_not_named(self, others: list[str]) -> None:
+        """Other flags are enough, adapters are not, or the run cannot have any."""
+        words = ["dpo", "--model_name_or_path", "allenai/OLMo-2-0425-1B", "--gpus_per_node", "1"]
+        if "h100" not in others:
+            words[2] = "allenai/OLMo-2-1124-7B"
+        assert Advice(planned(*words, *others)).with_adapters is None
+
     def test_more_nodes_are_named_as_the_run_takes_them(self) -> None:
         few = ["--gpus_per_node", "2", "--gpu", "memory_gib=44"]
         dpo = change_to_fit(planned("dpo", *OLMO_7B, *FULL, "--per_device_train_batch_size", "1", *few))
@@ -321,12 +350,12 @@ class TestAdvice:
 
     def test_another_global_batch_is_said(self) -> None:
         plan = planned(*DPO_32B, "--max_seq_length", "16384")
-        advice = advise(plan)
+        advice = Advice(plan)
         assert advice.to_fit is not None and "tensor_parallel_degree" in advice.to_fit.values
         after = advice.to_fit.plan.tokens_per_step
-        assert f"The global batch becomes {after:,} tokens, from {plan.tokens_per_step:,}." in advice.lines(plan)
+        assert f"The global batch becomes {after:,} tokens, from {plan.tokens_per_step:,}." in advice.lines()
         same = planned(*DPO_7B)
-        assert not any("global batch" in line for line in advise(same).lines(same))
+        assert not any("global batch" in line for line in Advice(same).lines())
 
     @pytest.mark.parametrize("given", [[], ["--vllm_kv_cache_mib", "65536"]])
     def test_an_engine_on_the_same_gpu_takes_less(self, given: list[str]) -> None:
@@ -339,9 +368,9 @@ class TestAdvice:
 
     def test_nothing_helps(self) -> None:
         plan = planned(*DPO_7B, "--gpu", "memory_gib=1")
-        advice = advise(plan)
+        advice = Advice(plan)
         assert advice.to_fit is None
-        assert list(advice.lines(plan)) == [
+        assert list(advice.lines()) == [
             "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
         ]
 
@@ -349,10 +378,10 @@ class TestAdvice:
         words = [*DPO_7B, *FULL, "--gpu"]
         needed_gib = planned(*words, "h100").peak.total_bytes / GIB
         plan = planned(*words, f"memory_gib={needed_gib * 1.01}")
-        advice = advise(plan)
+        advice = Advice(plan)
         assert plan.fits and not plan.has_room and "fits, but barely: needs" in page(plan)
         assert advice.to_fit is not None and advice.to_fit.plan.has_room
-        assert "leaves little room" in next(iter(advice.lines(plan)))
+        assert "leaves little room" in next(iter(advice.lines()))
 
     def test_what_fits_needs_no_change(self) -> None:
         plan = planned(*DPO_7B, *FULL)
@@ -361,35 +390,32 @@ class TestAdvice:
     def test_a_faster_layout_is_named(self) -> None:
         words = [*DPO_7B, *FULL, "--fsdp_shard_degree", "1", "--tensor_parallel_degree", "8"]
         plan = planned(*words)
-        ranked = ranked_layouts(plan.setting)
-        change = faster_layout(plan, ranked)
+        advice = Advice(plan)
+        change = advice.faster
         assert plan.fits and change is not None
-        fastest = next(other for other in ranked if other.has_room)
+        fastest = next(other for other in advice.ranked if other.has_room)
         assert set(change.values) == {"fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree"}
         assert planned(*DPO_7B, *FULL, *change.flags.split()).phases == fastest.phases == change.plan.phases
         assert fastest.tokens_per_second > plan.tokens_per_second
-        assert change.flags in " ".join(
-            Advice(to_fit=None, faster=change, exchanges_less=None, ranked=ranked).lines(plan)
-        )
+        assert change.flags in " ".join(advice.lines())
 
     def test_the_fastest_is_left_alone(self) -> None:
         plan = planned(*DPO_7B, *FULL)
-        ranked = ranked_layouts(plan.setting)
-        assert faster_layout(ranked[0], ranked) is None
+        assert Advice(ranked_layouts(plan.setting)[0]).faster is None
 
     def test_gradients_are_reduced_once_where_memory_allows(self) -> None:
         words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
         words += ["--gradient_accumulation_steps", "16"]
         plan = planned(*words)
-        advice = advise(plan)
+        advice = Advice(plan)
         change = advice.exchanges_less
         assert change is not None and change.flags == "--gradient_reduction last"
         last = planned(*words, *change.flags.split())
         assert last.phases == change.plan.phases and last.has_room
         # 15 of 16 times all gradients, in float32, to seven of eight ranks.
-        in_float32 = sum(unit.num_params for unit in plan.setting.shape.units) * 4
+        in_float32 = plan.setting.shape.num_params * 4
         assert plan.sent_bytes - last.sent_bytes == pytest.approx(15 * in_float32 * 7 / 8, rel=1e-3)
-        said = " ".join(advice.lines(plan))
+        said = " ".join(advice.lines())
         assert "Exchanges less and fits: --gradient_reduction last" in said and "sends 356.9 GiB less." in said
         gradients = [dict(phase.parts).get("gradients", 0) for phase in last.phases if phase.name == "backward"]
         assert gradients[0] == pytest.approx(in_float32, rel=0.05)
@@ -407,7 +433,7 @@ class TestAdvice:
     def test_and_elsewhere_that_is_not_said(self, others: list[str]) -> None:
         words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1", *others]
         plan = planned(*words)
-        assert plan.fits and advise(plan).exchanges_less is None
+        assert plan.fits and Advice(plan).exchanges_less is None
 
     def test_whole_gradients_are_given_up_first(self) -> None:
         words = ["dpo", *OLMO_7B, *FULL, "--gpus_per_node", "8", "--per_device_train_batch_size", "1"]
@@ -475,8 +501,8 @@ class TestPage:
     def test_bars_are_to_scale(self) -> None:
         plan = planned(*DPO_7B, *FULL)
         (bar,) = re.findall(r"^backward +([A-Z]+)·*▕", page(plan), re.MULTILINE)
-        assert len(bar) == pytest.approx(48 * plan.peak.total_bytes / plan.memory_bytes, abs=1)
-        (bar,) = re.findall(r"^backward +([A-Z▕]+)", page(planned(*DPO_7B)), re.MULTILINE)
+        assert len(bar) == pytest.approx(48 * plan.peak.total_bytes / plan.setting.device.memory_bytes, abs=1)
+        (bar,) = re.findall(r"^backward +([A-Z▕]+)", page(planned(*DPO_7B, *KEEPS_ALL)), re.MULTILINE)
         assert len(bar) == 49 and "▕" in bar  # it goes on where the GPU ends
 
     def test_every_letter_is_explained(self) -> None:
@@ -503,13 +529,13 @@ class TestPage:
         plan = planned(*DPO_7B, *FULL)
         assert ESCAPE not in page(plan)
         coloured = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-        print_plan(plan, advise(plan), coloured)
+        print_plan(plan, Advice(plan), coloured)
         assert ESCAPE in coloured.file.getvalue()  # type: ignore[attr-defined]
 
     def test_without_box_characters(self) -> None:
         page(planned(*DPO_7B, *FULL), encoding="ascii").encode("ascii")
 
-    def test_every_exchange_has_a_purpose_and_none_is_lost(self) -> None:
+    def test_rows_are_few_and_no_exchange_is_lost(self) -> None:
         for words in (
             [*DPO_7B, "--tensor_parallel_degree", "2"],
             [*DPO_7B, "--optimizer", "muon"],
@@ -518,8 +544,7 @@ class TestPage:
             plan = planned(*words)
             rows = traffic_rows(plan)
             assert sum(row.sent_bytes for row in rows) == sum(exchange.sent_bytes for exchange in plan.exchanges)
-            purposes = {*PURPOSES.values(), "momenta of Muon, orthogonalised"}
-            assert {row.what for row in rows} <= purposes
+            assert len({(row.first.axis, row.what) for row in rows}) == len(rows) < 12
             assert all(len(row.what) <= 36 for row in rows)
 
     def test_engines_on_the_learners_node(self) -> None:
@@ -546,7 +571,7 @@ class TestPage:
         assert "speeds of an H100" in text and "speeds of" not in page(planned(*DPO_7B))
 
     def test_what_is_said(self) -> None:
-        text = page(planned(*DPO_7B))
+        text = page(planned(*DPO_7B, *KEEPS_ALL))
         assert (
             "does not fit: needs" in text and "The smallest change that fits: --activation_checkpointing full" in text
         )
@@ -577,7 +602,7 @@ class _Tags(HTMLParser):
 class TestHtml:
     def test_one_file_that_stands_alone(self) -> None:
         plan = planned(*DPO_7B)
-        text = html_page(plan, advise(plan))
+        text = html_page(plan, Advice(plan))
         tags = _Tags()
         tags.feed(text)
         assert tags.open == []
@@ -588,7 +613,7 @@ class TestHtml:
 
     def test_bars_have_the_bytes_of_the_plan(self) -> None:
         plan = planned(*DPO_7B, *FULL)
-        text = html_page(plan, advise(plan))
+        text = html_page(plan, Advice(plan))
         for phase in plan.phases:
             for label, num_bytes in phase.parts:
                 if num_bytes > GIB:
@@ -596,12 +621,18 @@ class TestHtml:
         for other in ranked_layouts(plan.setting):
             assert f"{other.tokens_per_second:,.0f}" in text
 
+    def test_every_part_has_a_colour(self) -> None:
+        plan = planned(*DPO_7B)
+        text = html_page(plan, Advice(plan))
+        for index in range(len(LETTERS)):
+            assert f"--c{index}: #" in text and f".b{index} {{ background: var(--c{index}); }}" in text
+
     def test_names_are_escaped(self, tmp_path: Path) -> None:
         folder = tmp_path / "<b>&me"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(TINY))
         plan = planned("dpo", "--model_name_or_path", str(folder), "--gpus_per_node", "2")
-        text = html_page(plan, advise(plan))
+        text = html_page(plan, Advice(plan))
         assert "&lt;b&gt;&amp;me" in text and "<b>&me" not in text
 
     def test_the_command_writes_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -611,11 +642,24 @@ class TestHtml:
         assert "Memory of one GPU" in capsys.readouterr().out
 
 
+def test_what_auto_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "--activation_checkpointing auto takes full"
+    assert main(["plan", *DPO_7B]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", *DPO_7B, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"] and record["workload"]["checkpointing"] == "full"
+    assert main(["plan", *DPO_7B, "--per_device_train_batch_size", "1", "--max_seq_length", "256"]) == 0
+    assert said not in capsys.readouterr().out
+    assert main(["plan", "dpo", *OLMO_7B, "--num_processes", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["shard_degree"] == 8
+
+
 class TestJson:
     def test_everything_is_there(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["plan", *DPO_7B, "--json"]) == 0
+        assert main(["plan", *DPO_7B, *KEEPS_ALL, "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
-        plan = planned(*DPO_7B)
+        plan = planned(*DPO_7B, *KEEPS_ALL)
         assert record["memory_bytes"] - record["headroom_bytes"] == plan.peak.total_bytes
         for phase in record["phases"]:
             assert sum(phase["parts"].values()) == phase["total_bytes"]
@@ -646,42 +690,42 @@ class TestCheckAtStart:
         )
 
     def test_one_line_and_fast(self, folder: Path) -> None:
-        start = time.monotonic()
+        start = time.process_time()
         verdict = self.check(folder, *FULL, memory_gib=79.6)
-        assert time.monotonic() - start < 1
+        assert time.process_time() - start < 1
         assert re.fullmatch(r"plan: needs [\d.]+ of 79.6 GiB on each GPU \(most in: \w+\)", verdict.line)
-        assert verdict.refusal is None
+        assert not verdict.cannot_fit
 
     def test_what_only_seems_too_much_goes_on(self, folder: Path) -> None:
         """Activations are a prediction; weights, gradients and optimizer states are not."""
         verdict = self.check(folder, memory_gib=10)
         assert float(re.findall(r"needs ([\d.]+)", verdict.line)[0]) > 10
-        assert verdict.refusal is None
+        assert not verdict.cannot_fit
 
     def test_layers_that_differ_are_not_planned_and_run_all_the_same(self, folder: Path) -> None:
         words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
         verdict = self.check(folder, *words, "blocks.0.feed_forward", memory_gib=80)
         assert verdict.line.startswith("plan: none (InputError: --activation_checkpointing_modules blocks.0.feed_f")
-        assert verdict.refusal is None
+        assert not verdict.cannot_fit
         assert self.check(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("plan: needs")
         with pytest.raises(InputError, match="treats layers differently"):
             planned(*DPO_7B, *words, "blocks.1?.*")
 
     def test_what_surely_cannot_fit_is_refused_with_a_way_out(self, folder: Path) -> None:
         words = [*FULL, "--fsdp_shard_degree", "1", "--per_device_train_batch_size", "1"]
-        start = time.monotonic()
+        start = time.process_time()
         with pytest.raises(InputError) as caught:
             self.check(folder, *words, memory_gib=16)
-        assert time.monotonic() - start < 5
+        assert time.process_time() - start < 5
         message = str(caught.value)
         assert "weights, gradients and optimizer states alone need" in message
-        assert "It would fit with --fsdp_shard_degree" in message and message.endswith(
+        assert "The smallest change that fits: --fsdp_shard_degree" in message and message.endswith(
             "--no_plan_check starts it all the same"
         )
 
     def test_it_can_be_started_all_the_same(self, folder: Path) -> None:
         verdict = self.check(folder, "--fsdp_shard_degree", "1", "--no_plan_check", memory_gib=2)
-        assert "the run cannot fit" in verdict.refusal
+        assert verdict.cannot_fit and "the run cannot fit" in verdict.warning
 
     @pytest.mark.parametrize(
         "text", ["{}", "no json", '{"model_type": "gpt2"}', json.dumps(TINY | {"vocab_size": "x"})]
@@ -689,7 +733,7 @@ class TestCheckAtStart:
     def test_a_model_it_cannot_read_breaks_nothing(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "config.json").write_text(text)
         verdict = self.check(tmp_path, memory_gib=0.001)
-        assert verdict.line.startswith("plan: none (InputError: ") and verdict.refusal is None
+        assert verdict.line.startswith("plan: none (InputError: ") and not verdict.cannot_fit
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,22 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from olmo_core.distributed.parallel import build_world_mesh
 from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.sections import OptimSection
 from open_instruct.families import FAMILIES
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.load import parameter_shapes
+from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.names import clean_name
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.memory.state import state_bytes
-from open_instruct.planning.subject.model import ModelShape, shape_of_fields
+from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.records import ShardLayout
@@ -82,15 +86,20 @@ def config_of(family: str, is_tied: bool, size: Size = UNEVEN) -> Any:
     return tiny_config(family, size, vocab_size=size.vocab_size, tie=is_tied)  # type: ignore[arg-type]
 
 
-def shape_of(hf_config: Any) -> ModelShape:
-    return shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json")
+def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:
+    return replace(shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json"), adapters=adapters)
 
 
-def sharded_model(hf_config: Any, layout: ShardLayout, *, device: torch.device = CPU) -> Any:
+def sharded_model(
+    hf_config: Any, layout: ShardLayout, *, device: torch.device = CPU, lora: LoRASection | None = None
+) -> Any:
     """As a run builds it; on the meta device without the tables of RoPE."""
     dp, tp = build_data_parallel_config(layout, param_dtype="bfloat16"), build_tensor_parallel_config(layout)
+    model = build_model(hf_config)
+    if lora is not None:
+        adapt(model, lora, dtype=torch.bfloat16)
     return parallelize_model(
-        build_model(hf_config),
+        model,
         world_mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
         device=device,
         max_sequence_length=NUM_TOKENS if device == CPU else None,
@@ -121,7 +130,7 @@ def held_after_a_step(model: Any, optimizer: str, computing: Any = None) -> tupl
 
 CASES = [
     *(("olmo2", False, name) for name in LAYOUTS),
-    *(("qwen3", True, name) for name in ("2", "8", "24", "24 tensor 2", "1024")),
+    *(("qwen3", True, name) for name in ("24 tensor 2", "1024")),
     *((family, is_tied, "24") for family, is_tied in [("olmo3", False), ("qwen3", False), ("llama", True)]),
 ]
 
@@ -133,6 +142,39 @@ def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_
         join_as(rank, layout.world_size)
         held = held_after_a_step(sharded_model(hf_config, layout), "adamw")
         assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
+
+
+# Fewer rows of a half than there are shards, and more.
+LORAS = {
+    "all": (LoRASection(use_lora=True, lora_r=12), Adapters(rank=12, modules=tuple(MODULES_OF_TARGETS.values()))),
+    "some": (
+        LoRASection(use_lora=True, lora_r=7, lora_target_modules=["v_proj", "down_proj"]),
+        Adapters(rank=7, modules=("attention.w_v", "feed_forward.w2")),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied", "layout_name", "name"),
+    [
+        ("olmo2", False, "1", "all"),
+        ("olmo3", False, "2", "all"),
+        ("llama", False, "8 as 2 replicas", "some"),
+        ("qwen2", True, "24", "all"),
+        ("qwen3", True, "24 tensor 2", "all"),
+    ],
+)
+def test_of_a_frozen_model_it_is_adapters_that_have_states(
+    join_as: JoinAs, family: str, is_tied: bool, layout_name: str, name: str
+) -> None:
+    layout, hf_config, (lora, adapters) = LAYOUTS[layout_name], config_of(family, is_tied), LORAS[name]
+    shape = shape_of(hf_config, adapters)
+    for rank in sorted({0, layout.world_size - 1}):
+        join_as(rank, layout.world_size)
+        model = sharded_model(hf_config, layout, lora=lora)
+        real = [(clean_name(name), tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()]
+        assert [(each.name, each.shape, each.is_trained) for each in shape.parameters] == real
+        assert state_bytes(shape, layout, WORKLOAD, rank=rank) == held_after_a_step(model, "adamw"), f"rank {rank}"
 
 
 def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
@@ -157,7 +199,9 @@ def test_a_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["skip_step_adamw", "muon"])
-def test_state_of_other_optimizers(join_as: JoinAs, optimizer: str) -> None:
+def test_state_of_other_optimizers(join_as: JoinAs, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    # Pretended ranks send nothing, and refuse one that has nothing to send.
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_: None)
     layout, hf_config = LAYOUTS["24"], config_of("olmo2", False)
     workload = replace(WORKLOAD, optimizer=optimizer)
     for rank in (0, 23):
@@ -195,13 +239,16 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
     ids=lambda value: value if isinstance(value, str) else f"{value.num_replicas}x{value.shard_degree}",
 )
 def test_parameters_of_large_models(join_as: JoinAs, name: str, layout: ShardLayout) -> None:
-    """On the meta device, where nothing is allocated and no step is taken: the sizes that FSDP2 will pad shards to."""
+    """On the meta device, where nothing is allocated and no step is taken: the sizes that FSDP2 will pad shards to.
+
+    Of a few of its layers, which are all alike but for their windows.
+    """
     shape = model_shape(name)
     size = Size(
         roughly="",
         hidden=shape.d_model,
         mlp=shape.d_ff,
-        layers=shape.num_layers,
+        layers=4,
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
         vocab_size=shape.vocab_size,
@@ -209,6 +256,7 @@ def test_parameters_of_large_models(join_as: JoinAs, name: str, layout: ShardLay
     )
     hf_config = config_of(shape.family, shape.is_tied, size)
     hf_config.head_dim = shape.head_dim
+    shape = shape_of(hf_config)
     for rank in (0, layout.world_size - 1):
         join_as(rank, layout.world_size)
         model = sharded_model(hf_config, layout, device=torch.device("meta"))

@@ -143,7 +143,7 @@ token_lists = st.integers(1, 6).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(completions=st.lists(token_lists, min_size=2, max_size=4), kind=st.sampled_from(sorted(POLICY_LOSSES)))
 def test_the_sum_does_not_depend_on_the_split(completions: list, kind: str) -> None:
     def total(chosen: list) -> float:
@@ -318,7 +318,7 @@ def test_bounds_of_their_own(bounds: dict[str, Any], weights: list[float]) -> No
         assert correction.is_corrected_N.tolist() == expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     ratios=st.lists(st.floats(1e-3, 1e3), max_size=8), kind=st.sampled_from(["clamp", "token_mask", "sequence_mask"])
 )
@@ -365,7 +365,6 @@ def test_a_group_without_a_signal(normalization: Literal["standard", "centered"]
     assert has_signal([0.0, 0.1])
 
 
-@settings(deadline=None)
 @given(rewards=st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0, -2.0]), min_size=2, max_size=8))
 def test_advantages_are_centred_and_keep_the_order(rewards: list[float]) -> None:
     for normalization in get_args(get_type_hints(group_advantages)["normalization"]):

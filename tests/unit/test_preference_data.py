@@ -217,8 +217,36 @@ def test_bad_rows_stop_with_the_first_few_and_the_count(load: Load, tmp_path: Pa
     assert lines[0].startswith("7 rows of 9 cannot be used (not_json 1, not_utf8 1, not_object 1, empty_reply 1")
     assert [line.split(": ")[0].strip() for line in lines[1:6]] == [f"{path}, line {i}" for i in range(2, 7)]
     assert lines[6].strip() == "... and 2 more"
-    assert "--on_bad_row skip" in lines[7]
+    assert lines[7].startswith('found   {"chosen": [{') and '"content": "  "' in lines[7]
+    assert lines[8].startswith('wanted  {"prompt": "text", "chosen": "text"')
+    assert "docs/data.md" in lines[9] and "--on_bad_row skip" in lines[10] and len(lines) == 11
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_same_reason_is_told_once(load: Load, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *({"text": f"Hello {i} " + "o" * 99, "n": i} for i in range(30)), b"[]")
+    with pytest.raises(InputError) as caught:
+        load(path, "1.0")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "31 rows of 31 cannot be used (missing_key 30, not_object 1):"
+    assert lines[1].strip() == f"{path}, line 1: no key 'chosen'; the row has 'text', 'n' (and so 29 rows more)"
+    assert lines[2].strip().startswith(f"{path}, line 31: the row is a JSON list")
+    assert lines[3] == f'found   {{"text": "Hello 0 {"o" * 32}…", "n": 0}}'
+    assert "--columns" in lines[-2] and len(lines) == 7
+
+
+def test_columns_by_other_names(load: Load, tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain.jsonl", {"prompt": "hi", "chosen": "yes", "rejected": "no"})
+    other = write(tmp_path / "other.jsonl", {"question": "hi", "chosen": "no", "rejected": "yes", "prompt": "not this"})
+    dataset, report = load(plain, "1.0")
+    swapped = ["prompt=question", "chosen=rejected", "rejected=chosen"]
+    renamed, told = load(other, "1.0", columns=swapped)
+    assert list(renamed) == list(dataset)
+    assert (report.warnings, told.warnings) == ((), ())
+    _, told = load(plain, "1.0", columns=["system=persona"])
+    assert told.warnings == (f"--columns system=persona: no row of {plain} has a column 'persona'",)
+    with pytest.raises(InputError, match="no key 'chosen'; the row has 'prompt', 'rejected', 'better'"):
+        load(plain, "1.0", columns=["better=chosen"])
 
 
 def test_bad_rows_can_be_skipped_and_counted(load: Load, tmp_path: Path) -> None:
@@ -248,6 +276,11 @@ def test_rows_that_the_template_refuses_are_bad_rows(
     path = write(tmp_path / "rows.jsonl", row("q", "yes", "no"), refused)
     with pytest.raises(InputError, match=r"line 2: .* refuses the conversation: no system turn"):
         load(path, "1.0", chat_template_name=None)
+    many = write(tmp_path / "many.jsonl", refused, *({**refused, "n": i} for i in range(3)))
+    with pytest.raises(InputError) as caught:
+        load(many, "1.0", chat_template_name=None)
+    assert str(caught.value).splitlines()[1].endswith("no system turn (and so 3 rows more)")
+    assert "wanted" not in str(caught.value), "the form of these rows is right"
     dataset, report = load(path, "1.0", chat_template_name=None, on_bad_row="skip")
     assert (len(dataset), report.bad) == (1, {"template": 1})
     assert any("without an end-of-turn token" in warning for warning in report.warnings)

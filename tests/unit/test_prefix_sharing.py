@@ -95,7 +95,7 @@ def test_groups_that_do_not_pay_are_taken_apart() -> None:
     assert groups_that_share(documents, [(0, 1), (2, 3)], "off") == [(0,), (1,), (2,), (3,)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
 def test_pairs_take_the_tokens_that_the_plan_counts(pairs: list[tuple[int, int, int]]) -> None:
     rows = [tuple(group(prompt, replies, seed=i)) for i, (prompt, *replies) in enumerate(pairs)]
@@ -115,7 +115,7 @@ groups_of_lengths = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(groups_of_lengths, st.integers(1, 4), st.integers(1, 3), st.integers(32, 120))
 def test_every_plan_of_groups(
     groups: list[tuple[int, list[int]]], num_ranks: int, num_mini_batches: int, capacity: int

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.parser import parse
 from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.messages import Message
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset
+from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset, row_changes
 from open_instruct.data.report import DataReport
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError, RunError
@@ -107,13 +109,9 @@ def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[
         ({"messages": None}, "not_messages", "'messages' must be a list"),
         ({"messages": []}, "not_messages", "empty list"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "roles_out_of_order", "'user' should follow"),
-        (
-            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-            "roles_out_of_order",
-            "must be 'user'",
-        ),
         ({"messages": [{"role": "user", "content": " "}]}, "empty_prompt", "last turn"),
-        ({"messages": None, "prompt": ["q"]}, "bad_prompt", "a list"),
+        ({"messages": None, "prompt": ["q"]}, "bad_message", "'prompt', turn 1: must be an object"),
+        ({"messages": None, "prompt": 5}, "not_messages", "'prompt' must be text or a list of messages, not a number"),
         ({"ground_truth": None}, "missing_key", "no 'ground_truth'"),
         ({"dataset": None}, "missing_key", "no 'dataset'"),
         ({"dataset": []}, "bad_verifier", "names no verifier"),
@@ -136,8 +134,14 @@ def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
     assert told in raised.value.reason
 
 
+def test_an_answer_behind_the_question_is_left_out() -> None:
+    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
+    messages, _ = parse_prompt_row(row("?") | {"messages": turns}, None)
+    assert [message["content"] for message in messages] == ["s", "u", "a", "u"]
+
+
 def test_a_row_without_a_prompt() -> None:
-    with pytest.raises(MalformedRow, match="neither 'messages' nor 'prompt'; the row has 'dataset'"):
+    with pytest.raises(MalformedRow, match=r"no key 'prompt', nor 'messages', .*; the row has 'dataset'"):
         parse_prompt_row({"dataset": "gsm8k"}, None)
 
 
@@ -157,6 +161,45 @@ def test_any_verifier_will_do_where_none_are_known() -> None:
 
 
 # --- the data set ---------------------------------------------------------------------------------------
+
+
+def test_a_verifier_may_stand_in_for_another(load: Load, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "p.jsonl", row("q", verifier="Math_DAPO"), row("r", ["1", "x"], ["string_matcher", "math_dapo"])
+    )
+    with pytest.raises(InputError, match="no verifier 'Math_DAPO'"):
+        load(path, "1.0")
+    prompts, _ = load(path, "1.0", remapped={"math_dapo": "gsm8k"})
+    names = [[check.verifier for check in prompts[index].checks] for index in range(2)]
+    assert sorted(names) == [["gsm8k"], ["string_matcher", "gsm8k"]]
+
+
+def test_a_system_prompt_replaces_the_rows_own(load: Load, tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "be long"}, {"role": "user", "content": "q"}]
+    path = write(tmp_path / "p.jsonl", row("q"), {**row("q"), "messages": turns})
+    prompts, _ = load(path, "1.0", system_prompt="be brief")
+    texts = {prompts[index].text for index in range(2)}
+    assert len(texts) == 1 and "be brief" in texts.pop()
+    assert {"be brief" in load(path, "1.0")[0][index].text for index in range(2)} == {
+        False
+    }  # nothing is left in the cache
+
+
+def test_what_flags_change_of_rows(tmp_path: Path) -> None:
+    required = ["--model_name_or_path", "m", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "out"]
+    file = tmp_path / "system.txt"
+    file.write_text("  be brief\n")
+
+    def changes(*words: str) -> dict[str, Any]:
+        return row_changes(parse(GRPOConfig, [*required, *words]))
+
+    assert changes() == {}
+    assert changes("--remap_verifier", "a=b", "c=d") == {"remapped": {"a": "b", "c": "d"}}
+    assert changes("--system_prompt_override_file", str(file)) == {"system_prompt": "be brief"}
+    with pytest.raises(InputError, match=r"--system_prompt_override_file: .*none\.txt cannot be read"):
+        changes("--system_prompt_override_file", str(tmp_path / "none.txt"))
+    with pytest.raises(InputError, match="--remap_verifier a: takes OLD=NEW"):
+        validate_grpo(parse(GRPOConfig, [*required, "--remap_verifier", "a"]))
 
 
 def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -269,6 +312,7 @@ def test_the_cache_is_not_asked_where_anything_differs(
         {"max_prompt_token_length": 63},
         {"seed": 1},
         {"chat_template_name": "tulu"},
+        {"columns": ["system=prompt"]},
     ]
     for other in others:
         assert not load(rows, "0.5", **other)[1].from_cache, other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from open_instruct.config.parser import parse
 from open_instruct.config.replay import Replay, on_one_process, parse_replay, replayed_flags
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
-from open_instruct.rollout.replay import differences, recorded_row, table, weights_before
+from open_instruct.rollout.replay import as_decided, differences, recorded_row, table, weights_before
+from open_instruct.run.run_directory import RunDirectory
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
 LARGE = ["--num_learners_per_node", "8", "8", "--tensor_parallel_degree", "2", "--fsdp_shard_degree", "4"]
@@ -45,6 +47,17 @@ def test_a_replay_keeps_the_settings_of_the_run(run: Path) -> None:
     replay = asked(run)
     assert (replay.run, replay.step, replay.weights, replay.json_file, replay.changed) == (run, 3, None, None, None)
     assert replay.settings.loss.clip_higher == 0.3
+
+
+def test_what_the_plan_decided_is_done_again(run: Path) -> None:
+    """A run has written what --activation_checkpointing auto came to; without a plan everything was kept."""
+    settings = asked(run).settings
+    assert settings.memory.activation_checkpointing == "auto"
+    assert as_decided(settings, run).memory.activation_checkpointing == "none"
+    RunDirectory(path=run).write_plan({"phases": [], "activation_checkpointing": "full"})
+    assert as_decided(settings, run).memory.activation_checkpointing == "full"
+    said = replace(settings, memory=replace(settings.memory, activation_checkpointing="offload"))
+    assert as_decided(said, run).memory.activation_checkpointing == "offload"
 
 
 def test_only_what_is_another_value_is_a_change(run: Path) -> None:

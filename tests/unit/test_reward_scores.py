@@ -312,7 +312,7 @@ def test_rows_are_scored_in_their_order_however_they_are_batched(
     ("row", "words", "told"),
     [
         ({"messages": chat("a")}, [], "rows.jsonl, line 2: 'messages': the last turn is 'user'"),
-        ({"prompt": chat("a")}, [], "rows.jsonl, line 2: 'completion', turn 2: must be an object"),
+        ({"prompt": chat("a")}, [], "rows.jsonl, line 2: no key 'messages', nor 'conversations', 'prompt' with"),
         ({"messages": chat("a", "b")}, ["--normalize"], "has no score_mean and score_std"),
     ],
 )
@@ -324,6 +324,15 @@ def test_what_cannot_be_scored_is_told_of(
     assert main(["score", str(judge), str(file), "--output", str(tmp_path / "out"), *words]) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_model_that_is_no_folder_is_not_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("open_instruct.score.load_tokenizer", lambda *_, **__: pytest.fail("the hub was asked"))
+    (tmp_path / "rows.jsonl").write_text("")
+    assert main(["score", "some/model", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out")]) == 2
+    assert "MODEL: some/model: no such folder; give the hf_model that a run has left" in capsys.readouterr().err
 
 
 def test_a_model_of_words_scores_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,6 @@ def of_lengths(num_tokens: list[int]) -> list[Document]:
 lengths = st.lists(st.integers(2, CAPACITY), max_size=25)
 
 
-@settings(deadline=None)
 @given(num_tokens=lengths, num_ranks=st.integers(1, 5), num_mini_batches=st.integers(1, 6))
 def test_every_plan(num_tokens: list[int], num_ranks: int, num_mini_batches: int) -> None:
     plan = plan_rollouts(
@@ -75,7 +74,7 @@ def test_every_plan(num_tokens: list[int], num_ranks: int, num_mini_batches: int
     assert len(sizes) == min(num_mini_batches, max(1, len(num_tokens)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(num_tokens=lengths, num_mini_batches=st.integers(1, 6))
 def test_mini_batches_do_not_depend_on_the_ranks(num_tokens: list[int], num_mini_batches: int) -> None:
     def minibatches(num_ranks: int) -> list[list[int]]:

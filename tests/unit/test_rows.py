@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from open_instruct.data.files.opening import open_rows
 from open_instruct.data.preference_rows import parse_preference_row
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, open_rows, parse_json_object
+from open_instruct.data.rows import BadRow, MalformedRow, RawRow, parse_json_object
 from open_instruct.errors import InputError
 
 ROWS = [{"n": i, "chosen": [{"role": "user", "content": f"q{i}"}]} for i in range(5)]
@@ -135,16 +136,16 @@ def test_names_go_to_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_missing_file_shows_near_names(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "preferences.jsonl", ROWS)
-    with pytest.raises(InputError, match=r"^--mixer_list: .*no such file. Did you mean .*/preferences\.jsonl\?"):
+    with pytest.raises(InputError, match=r"^--mixer_list: .*no such file .*\. Did you mean .*/preferences\.jsonl\?"):
         open_rows(str(tmp_path / "preference.jsonl"))
     with pytest.raises(InputError, match="There is no folder"):
         open_rows(str(tmp_path / "nowhere" / "rows.jsonl"))
 
 
 def test_unknown_kind_of_file_and_wrong_split(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("a,b\n")
-    with pytest.raises(InputError, match=r"cannot read '\.csv' files; give one of \.jsonl, \.parquet, \.arrow"):
-        open_rows(str(tmp_path / "rows.csv"))
+    (tmp_path / "rows.txt").write_text("a,b\n")
+    with pytest.raises(InputError, match=r"cannot read '\.txt' files; give one of \.jsonl, \.jsonl\.gz, \.json, \.csv"):
+        open_rows(str(tmp_path / "rows.txt"))
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(InputError, match=r"--eval_mixer_list_splits: .* its only split is 'train', not 'test'"):
         open_rows(str(path), "test", flag="--eval_mixer_list")
@@ -196,7 +197,8 @@ def both(messages: Any) -> dict[str, Any]:
 MALFORMED = [
     ({"chosen": turns("q", "yes")}, "missing_key", "no key 'rejected'; the row has 'chosen'"),
     ({}, "missing_key", "no key 'chosen'; the row has no keys"),
-    (both("q yes"), "not_messages", "'chosen' must be a list of messages, not a string"),
+    (both("yes"), "missing_key", "'chosen' is a reply alone: no key 'prompt'"),
+    (both(7), "not_messages", "'chosen' must be a list of messages, not a number"),
     (both(None), "not_messages", "not null"),
     (both({"role": "user"}), "not_messages", "not an object"),
     (both([]), "not_messages", "'chosen' is an empty list"),
@@ -218,7 +220,9 @@ MALFORMED = [
     (both(turns("q", " no\n")), "chosen_equals_rejected", "equals"),
     (both(turns("other", "yes")), "prompts_differ", "the prompts differ at turn 1"),
     (both(turns("q", "a", "q", "yes")), "prompts_differ", "'chosen' has 4 turns, 'rejected' has 2"),
-    (both(turns("yes", roles="a")), "roles_out_of_order", "turn 1: the role is 'assistant' where 'user'"),
+    (both(turns("yes", roles="a")), "missing_key", "'chosen' is a reply alone: no key 'prompt'"),
+    ({"prompt": "q"} | both(turns("yes", "or", roles="au")), "not_messages", "'chosen' must be one message, the reply"),
+    ({"prompt": turns("q", "a")} | both("yes"), "roles_out_of_order", "turn 3: the role is 'assistant'"),
     (both(turns("q", "yes", roles="uu")), "roles_out_of_order", "turn 2: the role is 'user' where 'assistant'"),
     (both(turns("q", "s", "yes", roles="usa")), "roles_out_of_order", "turn 2: the role is 'system'"),
     (both(turns("s", "yes", roles="sa")), "roles_out_of_order", "turn 2: the role is 'assistant' where 'user'"),

@@ -42,6 +42,7 @@ def with_checkpoint(folder: Path) -> DPOConfig:
 
 WRITERS: dict[str, Any] = {
     "layout.json": lambda folder: RunDirectory(path=folder).write_layout(LAYOUT),
+    "plan.json": lambda folder: RunDirectory(path=folder).write_plan({"memory_bytes": 1}),
     "eval.jsonl": lambda folder: RunDirectory(path=folder).write_evaluation({"step": 3, "score": 0.5}),
     "pids.json": lambda folder: RunDirectory(path=folder).write_pids(driver=1, learners=[2], engines=[]),
     "config.yaml": lambda folder: write_config(config_of(folder), folder / "config.yaml"),

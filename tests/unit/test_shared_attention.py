@@ -71,7 +71,7 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows, st.sampled_from(LEFTS), st.sampled_from([(4, 2), (4, 1), (2, 2)]))
 def test_tiles_blocks_and_the_plain_version_are_the_definition(
     families: list[Any], left: int, heads: tuple[int, int]

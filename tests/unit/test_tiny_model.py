@@ -73,7 +73,7 @@ def test_sizes_are_what_they_say(size: str, millions: float) -> None:
 
 
 @given(text=st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_round_trips(tokenizer: transformers.PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -84,7 +84,7 @@ def unlearned(batch: RolloutStepBatch) -> StepSamples:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=batches())
 def test_what_was_written_comes_back_exactly(batch: RolloutStepBatch) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -188,19 +190,35 @@ class TestOptimizers:
         assert rates("constant", 0.5) == pytest.approx([0.5, 1.0, 1.0, 1.0])
         assert rates("cosine", 0.0) == pytest.approx([(1 + math.cos(math.pi * step / 5)) / 2 for step in (1, 2, 3, 4)])
 
-    def test_weight_decay_spares_norms_and_embeddings(self) -> None:
+    @pytest.mark.parametrize(
+        ("on", "decayed"),
+        [("linear", {"w.weight"}), ("matrices", {"w.weight", "embeddings.weight"}), ("all", None)],
+    )
+    def test_weight_decay_shrinks_what_was_asked(self, on: Any, decayed: set[str] | None) -> None:
         model = torch.nn.ModuleDict(
             {"embeddings": torch.nn.Embedding(3, 2), "w": torch.nn.Linear(2, 2), "norm": torch.nn.RMSNorm(2)}
         )
-        config = build_optimizer_config(OptimSection(weight_decay=0.1), device=CPU, has_biases=True)
-        optimizer = config.build(model)
-        decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-        assert {name: decays[id(p)] for name, p in model.named_parameters()} == {
-            "embeddings.weight": 0.0,
-            "w.weight": 0.1,
-            "w.bias": 0.0,
-            "norm.weight": 0.0,
-        }
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optim = OptimSection(weight_decay=0.1, weight_decay_on=on, learning_rate=0.5)
+        optimizer = build_optimizer_config(optim, device=CPU, has_biases=True).build(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            factor = 0.95 if decayed is None or name in decayed else 1.0
+            torch.testing.assert_close(parameter.detach(), factor * before[name])
+
+    @pytest.mark.parametrize("optimizer", ["adamw", "skip_step_adamw", "muon"])
+    def test_epsilon_bounds_what_a_small_gradient_does(self, optimizer: Any) -> None:
+        """The first step of Adam is lr * g / (|g| + epsilon): half of it where the two are equal."""
+        model = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(2)})
+        optim = OptimSection(optimizer=optimizer, learning_rate=0.5, adam_epsilon=1e-3)
+        built = build_optimizer_config(optim, device=CPU).build(model)
+        model["norm"].weight.grad = torch.full((2,), 1e-3)
+        if optimizer == "skip_step_adamw":
+            built.latest_loss, built.latest_grad_norm = torch.tensor(1.0), torch.tensor(1.0)
+        built.step()
+        torch.testing.assert_close(model["norm"].weight.detach(), torch.full((2,), 0.75))
 
     def test_muon_is_torchs_on_matrices_and_adamw_elsewhere(self) -> None:
         torch.manual_seed(0)
@@ -219,14 +237,14 @@ class TestOptimizers:
 
         def ours(parameters: list[Any]) -> MuonWithAdamW:
             groups = [{"params": parameters[:1], "use_muon": True}, {"params": parameters[1:], "use_muon": False}]
-            return MuonWithAdamW(groups, lr=0.1, weight_decay=0.0)
+            return MuonWithAdamW(groups, lr=0.1, weight_decay=0.1)
 
         both = train(ours, matrix, vector)
         (muon,) = train(
-            lambda ps: torch.optim.Muon(ps, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), matrix
+            lambda ps: torch.optim.Muon(ps, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), matrix
         )
-        (adamw,) = train(lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.0), vector)
-        torch.testing.assert_close(both, [muon, adamw])
+        (adamw,) = train(lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1), vector)
+        torch.testing.assert_close(both, [muon, adamw], rtol=0, atol=0)
 
 
 def small_model(family: Any) -> Transformer:
@@ -344,6 +362,48 @@ def test_wandb_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         fake.util.generate_id = lambda: "another"
     started = {"id": "abc", "project": "p", "name": tmp_path.name, "config": {"seed": 1}, "resume": "allow"}
     assert calls == [started, (1, {"loss": 0.5}), "finished"] * 2
+
+
+def test_trackio_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in, for those who have not installed it."""
+    calls: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        calls.append(settings)
+        log = lambda row, step: calls.append((step, row))  # noqa: E731
+        return types.SimpleNamespace(name=settings["name"], log=log, finish=lambda: calls.append("finished"))
+
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    for exp_name in ("first", "another"):
+        logging = LoggingSection(report_to=["trackio"], exp_name=exp_name)
+        (tracker,) = build_trackers(logging, folder=tmp_path, config={"seed": 1})
+        tracker.log(1, {"loss": 0.5})
+        tracker.close()
+    begun = {"project": "open_instruct", "name": "first", "config": {"seed": 1}, "embed": False}
+    of_each = [(1, {"loss": 0.5}), "finished"]
+    assert calls == [begun | {"resume": "never"}, *of_each, begun | {"resume": "allow"}, *of_each]
+
+
+def test_trackio_itself_has_every_step_once(tmp_path: Path) -> None:
+    """In a process of its own, which has it write elsewhere."""
+    pytest.importorskip("trackio")
+    code = f"""
+from pathlib import Path
+from open_instruct.config.sections import LoggingSection
+from open_instruct.run.trackers import build_trackers
+folder = Path({str(tmp_path / "run")!r})
+for step in (1, 2):
+    (tracker,) = build_trackers(LoggingSection(report_to=["trackio"]), folder=folder, config={{}})
+    tracker.log(step, {{"rewards/margin": 0.25 * step}})
+    tracker.close()
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = SQLiteStorage.get_runs("open_instruct")
+print("TOLD", run, [(row["step"], row["rewards/margin"]) for row in SQLiteStorage.get_logs("open_instruct", run)])
+"""
+    (tmp_path / "run").mkdir()
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert "TOLD run [(1, 0.25), (2, 0.5)]" in done.stdout, done.stdout + done.stderr
 
 
 def test_number_of_steps() -> None:

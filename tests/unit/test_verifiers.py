@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt
+from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
@@ -97,6 +98,15 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def pool(user_module: str) -> Iterator[VerifierPool]:
+    """Nothing in it is taken for what does not end, also on a machine that is busy."""
+    pool = VerifierPool([f"{user_module}:Odd", f"{user_module}:Inline"], num_processes=2, timeout_s=20)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def hasty_pool(user_module: str) -> Iterator[VerifierPool]:
+    """For what does not end."""
     pool = VerifierPool([f"{user_module}:Odd", f"{user_module}:Inline"], num_processes=2, timeout_s=0.5)
     yield pool
     pool.close()
@@ -159,9 +169,10 @@ def test_answers_of_mathematics(completion: str, ground_truth: str, expected: fl
 
 class TestPool:
     @pytest.mark.parametrize("answer", ["9^9^9^9^9", "(" * 5000 + "1" + ")" * 5000, "factorial(10^9)", "x" * 200_000])
-    def test_mathematics_that_does_not_end_is_ended(self, pool: VerifierPool, answer: str) -> None:
-        pool.score(check("math", "2"), r"\boxed{2}")  # loads sympy, which takes its time, or is killed and does not
-        assert pool.score(check("math", "7"), rf"\boxed{{{answer}}}").score == 0.0
+    def test_mathematics_that_does_not_end_is_ended(self, hasty_pool: VerifierPool, answer: str) -> None:
+        # Loads sympy, which takes its time, or is killed and does not.
+        hasty_pool.score(check("math", "2"), r"\boxed{2}")
+        assert hasty_pool.score(check("math", "7"), rf"\boxed{{{answer}}}").score == 0.0
 
     def test_what_was_thought_is_not_judged(self, pool: VerifierPool) -> None:
         assert pool.score(check("gsm8k", "5"), "5</think> it is 6").score == 0.0
@@ -182,19 +193,21 @@ class TestPool:
             ("nan", "odd: gave nan, which is not between 0 and 1"),
         ],
     )
-    def test_what_goes_wrong_is_a_score_of_nothing(self, pool: VerifierPool, completion: str, problem: str) -> None:
-        outcome = pool.score(check("odd"), completion)
+    def test_what_goes_wrong_is_a_score_of_nothing(
+        self, hasty_pool: VerifierPool, completion: str, problem: str
+    ) -> None:
+        outcome = hasty_pool.score(check("odd"), completion)
         assert outcome.score == 0.0
         assert outcome.problem is not None
         assert outcome.problem.startswith(problem)
-        assert pool.score(check("odd"), "0.5").score == 0.5
+        assert hasty_pool.score(check("odd"), "0.5").score == 0.5
 
     @pytest.mark.timeout(60)
     def test_what_a_verifier_has_started_ends_with_it(
-        self, pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, hasty_pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        assert pool.score(check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
+        assert hasty_pool.score(check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
         assert_ends(int(Path("spinning").read_text()))
 
     @pytest.mark.timeout(60)
@@ -207,8 +220,10 @@ class TestPool:
         assert scores == [0.25, 0.75, 1, 0.25, 0, 1]
 
     @pytest.mark.timeout(60)
-    def test_a_long_completion_arrives_whole(self, pool: VerifierPool) -> None:
+    def test_a_long_completion_arrives_whole(self, user_module: str) -> None:
+        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=20)
         outcome = pool.score(check("odd"), "x" * 3_000_000)
+        pool.close()
         assert outcome.problem is not None and outcome.problem.startswith("odd: ValueError")
         assert len(outcome.problem) < 1000
 
@@ -354,19 +369,20 @@ class TestOwnFiles:
         ("word", "entry"),
         [
             ("mine.py:Odd", [str(REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py")]),
-            ("mine:Odd", ["-P", "-m", "open_instruct.cli", "grpo"]),
+            ("mine:NotThere", ["-P", "-m", "open_instruct.cli", "grpo"]),
         ],
     )
     def test_every_entry_finds_it(self, monkeypatch: pytest.MonkeyPatch, word: str, entry: list[str]) -> None:
         monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-        for verifier in (word, word.replace("Odd", "NotThere")):
-            flags = f"--verifier {verifier} --model_name_or_path ./no_model --dataset_mixer_list x.jsonl 1.0"
-            words = [*entry, *flags.split(), "--output_dir", "out"]
-            run = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
-            # What is looked at next is not there either.
-            assert run.returncode == 2
-            assert ("no_model" in run.stderr) == (verifier == word), run.stderr
-            assert ("NotThere" in run.stderr) == (verifier != word), run.stderr
+        (write_tiny_model("no_weights", family="olmo2") / "model.safetensors").unlink()
+        Path("x.jsonl").touch()
+        flags = f"--verifier {word} --model_name_or_path ./no_weights --dataset_mixer_list x.jsonl 1.0"
+        words = [*entry, *flags.split(), "--output_dir", "out"]
+        run = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+        # What is looked at next is not whole either.
+        assert run.returncode == 2
+        assert ("no_weights" in run.stderr) == ("Odd" in word), run.stderr
+        assert ("NotThere" in run.stderr) == ("Odd" not in word), run.stderr
 
     def test_an_installed_module_goes_before_a_file_of_its_name(self) -> None:
         Path("mine.py").rename("sympy.py")
@@ -417,6 +433,11 @@ class TestReward:
     def test_scores_are_weighted(self, pool: VerifierPool) -> None:
         checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "no", weight=1.0))
         assert self.reward(pool, "5", *checks, verification_reward=10.0) == pytest.approx(7.5)
+
+    def test_scores_may_be_added_up(self, pool: VerifierPool) -> None:
+        checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "5", weight=0.5))
+        assert self.reward(pool, "5", *checks, verification_reward=10.0) == pytest.approx(10.0)
+        assert self.reward(pool, "5", *checks, verification_reward=10.0, several_verifiers="sum") == pytest.approx(35.0)
 
     def test_the_format_gates_or_adds(self, pool: VerifierPool) -> None:
         good, bad = "x</think><answer>5</answer>", "5"

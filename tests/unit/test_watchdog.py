@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.cluster.watchdog import POLL_INTERVAL_S, SHARED_MEMORY
+from open_instruct.cluster.watchdog import POLL_INTERVAL_S, SHARED_MEMORY, _keep_logs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30.0
@@ -81,3 +81,26 @@ def test_nothing_stays_of_a_killed_driver_but_what_is_not_its_own(tmp_path: Path
     driver.wait()
     eventually(lambda: not folder.exists() and not any(memory.exists() for memory in memories))
     assert model.read_bytes() == b"weights"
+
+
+def test_logs_are_kept_under_the_names_that_workers_went_by(tmp_path: Path) -> None:
+    """As Ray names its files, and what it writes at the top of them."""
+    there, kept = tmp_path / "ray" / "session_2026-01-01" / "logs", tmp_path / "out" / "logs"
+    there.mkdir(parents=True)
+    top = b":job_id:01000000\n:actor_name:LearnerHost\n"
+    for at, (name, said) in enumerate(
+        {
+            "worker-aa-01000000-11.out": top + b":actor_name:learner-0\nloaded\n",
+            "worker-aa-01000000-11.err": top + b":actor_name:learner-0\n",  # said nothing
+            "worker-bb-01000000-12.err": top + b":actor_name:engine-1\nold\n",
+            "worker-cc-01000000-13.err": top + b":actor_name:engine-1\nnew\n",
+            "worker-dd-01000000-14.out": b":job_id:01000000\na task\n",
+        }.items()
+    ):
+        (there / name).write_bytes(said)
+        os.utime(there / name, (at, at))
+    _keep_logs(tmp_path, kept)
+    assert {path.name for path in kept.iterdir()} == {
+        *("learner-0.out", "engine-1.err", "engine-1.2.err", "worker-dd-01000000-14.out"),
+    }
+    assert (kept / "engine-1.2.err").read_bytes().endswith(b"new\n")

@@ -7,15 +7,22 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
+from open_instruct.config.lora import LoRASection
 from open_instruct.errors import InputError
+from open_instruct.models.build import build_model
+from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.names import TensorNames
 from open_instruct.models.shards import shard_box
+from open_instruct.toys.tiny import SIZES, tiny_config
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.receiver import ReusedMemory
+from open_instruct.weights.sender import WeightSender
 from open_instruct.weights.ways import choose_backend
+from tests.unit.conftest import JoinAs
 
 
 def manifest_of(shapes: dict[str, tuple[int, ...]], *, num_ranks: int, bucket_bytes: int) -> WeightManifest:
@@ -63,7 +70,6 @@ class TestBuckets:
             "b": (16, 4),
         }
 
-    @settings(deadline=None)
     @given(
         st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=20),
         st.integers(1, 400),
@@ -121,6 +127,27 @@ def test_memory_is_given_out_again_once_no_view_of_it_is_left() -> None:
     third = memory.take(200)
     assert third.data_ptr() == address
     assert memory.take(60).data_ptr() not in (address, second.data_ptr())
+
+
+def test_an_adapter_alone_is_a_fiftieth_of_the_bytes(join_as: JoinAs) -> None:
+    join_as(0, 1)
+    config = tiny_config("olmo2", SIZES["base"], vocab_size=SIZES["base"].vocab_size, tie=False)
+    model = build_model(config)  # on the meta device
+    adapt(model, LoRASection(use_lora=True, lora_r=16), dtype=torch.bfloat16)
+    adapter, whole = (
+        WeightSender(
+            model,
+            TensorNames(config),
+            backend="gloo",
+            dtype=torch.bfloat16,
+            bucket_bytes=64 << 20,
+            timeout_s=1,
+            adapter_alone=alone,
+        ).manifest.num_bytes
+        for alone in (True, False)
+    )
+    assert 2 * 500e6 < whole < 2 * 550e6
+    assert adapter <= 0.02 * whole
 
 
 ONE_HOST = {"on_cuda": False, "single_device": False, "same_host": True}

@@ -9,17 +9,16 @@ whose first passes go forward alone lets go of weights that it needs again at on
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from open_instruct.learner.deepspeed.planned_state import Zero
 from open_instruct.planning.subject.model import ModelShape
 
 HEAD = "lm_head"
-LetGo = dict[tuple[str, int], frozenset[str]]
 
 
 class Visit(NamedTuple):
@@ -27,19 +26,16 @@ class Visit(NamedTuple):
 
     module: str
     is_entered: bool = True
-
-
-class Call(NamedTuple):
-    """Parameters that are gathered together; `is_nearby` from their second copies."""
-
-    parameters: tuple[str, ...]
-    is_nearby: bool
+    goes_back: bool = False
 
 
 class Gathered(NamedTuple):
-    """Calls of a step, and the most values that were whole at once, with those of one call beside them."""
+    """How often parameters were gathered together in a step, and whether from their second copies nearby.
 
-    calls: tuple[Call, ...] = ()
+    `most_values` were whole at once, with those of one call beside them.
+    """
+
+    calls: Counter[tuple[tuple[str, ...], bool]]
     most_values: int = 0
 
 
@@ -57,11 +53,11 @@ class Modules:
 
     @cached_property
     def own(self) -> dict[str, tuple[str, ...]]:
-        """The parameters that a module is gathered with: its own, of the head all."""
+        """The parameters that a module is gathered with, in the order of the model: its own, of the head all."""
         own: dict[str, tuple[str, ...]] = defaultdict(tuple)
+        own[HEAD] = ("embeddings.weight",) if self.shape.is_tied else ()
         for name in self.sizes:
             own[HEAD if name.startswith(HEAD) else name.rpartition(".")[0]] += (name,)
-        own[HEAD] += ("embeddings.weight",) if self.shape.is_tied else ()
         return own
 
     @cached_property
@@ -72,7 +68,7 @@ class Modules:
             parts = module.split(".")
             for end in range(1, len(parts) + 1):
                 below[".".join(parts[:end])] += sum(self.sizes[name] for name in names)
-        return below | {"": self.shape.num_params}
+        return below
 
     def forward(self) -> Iterator[Visit]:
         """All modules, those without parameters too: whichever runs, something may be fetched ahead."""
@@ -82,11 +78,15 @@ class Modules:
         yield from _run(HEAD)
 
     def backward(self) -> Iterator[Visit]:
-        """Nothing needs the gradient of what the embeddings are given, so nothing is let go of after them."""
-        yield from (Visit(""), *_run(HEAD))
+        """Nothing needs the gradient of what the embeddings are given, so nothing is let go of after them.
+
+        Nor that of embeddings that are frozen, and of a norm that is given those.
+        """
+        yield from (Visit("", goes_back=True), *_run(HEAD, goes_back=True))
         for layer in reversed(range(self.shape.num_layers)):
             yield from self._block_backward(f"blocks.{layer}")
-        yield Visit("embeddings")
+        if self.shape.adapters is None:
+            yield Visit("embeddings", goes_back=True)
 
     def _block(self, block: str) -> Iterator[Visit]:
         """One that is recomputed is entered by its wrapper and by itself."""
@@ -96,13 +96,15 @@ class Modules:
 
     def _block_backward(self, block: str) -> Iterator[Visit]:
         """Recomputation starts where a value is needed that was not kept, and ends with the last of those."""
-        visits = [
-            each for name, within in reversed(self._sublayers()) for each in _nested(f"{block}.{name}", within, -1)
-        ]
-        yield from [Visit(block)] * (1 + self.is_recomputed)
+        visits = list[Visit]()
+        for name, within in reversed(self._sublayers()):
+            visits += _nested(f"{block}.{name}", within, goes_back=True)
+        if self.shape.adapters is not None and block == "blocks.0" and not self.shape.is_olmo:
+            del visits[-2:]
+        yield from [Visit(block, goes_back=True)] * (1 + self.is_recomputed)
         if self.is_recomputed:
             last = Visit(f"{block}.feed_forward_norm" if self.shape.is_olmo else f"{block}.feed_forward.w2")
-            start, again = visits.index(last) + 1, list(self._block(block))[1:]
+            start, again = visits.index(last._replace(goes_back=True)) + 1, list(self._block(block))[1:]
             visits[start:start] = again[: again.index(last) + 1]
         yield from visits
 
@@ -117,49 +119,48 @@ class Modules:
         return called
 
 
-def _run(module: str) -> tuple[Visit, Visit]:
-    return Visit(module), Visit(module, is_entered=False)
+def _run(module: str, *, goes_back: bool = False) -> list[Visit]:
+    return [Visit(module, is_entered, goes_back) for is_entered in (True, False)]
 
 
-def _nested(module: str, within: list[str], direction: int = 1) -> Iterator[Visit]:
+def _nested(module: str, within: list[str], *, goes_back: bool = False) -> list[Visit]:
     """Backwards RoPE is entered for queries and for keys."""
-    yield Visit(module)
-    for name in within[::direction]:
-        yield from [Visit(f"{module}.{name}")] * (direction < 0 and name == "rope")
-        yield from _run(f"{module}.{name}")
-    yield Visit(module, is_entered=False)
+    (entered, left), visits = _run(module, goes_back=goes_back), list[Visit]()
+    for name in within[::-1] if goes_back else within:
+        inner = _run(f"{module}.{name}", goes_back=goes_back)
+        visits += inner[:1] * (goes_back and name == "rope") + inner
+    return [entered, *visits, left]
 
 
 @lru_cache(maxsize=256)
-def gathered_in_step(
-    modules: Modules, zero: Zero, *, num_forward: int, num_training: int, begins_forward: bool
-) -> Gathered:
-    """A step of passes that go forward alone, then of such that go back as well.
+def gathered_in_step(modules: Modules, zero: Zero, num_passes: tuple[int, int], *, begins_forward: bool) -> Gathered:
+    """A step of passes that go forward alone, and then of such that go back as well.
 
     Args:
+        num_passes: how many of each.
         begins_forward: the run's first passes went forward alone.
     """
-    forward, training, let_go = list(modules.forward()), [*modules.forward(), *modules.backward()], LetGo()
+    forward, training, let_go = list(modules.forward()), [*modules.forward(), *modules.backward()], dict[Any, Any]()
     if begins_forward:
         _Step(modules, zero, forward, let_go).run(forward)
     step = _Step(modules, zero, training, let_go)
-    for visits in [forward] * num_forward + [training] * num_training:
+    for visits in [forward] * num_passes[0] + [training] * num_passes[1]:
         step.run(visits)
-    return Gathered(tuple(step.calls), step.most_values)
+    return Gathered(step.calls, step.most_values)
 
 
 class _Step:
-    def __init__(self, modules: Modules, zero: Zero, order: Sequence[Visit], let_go: LetGo) -> None:
-        self.modules, self.zero, self.let_go = modules, zero, let_go
+    def __init__(self, modules: Modules, zero: Zero, order: Sequence[Visit], let_go: dict[Any, frozenset[str]]) -> None:
+        self.modules, self.zero, self.let_go, self.own = modules, zero, let_go, modules.own
         self.entered = [visit.module for visit in order if visit.is_entered]
         # Of each parameter in the order in which they are needed, and by which module.
-        self.needed = [(name, at) for at, module in enumerate(self.entered) for name in sorted(self.own(module))]
+        self.needed = [(name, at) for at, module in enumerate(self.entered) for name in self.own[module]]
         self.persistent = {name for name, size in modules.sizes.items() if size <= zero.param_persistence_threshold}
-        self.whole, self.copied, self.calls = set(self.persistent), set[str](), list[Call]()
+        self.whole, self.calls = set(self.persistent), Counter[tuple[tuple[str, ...], bool]]()
+        # Second copies last until the step; those of what is frozen for ever.
+        self.frozen = {each.name for each in modules.shape.parameters if not each.is_trained}
+        self.copied = set(self.frozen) if zero.nearby > 1 else set[str]()
         self.most_values = self.size(self.whole)
-
-    def own(self, module: str) -> tuple[str, ...]:
-        return self.modules.own.get(module, ())
 
     def size(self, names: Sequence[str] | set[str]) -> int:
         return sum(self.modules.sizes[name] for name in names)
@@ -168,17 +169,24 @@ class _Step:
         """One pass. What was fetched ahead and not used is let go of at its end."""
         self.queue, self.fetched_for = deque(self.needed), defaultdict[str, int](lambda: -1)
         self.in_flight, self.in_use, self.num_live, self.at = set[str](), defaultdict[str, set[str]](set), 0, 0
+        self.going_back, self.used_again = dict[str, None](), defaultdict[str, set[str]](set)
         for visit in visits:
-            (self._enter if visit.is_entered else self._leave)(visit.module)
+            (self._enter if visit.is_entered else self._leave)(*visit[::2])
         went_back = visits[-1].module != HEAD  # then there is nothing that comes after it
         self.whole = set(self.persistent) if went_back else self.whole - self.in_flight
 
-    def _enter(self, module: str) -> None:
-        own = self.own(module)
+    def _enter(self, module: str, goes_back: bool) -> None:
+        own = self.own[module]
+        if goes_back:
+            self.going_back[module] = None
         self._gather([name for name in own if name not in self.whole])
         self.in_flight -= set(own)
         for name in own:
             self.in_use[name].add(module)
+            # What is frozen, and needed to compute again, lasts as long as the module whose gradient asked for that.
+            if name in self.frozen and self.going_back and not goes_back:
+                self.in_use[name].add(asks := next(reversed(self.going_back)))
+                self.used_again[asks].add(name)
         for _ in range(sum(self.fetched_for[name] < self.at for name in own)):
             name, self.fetched_for[name] = self.queue.popleft()
         room = min(self.zero.max_live_parameters - self.num_live, self.zero.prefetch_bucket_size)
@@ -194,18 +202,21 @@ class _Step:
     def _gather(self, names: Sequence[str]) -> None:
         for is_nearby in (True, False):
             if together := tuple(name for name in names if (name in self.copied) is is_nearby):
-                self.calls.append(Call(together, is_nearby))
+                self.calls[together, is_nearby] += 1
         self.num_live += self.size(names)
         self.whole |= set(names)
         self.most_values = max(self.most_values, self.size(self.whole) + self.size(names))
 
-    def _leave(self, module: str) -> None:
-        own, place = self.own(module), (module, self.at)
+    def _leave(self, module: str, goes_back: bool) -> None:
+        own, place, again = self.own[module], (module, self.at), set[str]()
         if place not in self.let_go:
             self.let_go[place] = frozenset(self._not_needed_soon(module, own))
-        for name in own:
+        if goes_back:
+            self.going_back.pop(module, None)
+            again = self.used_again.pop(module, again) - self.persistent
+        for name in again.union(own):
             self.in_use[name].discard(module)
-            if name in self.let_go[place] and name in self.whole - self.in_flight and not self.in_use[name]:
+            if name in self.let_go[place] | again and name in self.whole - self.in_flight and not self.in_use[name]:
                 self.whole.remove(name)
                 self.num_live -= self.size([name])
                 self.copied |= {name} if self.zero.nearby > 1 else set()
@@ -219,7 +230,7 @@ class _Step:
             if looks_within and later == "":
                 return set()
             # Looking from another module it does not see those of the head, which lie within it.
-            seen = self.own(later) if looks_within or later != HEAD else ()
+            seen = self.own[later] if looks_within or later != HEAD else ()
             free -= set(seen)
             num_passed += self.modules.num_below[later] if looks_within else self.size(seen)
         return free

@@ -1,9 +1,9 @@
-"""Which AdamW takes the steps: DeepSpeed's own for the device, or PyTorch's; and how it is kept from one."""
+"""Which AdamW takes the steps: DeepSpeed's own for the device, or PyTorch's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,7 @@ class FusedAdamConfig(OptimConfig[Any]):
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
     weight_decay: float = 0.0
 
     @classmethod
@@ -42,7 +43,6 @@ class FusedAdamConfig(OptimConfig[Any]):
         return deepspeed.ops.adam.FusedAdam
 
 
-@dataclass
 class CPUAdamConfig(FusedAdamConfig):
     """The same for states in host memory."""
 
@@ -51,31 +51,12 @@ class CPUAdamConfig(FusedAdamConfig):
         return deepspeed.ops.adam.DeepSpeedCPUAdam
 
 
-def choose_adam(
-    adamw: OptimConfig[Any],
-    adam: Adam,
-    *,
-    warn: Callable[[str], None],
-    problem: Callable[[Adam], str | None] = building_problem,
-) -> OptimConfig[Any]:
+def choose_adam(adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]) -> OptimConfig[Any]:
     """`adamw`, PyTorch's, or what `adam` has for it, if every rank can compile that. Collective."""
     if adam == "AdamW":
         return adamw
-    if problems := [why for why in gathered(problem(adam)) if why]:
+    if problems := [why for why in gathered(building_problem(adam)) if why]:
         warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
         return adamw
     config = CPUAdamConfig if adam == "CPUAdam" else FusedAdamConfig
-    return config(**{name: getattr(adamw, name) for name in ("lr", "betas", "weight_decay", "group_overrides")})
-
-
-def hold(optimizer: torch.optim.Optimizer, is_held: Callable[[], bool]) -> None:
-    """Take no step while `is_held` says so. DeepSpeed knows the gradient's norm when it calls, and not earlier.
-
-    The class stays what it is: DeepSpeed asks for it.
-    """
-    step = optimizer.step
-
-    def step_unless_held(*arguments: Any, **more: Any) -> Any:
-        return None if is_held() else step(*arguments, **more)
-
-    optimizer.step = step_unless_held  # type: ignore[method-assign]
+    return config(**{each.name: getattr(adamw, each.name) for each in fields(config)})

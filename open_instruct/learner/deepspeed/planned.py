@@ -3,85 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import InputError
 from open_instruct.learner.deepspeed.planned_memory import ZeroMoments
 from open_instruct.learner.deepspeed.planned_state import Zero
-from open_instruct.learner.deepspeed.planned_traffic import exchanges_of
-from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.learner.deepspeed.planned_traffic import exchanges_of, exchanges_of_merging
 from open_instruct.parallel.training_state import ADAMW_MOMENTS, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED
-from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS
-from open_instruct.planning.plan import Backend, Setting, Way
+from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS, Moments
+from open_instruct.planning.plan import Backend, Plan, Setting, Way, tensor_degrees
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.per_step import traffic_of_weight_sync
 from open_instruct.records import ShardLayout
 
-# DeepSpeed's own, where its configuration says nothing; a test holds them equal.
-DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-}
 
-
-def zero_of(sharing: dict[str, Any], *, decays: bool) -> Zero:
-    """From what is `zero_optimization` in DeepSpeed's configuration."""
-    return Zero(
-        stage=sharing["stage"],
-        nearby=sharing.get("zero_hpz_partition_size", 1),
-        optimizer_on_host="offload_optimizer" in sharing,
-        weights_on_host="offload_param" in sharing,
-        decays=decays,
-        **{name.removeprefix("stage3_"): sharing.get(name, default) for name, default in DEFAULTS.items()},
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeepSpeed(Backend):
-    """ZeRO."""
+    """How a run shares under ZeRO."""
 
-    parallel: ParallelSection
-    zero: Zero
-    sharing: str
-
-    columns = ("stage", "zpg", "host")
+    def __init__(self, config: LearnerConfig) -> None:
+        self.parallel = flags = config.parallel
+        self.zero = Zero(
+            stage=flags.deepspeed_stage,
+            nearby=flags.deepspeed_zpg,
+            optimizer_on_host=flags.adam_offload,
+            weights_on_host=flags.offload,
+            not_decayed=config.optim.not_decayed,
+        )
+        self.sharing = _in_a_sentence(self.zero, flags.tensor_parallel_degree)
 
     def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> ZeroMoments:
-        if layout.tensor_parallel_degree > 1:
-            raise InputError(
-                f"--tensor_parallel_degree {layout.tensor_parallel_degree}: what split matrices need is not planned "
-                "with --backend deepspeed; plan it without that flag"
-            )
         return ZeroMoments(self.zero, shape, layout, workload)
 
-    def exchanges(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
-        exchanges = [*exchanges_of(self.moments(shape, layout, workload))]
-        return (*exchanges, *(traffic_of_weight_sync(shape, layout, workload) if workload.num_engines else ()))
+    def exchanges(self, run: Moments) -> Iterator[Exchange]:
+        return exchanges_of(cast(ZeroMoments, run))
 
-    def cells(self, layout: ShardLayout) -> tuple[str, str, str]:
+    def exchanges_of_merging(self, run: Moments) -> Iterator[Exchange]:
+        return exchanges_of_merging(cast(ZeroMoments, run))
+
+    def cells(self, layout: ShardLayout) -> dict[str, object]:
         on_host = "all" if self.zero.weights_on_host else "adam" if self.zero.optimizer_on_host else "-"
-        return f"{self.zero.stage}", f"{self.zero.nearby}", on_host
+        return {"stage": self.zero.stage, "zpg": self.zero.nearby, "host": on_host}
 
-    def meanings(self, layout: ShardLayout, workload: Workload) -> dict[str, str]:
-        zero, size = self.zero, layout.world_size
-        part = "all of them" if zero.stage == 0 else f"this rank's 1/{size}"
-        copy = {0: "", 3: f", and the same part in {workload.param_dtype}, to be gathered"}
-        copies = copy.get(zero.stage, f", and all of them in {workload.param_dtype}, to compute with")
-        gradients = "all of them" if zero.stage < 2 else part
+    def meanings(self, plan: Plan) -> dict[str, str]:
+        zero, dtype = self.zero, plan.workload.param_dtype
+        part = "all of them" if zero.stage == 0 else f"this rank's 1/{plan.layout.shard_group_size}"
+        copy = {0: "", 3: f", and the same part in {dtype}, to be gathered"}
+        copies = copy.get(zero.stage, f", and all of them in {dtype}, to compute with")
+        gradients, what = "all of them" if zero.stage < 2 else part, "weights that are trained"
+        if (degree := plan.layout.tensor_parallel_degree) > 1:
+            what += f" (of matrices a part, 1/{degree} of each)"
+        if plan.setting.shape.adapters is not None:
+            what = f"frozen weights, {part if zero.stage == 3 else 'all of them'}, in {dtype}, and the adapters'"
         return {
-            PARAMETERS: f"the weights that are trained, {part}, {MASTER_BYTES} bytes each{copies}",
-            GRADIENTS: f"what the backward passes of a step found for each weight, {gradients}, in float32",
-            OPTIMIZER: f"AdamW's {ADAMW_MOMENTS} moments of each weight, {part}, {MOMENT_BYTES} bytes a moment",
+            PARAMETERS: f"the {what}, {part}, {MASTER_BYTES} bytes each{copies}",
+            GRADIENTS: f"what the backward passes of a step found for each that is trained, {gradients}, in float32",
+            OPTIMIZER: f"AdamW's {ADAMW_MOMENTS} moments of each of these, {part}, {MOMENT_BYTES} bytes a moment",
             GATHERED: "whole weights, of what runs and of what is fetched ahead or needed again soon",
             REDUCED: f"gradients in a bucket of {zero.reduce_bucket_size:,} values, and on their way",
             BUFFERS: "the bucket, where it stays; tables of positions, and tensors that are being read or written",
@@ -97,32 +75,24 @@ class DeepSpeed(Backend):
                 yield {"deepspeed_stage": stage, "deepspeed_zpg": zpg} | offload
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
-        """Later stages (kind 0), then the optimizer in host memory (kind 4), then the weights too (kind 5)."""
-        now, shares = self.parallel, setting.layout.world_size > 1
-        later, on_host = range(now.deepspeed_stage + 1, 4), {"adam_offload": True}
-        found = [(0, stage, {"deepspeed_stage": stage}) for stage in later if shares]
+        """Later stages (kind 0), the optimizer in host memory (4), the weights too (5), then a tensor degree (6)."""
+        now, stages, on_host = self.parallel, range(4), {"adam_offload": True}
+        later, none = stages[now.deepspeed_stage + 1 :] if setting.layout.world_size > 1 else (), dict[str, Any]()
+        found = [(0, stage, none) for stage in later]
         if setting.on_cuda and not now.adam_offload:
-            found += [
-                (4, stage, {"deepspeed_stage": stage} | on_host) for stage in range(max(1, now.deepspeed_stage), 4)
-            ]
+            found += [(4, stage, on_host) for stage in stages[max(1, now.deepspeed_stage) :]]
         if setting.on_cuda and not now.offload:
-            found += [(5, 1, {"deepspeed_stage": 3, "offload": True} | on_host)]
-        for kind, strength, flags in found:
-            values = {name: value for name, value in flags.items() if getattr(now, name) != value}
-            yield Way(kind=kind, strength=strength, values=values)
+            found += [(5, 3, on_host | {"offload": True})]
+        degrees = tensor_degrees(setting.shape, setting.layout.context_parallel_degree)
+        found += [(6, 3, {"tensor_parallel_degree": n}) for n in degrees if n > now.tensor_parallel_degree]
+        for kind, stage, flags in found:
+            yield Way(kind=kind, strength=stage, values={"deepspeed_stage": stage} | flags)
 
 
-def backend_of(config: LearnerConfig, *, on_cuda: bool) -> DeepSpeed:
-    """How a run shares."""
-    parallel, optim = config.parallel, config.optim
-    settings = engine_settings(parallel, model=config.model, optim=optim, on_cuda=on_cuda)
-    zero = zero_of(settings["zero_optimization"], decays=optim.weight_decay > 0)
-    return DeepSpeed(parallel=parallel, zero=zero, sharing=_in_a_sentence(zero))
-
-
-def _in_a_sentence(zero: Zero) -> str:
+def _in_a_sentence(zero: Zero, degree: int) -> str:
     on_host = {"optimizer": zero.optimizer_on_host, "weights": zero.weights_on_host}
     kept = " and ".join(name for name, is_there in on_host.items() if is_there) or "nothing"
     shared = ("nothing", "optimizer states", "optimizer states and gradients", "everything")[zero.stage]
     nearby = f", and {zero.nearby} neighbours a second copy of the weights" if zero.nearby > 1 else ""
-    return f"DeepSpeed ZeRO-{zero.stage}: all ranks share {shared}{nearby}; in host memory: {kept}"
+    who = "all ranks" if degree == 1 else f"{degree} neighbours split matrices, and all with the same part"
+    return f"DeepSpeed ZeRO-{zero.stage}: {who} share {shared}{nearby}; in host memory: {kept}"

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cached_property
 
 from open_instruct.learner.deepspeed.gathering import Gathered, Modules, gathered_in_step
-from open_instruct.learner.deepspeed.planned_state import Shares, State, Zero, state_of
+from open_instruct.learner.deepspeed.planned_state import Shares, SplitShape, Zero, state_of
 from open_instruct.parallel.training_state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS, Moments
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic.per_step import sync_buckets
 from open_instruct.records import ShardLayout
 
 # What stage 0 and BF16_Optimizer reduce at once: `MEMORY_OPT_ALLREDUCE_SIZE`.
@@ -28,24 +30,23 @@ UNSHARED_BUCKET = 500_000_000
 class ZeroPasses(Passes):
     """No unit is gathered or reduced by itself: that comes on top of every moment."""
 
-    def __init__(
-        self, shares: Shares, state: State, gathered: Gathered, layout: ShardLayout, workload: Workload
-    ) -> None:
-        super().__init__(shares.shape, layout, workload)
-        zero = shares.zero
-        self.is_sharded, self.keeps_whole, self.until_step = False, zero.stage < 2, state.until_step
+    splits_rows = False
+
+    def __init__(self, run: ZeroMoments, workload: Workload) -> None:
+        super().__init__(run.shares.shape, run.layout, workload)
+        zero, shares = run.zero, run.shares
+        self.is_sharded, self.keeps_whole, self.until_step = False, zero.stage < 2, run.state.until_step
         # Of a gradient that stays whole: what it was computed as where another adds it up.
         self.stays_bytes = self.c if zero.adds_up_flat(self.c) else GRADIENT_BYTES
-        self.gathered = self.c * (gathered.most_values + shares.copied_nearby)
+        self.gathered = self.c * (run.gathered.most_values + shares.copied_nearby(trained=True))
         # Whether all of it is there at once says how much of the bucket is copied.
-        moved, self.moves = min(shares.shape.num_params, zero.reduce_bucket_size), 0
-        largest = max(parameter.num_params for parameter in shares.shape.parameters)
+        moved, self.moves = min(shares.shape.num_trained, zero.reduce_bucket_size), 0
         if zero.stage == 2:
-            again = state.until_step[GRADIENTS] if self.c == MASTER_BYTES and self.accumulates else 0
+            again = self.until_step[GRADIENTS] if self.c == MASTER_BYTES and self.accumulates else 0
             of_moved = GRADIENT_BYTES + (0 if self.c == MASTER_BYTES else self.c)
-            self.moves = self.c * (zero.reduce_bucket_size + largest) + of_moved * moved + again
+            self.moves = self.c * (zero.reduce_bucket_size + shares.largest) + of_moved * moved + again
         elif zero.stage == 3:
-            self.moves = self.c * largest + GRADIENT_BYTES * moved
+            self.moves = self.c * shares.largest + GRADIENT_BYTES * moved
 
     def accumulated(self, shards: int) -> int:
         return shards + (self.until_step[GRADIENTS] if self.accumulates or not self.keeps_whole else 0)
@@ -59,8 +60,11 @@ class ZeroPasses(Passes):
         for moment in super().backward(held):
             yield {**moment, GATHERED: self.gathered, REDUCED: self.until_step[BUFFERS] + self.moves}
 
+    def _whole(self, unit: Unit) -> int:
+        return sum(each.num_params for each in unit.trained) * self.c
+
     def _shard(self, unit: Unit) -> int:
-        return unit.num_params * self.stays_bytes if self.keeps_whole else 0
+        return self._whole(unit) * self.stays_bytes // self.c if self.keeps_whole else 0
 
     def _made_in_place(self, num_bytes: int) -> int:
         return num_bytes * self.stays_bytes // self.c if self.keeps_whole else 0
@@ -69,14 +73,13 @@ class ZeroPasses(Passes):
 class ZeroMoments(Moments):
     """Of a policy that DeepSpeed shares. Without CUDA what is in host memory counts like everything else."""
 
-    def __init__(
-        self, zero: Zero, shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0
-    ) -> None:
-        self.zero = zero
-        self.shares = Shares(shape=shape, zero=zero, world_size=layout.world_size, rank=rank)
+    def __init__(self, zero: Zero, shape: ModelShape, layout: ShardLayout, workload: Workload, rank: int = 0) -> None:
+        self.zero, degree = zero, layout.tensor_parallel_degree
+        split = SplitShape(degree=degree, **{each.name: getattr(shape, each.name) for each in fields(shape)})
+        self.shares = Shares(shape=split, zero=zero, num_ranks=layout.shard_group_size, rank=rank // degree)
         self.state = state_of(self.shares, workload.compute_bytes)
         super().__init__(shape, layout, workload)
-        self.gradients = self.stays[GRADIENTS]
+        self.gradients, self.own = self.stays[GRADIENTS], list(self.shares.parts)
 
     @property
     def stays(self) -> Counter[str]:
@@ -84,26 +87,22 @@ class ZeroMoments(Moments):
         return self.state.device if self.workload.on_cuda else self.state.device + self.state.host
 
     def state_bytes(self) -> tuple[int, int, int]:
-        gradients = self.stays[GRADIENTS] + self.state.until_step[GRADIENTS]
-        return self.stays[PARAMETERS], gradients, self.stays[OPTIMIZER]
+        return self.stays[PARAMETERS], self.stays[GRADIENTS] + self.state.until_step[GRADIENTS], self.stays[OPTIMIZER]
 
     @cached_property
     def gathered(self) -> Gathered:
         """At stage 3, in an update and what goes before it."""
         workload = self.workload
-        if self.zero.stage < 3 or self.layout.world_size == 1:
-            return Gathered()
+        if self.zero.stage < 3 or self.shares.num_ranks == 1:
+            return Gathered(Counter())
         num_forward = sum(each.num_rounds for each in workload.scorings if not each.stands_as)
-        return gathered_in_step(
-            Modules(shape=self.shape, is_recomputed=workload.checkpointing != "none"),
-            self.zero,
-            num_forward=num_forward * workload.num_microbatches,
-            num_training=workload.num_microbatches,
-            begins_forward=bool(workload.reference_pass_tokens or num_forward),
-        )
+        modules = Modules(shape=self.shares.shape, is_recomputed=workload.checkpointing != "none")
+        num_passes = (num_forward * workload.num_microbatches, workload.num_microbatches)
+        begins_forward = bool(workload.reference_pass_tokens or num_forward)
+        return gathered_in_step(modules, self.zero, num_passes, begins_forward=begins_forward)
 
     def passes_over(self, workload: Workload) -> ZeroPasses:
-        return ZeroPasses(self.shares, self.state, self.gathered, self.layout, workload)
+        return ZeroPasses(self, workload)
 
     def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
         held = super().held(gradients, is_training=is_training)
@@ -112,8 +111,15 @@ class ZeroMoments(Moments):
     def checkpoint_copy(self) -> int:
         """Of what is trained; where nothing is shared, ranks share it out."""
         num_bytes = self.shares.own * (MASTER_BYTES + ADAMW_MOMENTS * MOMENT_BYTES)
-        num_sharing = 1 if self.zero.stage else self.layout.world_size
-        return num_bytes // num_sharing if self.workload.copies_checkpoints else 0
+        return num_bytes // (1 if self.zero.stage else self.layout.world_size) * self.workload.copies_checkpoints
+
+    def merged_values(self) -> int:
+        shares, stage = self.shares, self.zero.stage
+        sizes = [each.num_params for each in self.shape.parameters if each.layer == 0]
+        return (self.shape.num_trained if stage else 0) + 2 * max(shares.part(n) if stage == 3 else n for n in sizes)
+
+    def sync_buckets(self) -> Iterator[tuple[int, int]]:
+        return sync_buckets(self.shape, self.workload, self.shares.rows_of_ranks)
 
     def on_host(self) -> dict[str, int]:
         return super().on_host() | (self.state.host if self.workload.on_cuda else {})
@@ -123,13 +129,11 @@ class ZeroMoments(Moments):
         until_step, stage = self.state.until_step, self.zero.stage
         with_gradients = self.held(self.gradients + until_step[GRADIENTS])
         if stage == 0:
-            yield with_gradients | {REDUCED: GRADIENT_BYTES * min(self.shape.num_params, UNSHARED_BUCKET)}
+            yield with_gradients | {REDUCED: GRADIENT_BYTES * min(self.shape.num_trained, UNSHARED_BUCKET)}
         elif until_step[BUFFERS]:
             yield with_gradients | {REDUCED: max(until_step[BUFFERS], GRADIENT_BYTES * self.shares.touched)}
         copies = stage and not self.zero.optimizer_on_host and not self.zero.adds_up_flat(self.workload.compute_bytes)
         copied = GRADIENT_BYTES * min(max(self.shares.parts), self.zero.sub_group_size) if copies else 0
-        yield with_gradients | {TEMPORARIES: copied + self.step_temporaries()}
-
-    def step_temporaries(self) -> int:
-        stepped = max(self.shares.parts) if self.zero.stage else max(each.num_params for each in self.shape.parameters)
-        return 0 if self.workload.on_cuda else 2 * stepped * MASTER_BYTES
+        stepped = max(self.shares.parts) if stage else self.shares.largest
+        made = 0 if self.workload.on_cuda else 2 * stepped * MASTER_BYTES
+        yield with_gradients | {TEMPORARIES: copied + made}

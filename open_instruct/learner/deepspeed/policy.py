@@ -11,14 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from olmo_core.distributed import parallel as olmo_core_parallel
-from olmo_core.distributed.parallel import build_world_mesh, get_cp_mesh
 from olmo_core.utils import seed_all
 from torch.distributed.device_mesh import DeviceMesh
 
-from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.learner.backend import Learner
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
 from open_instruct.learner.deepspeed.reference import HeldReference
@@ -28,12 +25,9 @@ from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.olmo_core.policy import choose_kernels
 from open_instruct.models.load import stream_load
+from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.objectives.objective import BoundLoss
-from open_instruct.parallel.data_parallel import (
-    build_context_parallel_config,
-    build_data_parallel_config,
-    build_tensor_parallel_config,
-)
+from open_instruct.parallel import data_parallel
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import forget_mesh
 from open_instruct.parallel.wording import counted
@@ -47,9 +41,10 @@ def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]
     The run has begun with the first three (`start_process`), which are taken again for those who start otherwise.
     """
     parallel, process, layout = config.parallel, run.process, run.layout
+    on_cuda = process.device.type == "cuda"
     # Seeds, the device, torch.distributed: DeepSpeed would start a group of its own if there were none.
     seed_all(config.optim.seed)
-    if process.device.type == "cuda":
+    if on_cuda:
         torch.cuda.set_device(process.device)
     # DeepSpeed, which asks for what a launcher says, and remembers the groups of an earlier run in this process.
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
@@ -57,14 +52,13 @@ def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))
     # The mesh: replicas outermost, then those who split rows, then those who split matrices.
-    mesh = build_world_mesh(
-        dp=build_data_parallel_config(layout),
-        cp=build_context_parallel_config(layout),
-        tp=build_tensor_parallel_config(layout),
+    mesh = olmo_core_parallel.build_world_mesh(
+        dp=data_parallel.build_data_parallel_config(layout),
+        cp=data_parallel.build_context_parallel_config(layout),
+        tp=data_parallel.build_tensor_parallel_config(layout),
         device_type=process.device.type,
     )
     # Accumulation: DeepSpeed is told of none, and so divides by nothing.
-    on_cuda = process.device.type == "cuda"
     return mesh, engine_settings(parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
 
 
@@ -80,29 +74,23 @@ def build_policy(
     doing("loading the start model")
     mesh, settings = set_up(run, config)
     model, optim, parallel = config.model, config.optim, config.parallel
-    if run.layout.tensor_parallel_degree > 1 and (teacher := as_flat_dict(config).get("teacher_model_name_or_path")):
-        raise InputError(
-            f"--teacher_model_name_or_path {teacher}: under DeepSpeed a teacher cannot stand beside split matrices; "
-            "leave --tensor_parallel_degree out, or use --backend olmo_core"
-        )
     device, max_seq_length = run.process.device, config.data.max_seq_length
-    transformer = pretrained.build(init_device="meta").to(getattr(torch, model.param_dtype))
+    transformer, param_dtype = pretrained.build(init_device="meta"), getattr(torch, model.param_dtype)
+    if (lora := config.adapters) is not None:
+        adapt(transformer, lora, dtype=param_dtype)
+    transformer.to(param_dtype)  # adapters too, of which float32 ones are stepped
     if len({parameter.dtype for parameter in transformer.parameters()}) > 1:
         raise InputError(
             f"--param_dtype {model.param_dtype}: the matrix of the score stays float32, and DeepSpeed takes one dtype "
             "for all; use --param_dtype float32, or --backend olmo_core"
         )
-    adam = adam_for(device, adam_offload=parallel.adam_offload)
+    adamw = build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases)
     forget_mesh()  # OLMo-core's train module insists on making one of its own, of which nothing is read
     module = DeepSpeedTrainModule(
         settings=settings,
         loss=loss,
         model=transformer,
-        optim=choose_adam(
-            build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),
-            adam,
-            warn=run.console.warn,
-        ),
+        optim=choose_adam(adamw, adam_for(device, adam_offload=parallel.adam_offload), warn=run.console.warn),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
@@ -114,9 +102,11 @@ def build_policy(
     # policy are FSDP2's, over the same ranks.
     module.world_mesh = olmo_core_parallel._WORLD_MESH = mesh
     if run.layout.context_parallel_degree > 1:
-        module.model.apply_cp(get_cp_mesh(mesh))
+        module.model.apply_cp(olmo_core_parallel.get_cp_mesh(mesh))
     offload_inputs(module.model, config.memory, device)
     report = stream_load(module.model, pretrained.files, pretrained.names)
+    if lora is not None:
+        fill_adapter(module.model, lora, seed=optim.seed, start=pretrained.adapter)
     module.masters.changed(num_steps=0)
     dist.barrier()  # no rank is ready before all are
     run.console.say(
@@ -127,10 +117,9 @@ def build_policy(
 
 
 def moving_reference(
-    policy: Learner, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
+    policy: Any, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
 ) -> HeldReference:
-    """The policy as it is now, which follows it from here."""
+    """The policy as it is now, a `DeepSpeedTrainModule`, which follows it from here."""
     del pretrained, run, config
-    assert isinstance(policy, DeepSpeedTrainModule)
     weights = {name: master.weights.clone() for name, master in policy.masters.own.items()}
     return HeldReference(model=policy.computing_model, masters=policy.masters, weights=weights, **moves)

@@ -1,12 +1,38 @@
-"""From flags to DeepSpeed's own configuration: no torch, no DeepSpeed, nothing but the words that it reads."""
+"""From flags to DeepSpeed's own configuration, and which cannot be: no torch, no DeepSpeed, only what it reads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from open_instruct.config.flags import flags_of
 from open_instruct.config.sections import ModelSection, OptimizerSection, ParallelSection
+from open_instruct.config.training import LearnerConfig
+from open_instruct.config.validation import changed
 
-NEVER = 10**9  # steps
+# Flags of what the other backend does alone; and of what a stage of ZeRO, or a later one, has something for.
+NOT_HAD = {
+    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device"), ""),
+    **dict.fromkeys(("gradient_reduction", "compile_model", "activation_memory_budget"), ""),
+    "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",
+}
+FIRST_STAGE = {"adam_offload": 1, "deepspeed_zpg": 3, "offload": 3, "tensor_parallel_degree": 1}
+
+
+def problems(config: LearnerConfig) -> Iterator[str]:
+    """What its flags and the others ask of each other."""
+    stage, flags = config.parallel.deepspeed_stage, flags_of(type(config))
+    for name, why in sorted(NOT_HAD.items()):
+        for given in changed(config, name) if name in flags else ():
+            yield f"{given} cannot go with --backend deepspeed{why}; leave it out, or use --backend olmo_core"
+    if stage == 0 and config.model.param_dtype == "bfloat16":
+        lost = "keeps no float32 weights beside the bfloat16 ones, and small updates are lost"
+        yield f"--deepspeed_stage 0 {lost}; use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"
+    for given in changed(config, "deepspeed_zpg") if config.parallel.tensor_parallel_degree > 1 else ():
+        yield f"{given}: neighbours that split matrices have no weights in common; leave --tensor_parallel_degree out"
+    for name, first in FIRST_STAGE.items():
+        for given in changed(config, name) if stage < first else ():
+            yield f"{given} has no use under --deepspeed_stage {stage}; use {first} or more"
 
 
 def engine_settings(
@@ -17,34 +43,23 @@ def engine_settings(
     DeepSpeed is told nothing of batches: losses come divided by global counts already, and `step()` is called once for
     all microbatches of an update, however many they are.
     """
-    in_bfloat16 = model.param_dtype == "bfloat16"
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "steps_per_print": NEVER,
+        "steps_per_print": 10**9,  # never
         # Without ZeRO DeepSpeed keeps the norm to itself, so there the learner clips.
         "gradient_clipping": optim.max_grad_norm if parallel.deepspeed_stage else 0.0,
         # PyTorch's AdamW is as good, where DeepSpeed's own for states in host memory cannot be compiled.
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _sharing(parallel, on_cuda=on_cuda),
+        "zero_optimization": {"stage": parallel.deepspeed_stage, "zero_hpz_partition_size": parallel.deepspeed_zpg},
         "tensor_parallel": {"autotp_size": parallel.tensor_parallel_degree},
     }
-    if in_bfloat16:
-        settings["bf16"] = {"enabled": True}
+    on_host = {"offload_optimizer": parallel.adam_offload, "offload_param": parallel.offload}
+    for what in (name for name, is_asked in on_host.items() if is_asked):
+        settings["zero_optimization"][what] = {"device": "cpu", "pin_memory": on_cuda}
+    if model.param_dtype == "bfloat16":
         # Gradients of microbatches and of ranks add up as on the other backend.
-        settings["communication_data_type"] = "fp32"
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        added = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+        settings |= {"bf16": {"enabled": True}} | added
     return settings
-
-
-def _sharing(parallel: ParallelSection, *, on_cuda: bool) -> dict[str, Any]:
-    in_host_memory = {"device": "cpu", "pin_memory": on_cuda}
-    sharing: dict[str, Any] = {"stage": parallel.deepspeed_stage}
-    if parallel.deepspeed_zpg > 1:
-        sharing["zero_hpz_partition_size"] = parallel.deepspeed_zpg
-    if parallel.adam_offload:
-        sharing["offload_optimizer"] = in_host_memory
-    if parallel.offload:
-        sharing["offload_param"] = in_host_memory
-    return sharing

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from torch import nn
 
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.tensor_parallel import Cut, split_matrices
+from open_instruct.learner.deepspeed.tensor_parallel import UNCUT, Cut, split_matrices
 from open_instruct.models.box_files import Part
 from open_instruct.models.build import warm_up_rope
 from open_instruct.models.names import clean_name
@@ -44,16 +43,14 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
         if stage == 3:
             init = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype, data_parallel_group=group)
         made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        for meta in model.parameters():
+            # What is not read must be noticed.
+            whole = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=dtype, device=device)) if stage < 3 else None
+            made[meta] = _shard(meta, init, dtype) if whole is None else whole
+            _take_over(meta, made[meta])
         for module in model.modules():
-            for name, meta in module._parameters.items():
-                if meta is not None:
-                    if meta not in made:
-                        if stage == 3:
-                            made[meta] = _shard(meta, init, dtype)
-                        else:
-                            made[meta] = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=dtype, device=device))
-                        _take_over(meta, made[meta])
-                    module._parameters[name] = made[meta]
+            for name, meta in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, made[meta])
         model._device = device  # which it would ask its parameters for, of which none has a value here
         warm_up_rope(model, max_seq_len=max_seq_len, device=device)
 
@@ -64,13 +61,8 @@ def _take_over(meta: nn.Parameter, made: nn.Parameter) -> None:
     """What was marked on the parameter of the meta device."""
     vars(made).update({name: value for name, value in vars(meta).items() if name not in vars(made)})
     if group := getattr(made, "sums_over", None):
-
-        def summed(gradient: torch.Tensor) -> torch.Tensor:
-            gradient = gradient.contiguous()
-            dist.all_reduce(gradient, group=group)
-            return gradient
-
-        made.register_hook(summed)
+        sum_over = deepspeed.module_inject.layers.RowParallel.apply
+        made.register_hook(lambda gradient: sum_over(group, gradient.contiguous(), False))
 
 
 def _shard(meta: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
@@ -95,6 +87,12 @@ def _range_of(shard: Any, size: int) -> tuple[int, int]:
     return min(rank * size, shard.ds_numel), min((rank + 1) * size, shard.ds_numel)
 
 
+def _frozen(shard: Any) -> tuple[int, torch.Tensor]:
+    """The first value of what this rank has of a parameter that is not trained, and that: what is computed with."""
+    start, stop = _range_of(shard, shard.ds_tensor.ds_numel)
+    return start, shard.ds_tensor[: stop - start]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
     """What this rank's optimizer holds of a parameter: values from `start` on, and its moments of them.
@@ -106,10 +104,6 @@ class Master:
     weights: torch.Tensor
     moments: Mapping[str, torch.Tensor]
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.weights.numel()
-
 
 class Masters:
     """All that this rank's optimizer holds, as views. Collective."""
@@ -119,41 +113,36 @@ class Masters:
         stage = engine.zero_optimization_stage()
         self._optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
         named = {clean_name(name): parameter for name, parameter in engine.module.named_parameters()}
-        cuts: dict[str, Cut] = {name: each.cut for name, each in named.items() if hasattr(each, "cut")}
+        cuts: dict[str, Cut] = {name: getattr(each, "cut", UNCUT) for name, each in named.items()}
         parts = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named.items()}
-        self.shapes = {name: cuts[name].whole(part) if name in cuts else part for name, part in parts.items()}
+        self.shapes = {name: cuts[name].whole(part) for name, part in parts.items()}
         name_of = {parameter: name for name, parameter in named.items()}
         # What ranks split a matrix into follows one another, part by part.
-        before = {name: cuts[name].index * math.prod(part) if name in cuts else 0 for name, part in parts.items()}
+        before = {name: cuts[name].index * math.prod(part) for name, part in parts.items()}
         self.own = {
             (name := name_of[parameter]): self._master(flat, at, before[name] + start, before[name] + stop)
             for parameter, flat, at, start, stop in _places(engine)
         }
-        of_ranks = gathered({name: (master.start, master.stop) for name, master in self.own.items()})
-        if stage:
-            nothing = torch.empty(0, device=engine.device)
-            for name, parameter in named.items():
-                ranges = [ranges.get(name, (0, 0)) for ranges in of_ranks]
-                local = self.own[name].weights if name in self.own else nothing
-                by_columns = cuts[name].degree if name in cuts and cuts[name].dim else 1
-                parameter.flat_range = FlatRange(
-                    local=local, shape=self.shapes[name], ranges=ranges, rank=rank, num_slabs=by_columns
-                )
+        held = {name: (master.start, master.weights) for name, master in self.own.items() if stage}
+        if stage == 3:
+            held |= {name: _frozen(each) for name, each in named.items() if not each.requires_grad}
+        of_ranks = gathered({name: (start, start + local.numel()) for name, (start, local) in held.items()})
+        # Where the other ranks have theirs: with --adam_offload that is the host.
+        nothing = next((each.weights[:0] for each in self.own.values()), torch.empty(0, device=engine.device))
+        for name in set[str]().union(*of_ranks):
+            ranges, shape = [ranges.get(name, (0, 0)) for ranges in of_ranks], self.shapes[name]
+            local, slabs = held[name][1] if name in held else nothing, cuts[name].degree if cuts[name].dim else 1
+            named[name].flat_range = FlatRange(local=local, shape=shape, ranges=ranges, rank=rank, num_slabs=slabs)
 
     def _master(self, flat: torch.Tensor, at: int, start: int, stop: int) -> Master:
         state = self._optimizer.state[flat]
         if not state:  # what the first step would make, so that it can be saved and loaded before
-            state |= {"step": self._no_steps(flat.device)} | {
-                moment: torch.zeros_like(flat.detach()) for moment in MOMENTS
-            }
+            state |= {moment: torch.zeros_like(flat.detach()) for moment in MOMENTS}
+            # PyTorch's counts steps with a tensor, DeepSpeed's with a number.
+            where = flat.device if self._optimizer.defaults.get("fused") else "cpu"
+            state["step"] = torch.tensor(0.0, device=where) if isinstance(self._optimizer, torch.optim.AdamW) else 0
         views = [values.detach().view(-1)[at : at + stop - start] for values in (flat, *(state[m] for m in MOMENTS))]
         return Master(start=start, weights=views[0], moments=dict(zip(MOMENTS, views[1:], strict=True)))
-
-    def _no_steps(self, device: torch.device) -> torch.Tensor | int:
-        """As the optimizer counts: PyTorch's with a tensor, DeepSpeed's with a number."""
-        if not isinstance(self._optimizer, torch.optim.AdamW):
-            return 0
-        return torch.tensor(0.0, device=device if self._optimizer.defaults["fused"] else "cpu")
 
     def parts(self, values: Mapping[str, torch.Tensor]) -> dict[str, Part]:
         """Of values like the weights, what a checkpoint is told."""

@@ -36,10 +36,7 @@ class Cut:
         return tuple(size * self.degree if dim == self.dim else size for dim, size in enumerate(part))
 
 
-def tensor_group(degree: int) -> Any:
-    """Of this rank and those that it splits matrices with, its neighbours; made once a run. Collective."""
-    deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
-    return deepspeed.utils.groups.get_tensor_model_parallel_group()
+UNCUT = Cut(dim=0, index=0, degree=1)
 
 
 def split_matrices(model: Transformer, degree: int) -> None:
@@ -48,7 +45,9 @@ def split_matrices(model: Transformer, degree: int) -> None:
     Parameters that are cut have a `cut` beside them. A head that is tied, or whose rows cannot be dealt out evenly,
     stays whole on every rank, and so do embeddings and norms.
     """
-    group = tensor_group(degree)
+    groups = deepspeed.utils.groups
+    groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
+    group = groups.get_tensor_model_parallel_group()  # of this rank and its neighbours, made once a run
     deepspeed.module_inject.layers.set_autotp_mode(training=True)
     for block in model.blocks.values():
         attention, feed_forward = block.attention, cast(FeedForward, block.feed_forward)
@@ -98,8 +97,7 @@ class SplitNorm(nn.Module):
         self.eps: float = norm.eps
         self.group: Any = group
         self.casts_first: bool = isinstance(norm, QwenRMSNorm)
-        degree = dist.get_world_size(group)
-        self.weight: Any = nn.Parameter(norm.weight.detach().chunk(degree)[0].clone())
+        self.weight: Any = nn.Parameter(norm.weight.detach().chunk(dist.get_world_size(group))[0].clone())
         _mark(self.weight, 0, group)
         self.weight.tensor_model_parallel = True
 

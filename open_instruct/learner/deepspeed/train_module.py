@@ -18,11 +18,11 @@ from open_instruct.checkpoints.resume import wait_for_copy
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import OF_ZERO, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.optimizers import hold
 from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.olmo_core.train_module import GRAD_NORM, ObjectiveTrainModule
 from open_instruct.learner.reference_policy import IN_CHECKPOINT
+from open_instruct.objectives.objective import REFERENCE_TOKENS
 from open_instruct.records import Metric, StepBatch
 
 
@@ -34,13 +34,12 @@ def _embeddings_alone(model: Transformer) -> Iterator[None]:
     embeddings have still to add theirs. So it is reduced as what it is too, a matrix of the embeddings.
     """
     matrix, embeddings = model.lm_head.w_out, model.embeddings
-    assert embeddings is not None
-    shared = matrix.weight if matrix.weight is embeddings.weight else None
-    if shared is not None:
+    is_shared = matrix.weight is embeddings.weight
+    if is_shared:
         del matrix.weight
     yield
-    if shared is not None:
-        matrix.weight = shared
+    if is_shared:
+        matrix.weight = embeddings.weight
 
 
 class DeepSpeedTrainModule(ObjectiveTrainModule):
@@ -53,6 +52,8 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
 
     def __init__(self, *, settings: Mapping[str, Any], model: Transformer, **more: Any) -> None:
         self._split_over = settings["tensor_parallel"]["autotp_size"]
+        # Added to names in a checkpoint where ranks split matrices: values come in another order then.
+        self._over = f"_over_{self._split_over}" if self._split_over > 1 else ""
         if settings["zero_optimization"]["stage"] == 3 or self._split_over > 1:
             dtype = next(model.parameters()).dtype
             model.init_weights = MethodType(without_weights(settings, dtype=dtype), model)  # type: ignore[method-assign]
@@ -60,7 +61,9 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
         super().__init__(model=model, **more)
         assert self.optim is not None
-        hold(self.optim, self._is_held)
+        # DeepSpeed knows the gradient's norm when it calls, not earlier. It asks for the class, which stays what it is.
+        step = self.optim.step
+        vars(self.optim)["step"] = lambda *given, **more: None if self._is_held() else step(*given, **more)
         self._norm: float | None = None
         with _embeddings_alone(self.model):
             self.engine = deepspeed.initialize(
@@ -98,31 +101,22 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         """See `ObjectiveTrainModule`. The policy's come before the reference takes its place."""
         reference = self.reference
         if not isinstance(reference, HeldReference):
-            if reference is not None and reference.update_freq is not None:
-                raise InputError(
-                    f"--ref_policy_update_freq {reference.update_freq}: sharded otherwise than the policy, this "
-                    "reference cannot follow it; leave the flag out, or use --backend olmo_core"
-                )
             return super().with_frozen_logprobs(updates, num_epochs=num_epochs)
         self.reference = None
         updates = super().with_frozen_logprobs(updates, num_epochs=num_epochs)
         self.reference = reference
         wait_for_copy(self.trainer)  # a checkpoint that is being written is of what is about to move
         with reference.in_place():
-            frozen = super().with_frozen_logprobs
-            return tuple(filled for update in updates for filled in frozen([update], num_epochs=1))
+            return self._with_logprobs_of({REFERENCE_TOKENS: reference.model}, updates)
 
     def _is_held(self) -> bool:
         """Whether there is nothing to step with. Within the engine's step, when gradients are reduced."""
         if self._norm is None:
-            norm = self.engine.optimizer._global_grad_norm if self.engine.zero_optimization() else self._clip()
-            self._norm = float(norm)
+            # Without ZeRO every rank has the whole gradient, and it is clipped here.
+            is_shared, most = self.engine.zero_optimization(), cast(float, self.max_grad_norm)
+            norm = None if is_shared else nn.utils.clip_grad_norm_(self.model.parameters(), most)
+            self._norm = float(self.engine.optimizer._global_grad_norm if norm is None else norm)
         return self._has_nothing_to_learn or not math.isfinite(self._norm)
-
-    def _clip(self) -> torch.Tensor:
-        """Without ZeRO every rank has the whole gradient."""
-        assert self.max_grad_norm is not None
-        return nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
 
     def update(self) -> Metrics:
         """See `ObjectiveTrainModule.update`. The norm is checked here; if it is not finite, no step was taken."""
@@ -133,11 +127,6 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
         assert self._norm is not None
         self._check_gradient(self._norm)
         return {**metrics, GRAD_NORM: self._norm}
-
-    @property
-    def _over(self) -> str:
-        """What is added to names in a checkpoint where ranks split matrices: values come in another order then."""
-        return f"_over_{self._split_over}" if self._split_over > 1 else ""
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         """Flat ranges, of any stage alike, so that a run may go on under another stage and on other ranks."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from olmo_core.distributed.utils import get_rank
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from open_instruct.models.shards import own_box
+from open_instruct.models.shards import box_shape, boxes_beside, local_part
 
 MOMENTUM = "momentum_buffer"  # torch's name
 
@@ -22,66 +23,90 @@ class MuonWithAdamW(torch.optim.Optimizer):
     layers", 2024; step size matched to AdamW's as in Moonlight, arXiv 2502.16982, section 2.2). It is
     written for matrices only, so embeddings, head and norms stay with AdamW. Both run on the state and
     the groups of this one optimizer, which is what checkpoints save.
+
+    A matrix in shards comes together on one rank. The ranks that hold one copy take as many matrices at a time as they
+    are: they give each rank all parts of one, in the bfloat16 that torch computes in, and get back their parts of what
+    it has orthogonalised. So a step of float32 weights is torch's on whole matrices, bit for bit. Replicas all do it.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "use_muon": False})
-        self._parts: dict[bool, torch.optim.Optimizer] = {}
-        for use_muon in (True, False):
-            # Each part fills the defaults it needs into our groups, which it shares.
-            groups = self._groups(use_muon)
-            if groups and use_muon:
-                self._parts[True] = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
-            elif groups:
-                self._parts[False] = torch.optim.AdamW(groups, foreach=False)
+    def __init__(self, params: Any, *, eps: float = 1e-8, **defaults: Any) -> None:
+        super().__init__(params, defaults | {"use_muon": False})
+        # torch's own fill what else they need into our groups.
+        if groups := self._groups(use_muon=True):
+            torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
+        groups = self._groups(use_muon=False)
+        self._adamw = torch.optim.AdamW(groups, eps=eps, foreach=False) if groups else None
 
-    def _groups(self, use_muon: bool) -> list[dict[str, Any]]:
+    def _groups(self, *, use_muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["use_muon"] is use_muon]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "the train module computes the loss itself"
-        for use_muon, part in self._parts.items():
+        for group in self._groups(use_muon=True):
+            # The largest first: those that are taken together are alike, so that no rank waits long for another.
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            matrices.sort(key=lambda matrix: -matrix.numel())
+            owners = [*boxes_beside(matrices[0], get_rank())] if matrices else []
+            for first in range(0, len(matrices), len(owners) or 1):
+                self._step_together(dict(zip(owners, matrices[first:], strict=False)), group)
+        if self._adamw is not None:
             # Loading a checkpoint replaces our groups and state, so both are shared anew.
-            part.param_groups = self._groups(use_muon)
-            part.state = self.state
-            if use_muon:
-                part.param_groups = [self._without_few_rows(group) for group in part.param_groups]
-            part.step()
+            self._adamw.param_groups, self._adamw.state = self._groups(use_muon=False), self.state
+            self._adamw.step()
 
-    def _without_few_rows(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group without the matrices that have fewer rows than shards, whose step is taken here.
+    def _step_together(self, by_owner: dict[int, Any], group: dict[str, Any]) -> None:
+        """With matrices that the same ranks share, one or none to each."""
+        first, own = by_owner[min(by_owner)], by_owner.get(get_rank())
+        boxes = {} if own is None else boxes_beside(own, get_rank())
+        parts = {owner: self._update(matrix, group) for owner, matrix in by_owner.items()}
+        parts = _exchange(parts, {rank: box_shape(box) for rank, box in boxes.items()}, first)
+        if own is not None:
+            whole = parts[get_rank()].new_empty(own.shape)
+            for rank, box in boxes.items():
+                whole[box] = parts.pop(rank)
+            whole = _orthogonal(whole, group)
+            parts = {rank: whole[box] for rank, box in boxes.items()}
+        parts = _exchange(parts, {owner: local_part(matrix).shape for owner, matrix in by_owner.items()}, first)
+        for owner, matrix in by_owner.items():
+            local = local_part(matrix)
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(parts[owner], alpha=group["lr"] * _scale(matrix))
 
-        Where ranks hold nothing of a matrix, DTensor cannot put torch's whole update back into shards. These are small:
-        every rank takes the step of the whole, and keeps its rows.
-        """
-        by_kind: dict[bool, list[Any]] = {True: [], False: []}
-        for matrix in group["params"]:
-            by_kind[matrix.grad is not None and _has_few_rows(matrix)].append(matrix)
-        if few := by_kind[True]:
-            wholes = [nn.Parameter(matrix.full_tensor()) for matrix in few]
-            muon = torch.optim.Muon([{**group, "params": wholes}])
-            for matrix, whole in zip(few, wholes, strict=True):
-                whole.grad = matrix.grad.full_tensor()
-                momentum = self.state[matrix].setdefault(MOMENTUM, torch.zeros_like(matrix.grad))
-                muon.state[whole][MOMENTUM] = momentum.full_tensor()
-            muon.step()
-            for matrix, whole in zip(few, wholes, strict=True):
-                own = own_box(matrix)
-                matrix.to_local().copy_(whole[own])
-                self.state[matrix][MOMENTUM].to_local().copy_(muon.state[whole][MOMENTUM][own])
-        return {**group, "params": by_kind[False]}
+    def _update(self, matrix: Any, group: dict[str, Any]) -> torch.Tensor:
+        """This rank's part of the momentum, which the gradient has joined, with Nesterov's look-ahead."""
+        if MOMENTUM not in self.state[matrix]:
+            self.state[matrix][MOMENTUM] = torch.zeros_like(matrix.grad)
+        gradient, momentum = local_part(matrix.grad), local_part(self.state[matrix][MOMENTUM])
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
 
 
-def _has_few_rows(matrix: torch.Tensor) -> bool:
-    if not isinstance(matrix, DTensor):
-        return False
-    cuts = zip(matrix.placements, matrix.device_mesh.shape, strict=True)
-    return matrix.shape[0] < prod(size for placement, size in cuts if placement.is_shard(0))
+def _exchange(given: dict[int, torch.Tensor], shapes: dict[int, Any], matrix: Any) -> dict[int, torch.Tensor]:
+    """Send to each of some ranks that share `matrix` a tensor; return those of `shapes` that each of some sends."""
+    axes = [axis for axis, cut in enumerate(getattr(matrix, "placements", ())) if not cut.is_replicate()]
+    if not axes:
+        return given
+    # FSDP's axis and tensor parallelism's have no group together: there all ranks enter, and the others send nothing.
+    group = matrix.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
+    ranks, nothing = dist.get_process_group_ranks(group), local_part(matrix).new_empty(0, dtype=torch.bfloat16)
+    sent = [given.get(rank, nothing).flatten() for rank in ranks]
+    sizes = [prod(shapes.get(rank, nothing.shape)) for rank in ranks]
+    received = nothing.new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat(sent), sizes, [len(each) for each in sent], group)
+    by_rank = zip(ranks, received.split(sizes), strict=True)
+    return {rank: values.view(shapes[rank]) for rank, values in by_rank if rank in shapes}
+
+
+def _orthogonal(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """torch's step from zero, at the rate that makes its scale 1: nothing of it is rounded."""
+    step = nn.Parameter(torch.zeros_like(whole))
+    step.grad = whole
+    only = {"params": [step], "lr": 1 / _scale(whole), "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    torch.optim.Muon([group | only]).step()
+    return step.detach()
+
+
+def _scale(matrix: torch.Tensor) -> float:
+    """Of its steps, to be as large as AdamW's: `match_rms_adamw`."""
+    return 0.2 * sqrt(max(matrix.shape))

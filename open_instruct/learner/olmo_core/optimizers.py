@@ -18,12 +18,8 @@ from olmo_core.optim import (
 )
 from olmo_core.optim.scheduler import Scheduler
 
-from open_instruct.config.sections import OptimizerSection
+from open_instruct.config.sections import BIASES, OptimizerSection
 from open_instruct.learner.olmo_core.muon import MuonWithAdamW
-
-# Patterns of parameter names that are never decayed.
-NOT_DECAYED = ["embeddings.*", "*norm.weight"]
-BIASES = "*.bias"
 
 
 @dataclass
@@ -32,6 +28,7 @@ class MuonWithAdamWConfig(OptimConfig[MuonWithAdamW]):
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
     weight_decay: float = 0.0
 
     @classmethod
@@ -40,14 +37,12 @@ class MuonWithAdamWConfig(OptimConfig[MuonWithAdamW]):
 
     def build_groups(self, model: torch.nn.Module, strict: bool = True) -> list[dict[str, Any]]:
         del strict
-        matrices: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
+        by_kind: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for name, parameter in model.named_parameters():
-            is_matrix = parameter.ndim == 2 and ".blocks." in f".{name}"
-            (matrices if is_matrix else others).append(parameter)
+            by_kind[parameter.ndim == 2 and ".blocks." in f".{name}"].append(parameter)
         return [
-            {"params": matrices, "use_muon": True},
-            {"params": others, "use_muon": False, "weight_decay": 0.0},
+            {"params": by_kind[True], "use_muon": True},
+            {"params": by_kind[False], "use_muon": False, "weight_decay": 0.0},
         ]
 
 
@@ -82,12 +77,11 @@ def build_optimizer_config(
 
     :param has_biases: whether the model has any. OLMo-core refuses a pattern that names nothing.
     """
-    betas = (optim.adam_beta1, optim.adam_beta2)
-    common: dict[str, Any] = {"lr": optim.learning_rate, "betas": betas, "weight_decay": optim.weight_decay}
+    of_adam = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
+    common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | of_adam
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
-    if optim.weight_decay > 0:
-        not_decayed = [*NOT_DECAYED, BIASES] if has_biases else NOT_DECAYED
+    if not_decayed := [name for name in optim.not_decayed if has_biases or name != BIASES]:
         common["group_overrides"] = [OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)

@@ -19,11 +19,7 @@ from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.objectives.objective import BoundLoss
-from open_instruct.parallel.data_parallel import (
-    build_context_parallel_config,
-    build_data_parallel_config,
-    build_tensor_parallel_config,
-)
+from open_instruct.parallel import data_parallel
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
 from open_instruct.run.opened import Run
@@ -75,9 +71,9 @@ def build_policy(
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
         compile_model=not has_copy and compiles(memory, layout=run.layout, device=device),
-        dp_config=build_data_parallel_config(run.layout, param_dtype=model.param_dtype),
-        tp_config=build_tensor_parallel_config(run.layout),
-        cp_config=build_context_parallel_config(run.layout),
+        dp_config=data_parallel.build_data_parallel_config(run.layout, param_dtype=model.param_dtype),
+        tp_config=data_parallel.build_tensor_parallel_config(run.layout),
+        cp_config=data_parallel.build_context_parallel_config(run.layout),
         ac_config=None if has_copy else checkpointing,
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,

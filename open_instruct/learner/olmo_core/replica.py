@@ -10,11 +10,7 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.olmo_core.kernels import compiles
-from open_instruct.parallel.data_parallel import (
-    build_context_parallel_config,
-    build_data_parallel_config,
-    build_tensor_parallel_config,
-)
+from open_instruct.parallel import data_parallel
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
@@ -37,8 +33,8 @@ def build_replica(
         max_sequence_length=config.data.max_seq_length,
         rank_microbatch_size=config.data.max_seq_length,
         compile_model=compiles(config.memory, layout=run.layout, device=run.process.device),
-        dp_config=build_data_parallel_config(run.layout, param_dtype=config.model.param_dtype),
-        tp_config=build_tensor_parallel_config(run.layout),
-        cp_config=build_context_parallel_config(run.layout),
+        dp_config=data_parallel.build_data_parallel_config(run.layout, param_dtype=config.model.param_dtype),
+        tp_config=data_parallel.build_tensor_parallel_config(run.layout),
+        cp_config=data_parallel.build_context_parallel_config(run.layout),
         ac_config=checkpointing,
     )

@@ -28,7 +28,7 @@ from open_instruct.learner.forward import token_logprobs
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.olmo_core.saved_state import state_of
 from open_instruct.learner.reference_policy import Reference
-from open_instruct.learner.speed import StepClock
+from open_instruct.learner.speed import OwnPace, StepClock
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.context_parallel import context_of
@@ -38,6 +38,7 @@ from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.on_device import on_device
+from open_instruct.parallel.process import gathered
 from open_instruct.parallel.reduce import gather_rows, reduce_metrics
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
@@ -45,9 +46,11 @@ log = logging.getLogger(__name__)
 
 GIB = 1024**3
 GRAD_NORM = "grad_norm"
+OLD_TOKENS = "old_logprobs_N"
 NEGATIVE_BY_ROUNDING = 1e-3
 # A skip-step optimizer leaves out a step whose gradient is not finite. More than so many in a row are no outliers.
 MAX_LEFT_OUT = 10
+MAX_NAMED = 16
 
 
 class WeightedSums:
@@ -104,6 +107,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self._num_left_out = 0
         self._copy: CastCopy | None = None
         self._clock = StepClock(self.device)
+        self._pace: OwnPace | None = None
 
     @property
     def train_module(self) -> ObjectiveTrainModule:
@@ -166,7 +170,6 @@ class ObjectiveTrainModule(TransformerTrainModule):
         values = on_device(batch.values, self.device)
         return self.loss.function(scores, replace(batch, values=values), counts)
 
-    @torch.no_grad()
     def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
         """The updates of a step with the log-probs that are fixed during it; call it before the first of them.
 
@@ -178,7 +181,14 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if self.teacher is not None:
             models["teacher_logprobs_N"] = self.teacher
         if len(updates) * num_epochs > 1:
-            models["old_logprobs_N"] = self.computing_model
+            models[OLD_TOKENS] = self.computing_model
+        return self._with_logprobs_of(models, updates)
+
+    @torch.no_grad()
+    def _with_logprobs_of(
+        self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]
+    ) -> tuple[StepBatch, ...]:
+        """The updates with the log-probs of each of `models`, by the names of the values that they become."""
         if not models:
             return tuple(updates)
         self._set_model_mode("eval")
@@ -186,13 +196,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             replace(
                 update,
                 microbatches=tuple(
-                    replace(
-                        batch,
-                        values={
-                            **batch.values,
-                            **{name: self._frozen(name, model, batch.packed) for name, model in models.items()},
-                        },
-                    )
+                    replace(batch, values={**batch.values, **self._frozen(models, batch.packed)})
                     for batch in update.microbatches
                 ),
             )
@@ -204,10 +208,13 @@ class ObjectiveTrainModule(TransformerTrainModule):
             reshard(model)
         return filled
 
-    def _frozen(self, name: str, model: Transformer, packed: PackedBatch) -> torch.Tensor:
-        """The reference may be the policy itself, without its adapters."""
-        with adapters_off(model) if name == REFERENCE_TOKENS else nullcontext():
-            return self._scores(model, packed).logprobs_N
+    def _frozen(self, models: Mapping[str, Transformer], packed: PackedBatch) -> dict[str, torch.Tensor]:
+        """The reference, and the teacher, may be the policy itself, without its adapters."""
+        values = {}
+        for name, model in models.items():
+            with nullcontext() if name == OLD_TOKENS else adapters_off(model):
+                values[name] = self._scores(model, packed).logprobs_N
+        return values
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> TokenLogprobs:
@@ -216,14 +223,13 @@ class ObjectiveTrainModule(TransformerTrainModule):
     def _scores(
         self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None, with_entropy: bool = False
     ) -> TokenLogprobs:
-        loss = self.loss
         return token_logprobs(
             model,
             packed,
             device=self.device,
-            temperature=loss.temperature,
+            temperature=self.loss.temperature,
             with_entropy=with_entropy,
-            classes=loss.class_ids,
+            classes=self.loss.class_ids,
             measure=measure,
         )
 
@@ -290,6 +296,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         context = context_of(self.model)
         gradient_scale = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
         sums = WeightedSums()
+        losses: list[float | torch.Tensor] = []
         for index, microbatch in enumerate(step.microbatches):
             with self._train_microbatch_context(index, len(step.microbatches)):
                 with self._clock.timing("forward"):
@@ -297,6 +304,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
                 with self._clock.timing("backward"):
                     self.backward(outputs.loss * gradient_scale)
             sums.add(outputs.metrics)
+            losses.append(outputs.metrics["loss"].value)
             packed = microbatch.packed
             sums.add({"padding_fraction": padding_fraction(packed), "shared_fraction": shared_fraction(packed)})
         self.model.post_batch()
@@ -304,6 +312,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
         of_rank = sums.means() | maxima | self.clipped()
         reduced = reduce_metrics(of_rank, group=self.dp_process_group, device=self.device)
+        if not math.isfinite(reduced["loss"]):
+            raise self._broken(f"the loss is {reduced['loss']}{self._where(step, losses)}")
         self._check(reduced["loss"], step.counts)
         for name in self.loss.never_negative:
             if reduced[name] < -NEGATIVE_BY_ROUNDING:
@@ -355,14 +365,29 @@ class ObjectiveTrainModule(TransformerTrainModule):
             metrics["step_skipped"] = self.optim.step_skipped
         return metrics | self._clock.read()
 
+    def own_pace(self) -> float | None:
+        if self._pace is None:
+            self._pace = OwnPace(self.computing_model.lm_head, self.device)
+        return self._pace.read()
+
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
         if self.reference is not None:
             self.reference.follow(self.model, step=self.trainer.global_step)
 
+    def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
+        """The rows of the microbatches, on any rank, whose own losses are not finite, in parentheses."""
+        broken = [
+            batch for batch, loss in zip(step.microbatches, losses, strict=True) if not math.isfinite(float(loss))
+        ]
+        own = [row for batch in broken for row in batch.row_ids]
+        rows = sorted({row for of_rank in gathered(own, self.dp_process_group) for row in of_rank})
+        more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
+        named = ", ".join(map(str, rows[:MAX_NAMED]))
+        noun = "row" if len(rows) == 1 else "rows"
+        return f" (in a microbatch with {noun} {named}{more} of the training data, counted from 0)" if rows else ""
+
     def _check(self, loss: float, counts: Mapping[str, int]) -> None:
-        if not math.isfinite(loss):
-            raise self._broken(f"the loss is {loss}")
         first_loss = self.loss.first_loss
         expected = first_loss(counts) if callable(first_loss) else first_loss
         if self.trainer.global_step != 1 or expected is None:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.lm_head import LMHead
 from olmo_core.nn.transformer import Transformer, TransformerConfig
-from olmo_core.utils import mark_dynamic
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -75,7 +74,8 @@ class LogprobHead(LMHead):
 
     max_logits_bytes = MAX_LOGITS_BYTES
     settings = HeadSettings()
-    compiled_losses: Callable[..., Any] | None = None
+    # In place of `losses_of_logits`.
+    of_logits: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
@@ -98,7 +98,7 @@ class LogprobHead(LMHead):
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
         settings = self.settings
         if settings.only_hidden:
-            return h_BKD
+            return self._joined((h_BKD.flatten(0, 1),), labels_BK)
         beside: tuple[torch.Tensor, ...] = ()
         max_bytes = self.max_logits_bytes
         if settings.measure is not None:
@@ -136,13 +136,9 @@ class LogprobHead(LMHead):
         if settings.measure is not None:
             logits_NV, temperature = _scaled(logits_NV, temperature), 1.0
             measured = settings.measure.function(logits_NV, *beside_N)
-        of_logits = losses_of_logits
-        if self.compiled_losses is not None:
-            of_logits = self.compiled_losses
-            for tensor in (logits_NV, labels_N):
-                mark_dynamic(tensor, 0, strict=False)
+        of_logits = self.of_logits or losses_of_logits
         both = settings.with_entropy, settings.with_collisions
-        return LabelLosses(*of_logits(logits_NV, labels_N, ignored, temperature, *both), measured=measured)
+        return LabelLosses(*of_logits(logits_NV, labels_N, ignored, temperature, *both), measured)
 
     def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)

@@ -14,6 +14,7 @@ import math
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.models.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
 from open_instruct.models.on_cpu.products import ChoosingLinear
-from open_instruct.models.shards import FlatRange, Held, held_of, local_part, own_box, reshard
+from open_instruct.models.shards import (
+    FlatRange,
+    Held,
+    held,
+    held_of,
+    local_part,
+    own_box,
+    own_values,
+    reshard,
+    whole_of,
+)
 
 A, B = ADAPTER
 
@@ -61,7 +72,8 @@ class AdaptedLinear(ChoosingLinear):
         y = super().forward(x)
         if self.is_off:
             return y
-        low = F.linear(self.dropout(x), self.lora_A.to(x.dtype))
+        # A module that is run is one that ZeRO fetches weights ahead for.
+        low = F.linear(self.dropout(x) if self._dropped_share else x, self.lora_A.to(x.dtype))
         return y + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
 
 
@@ -127,12 +139,13 @@ def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mappi
     """
     layers = layers_of(model)
     for full_name, parameter in model.named_parameters():
-        name, part = clean_name(full_name), local_part(parameter)
+        name, ours = clean_name(full_name), held(parameter)
+        part = local_part(ours)
         if start is not None and parameter.requires_grad:
-            part.copy_(start[name][own_box(parameter)])
+            part.copy_(own_values(ours, start[name]))
         elif name.endswith(A):
             layer = name.removesuffix(f".{A}")
-            part.copy_(_drawn(layers[layer], layer, lora, seed)[own_box(parameter)])
+            part.copy_(own_values(ours, _drawn(layers[layer], layer, lora, seed)))
         elif name.endswith(B):
             part.zero_()
 
@@ -154,44 +167,70 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     reshard(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield clean_name(name), parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            yield clean_name(name), whole_of(held(parameter))
 
 
+@torch.no_grad()
+def scaled_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank has of each matrix of the adapters, by OLMo-core's names: of A, and of the layer's `scale` x B."""
+    scales = {f"{name}.{B}": layer.scale for name, layer in layers_of(model).items()}
+    return {name: local_part(each) * scales.get(name, 1) for name, each in held_of(model, of_adapters=True).items()}
+
+
+@torch.no_grad()
 def weights_of(model: nn.Module) -> Mapping[str, Held]:
     """What a checkpoint of `model` would hold: what `held_of` gives, with any adapters added. Collective."""
-    return MergedWeights(model) if layers_of(model) else held_of(model)
+    layers = layers_of(model)
+    if not layers:
+        return held_of(model)
+    reshard(model)
+    halves, scale = dict[str, torch.Tensor](), next(iter(layers.values())).scale
+    for name, layer in layers.items():
+        halves[f"{name}.{A}"] = whole_of(held(layer.lora_A))
+        # A rank that has rows of a matrix has the same rows of this.
+        is_cut = isinstance(layer.lora_B, DTensor)
+        halves[f"{name}.{B}"] = local_part(layer.lora_B) if is_cut else whole_of(held(layer.lora_B))
+    return MergedWeights(held_of(model), halves, scale=scale)
 
 
 class MergedWeights(Mapping[str, Held]):
-    """What `held_of` gives, each matrix with its adapter added, in float32. Collective to make, and not to read.
+    """`plain` with adapters added, in float32; each matrix is made when it is asked for.
 
-    Each is made when it is asked for: beside the shards a rank holds one of them, and the first half of all adapters.
+    :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows held of the matrix.
     """
 
-    @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        self._held = held_of(model)
-        self._layers = layers_of(model)
-        # Of B a rank has the rows that it has of the matrix.
-        self._a_RI = {name: whole for name, whole in whole_adapter(model) if name.endswith(A)}
+    def __init__(self, plain: Mapping[str, Held], halves: Mapping[str, torch.Tensor], *, scale: float) -> None:
+        self._plain, self._halves, self._scale = plain, halves, scale
 
+    @torch.no_grad()
     def __getitem__(self, name: str) -> Held:
-        held, layer = self._held[name], self._layers.get(name.removesuffix(".weight"))
-        if layer is None or not name.endswith(".weight"):
-            return held
-        assert not isinstance(held, FlatRange)
-        rows, columns = own_box(held)
-        assert own_box(layer.lora_B)[0] == rows
-        a_RI, b_OR = self._a_RI[name.replace("weight", A)], local_part(layer.lora_B)
-        merged = torch.addmm(local_part(held).float(), b_OR, a_RI[:, columns], alpha=layer.scale)
-        if not isinstance(held, DTensor):
+        plain, layer = self._plain[name], name.removesuffix(".weight")
+        if f"{layer}.{A}" not in self._halves:
+            return plain
+        local = local_part(plain)
+        a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(local.device, torch.float32) for half in ADAPTER)
+        if isinstance(plain, FlatRange):
+            return self._range(plain, a_RI, b_OR)
+        merged = local.float().addmm(b_OR, a_RI[:, own_box(plain)[1]], alpha=self._scale)
+        if not isinstance(plain, DTensor):
             return merged
         return DTensor.from_local(
-            merged, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+            merged, plain.device_mesh, plain.placements, run_check=False, shape=plain.shape, stride=plain.stride()
         )
 
+    def _range(self, plain: FlatRange, a_RI: torch.Tensor, b_OR: torch.Tensor) -> FlatRange:
+        """Of the matrix's rows those that the range touches, of which the ends may be others'."""
+        assert plain.num_slabs == 1
+        (values,), width = own_box(plain), a_RI.shape[1]
+        first, last = values.start // width, -(-values.stop // width)
+        own = slice(values.start - first * width, values.stop - first * width)
+        rows = plain.local.new_zeros((last - first) * width, dtype=torch.float32)
+        rows[own] = plain.local.float()
+        merged = rows.view(-1, width).addmm(b_OR[first:last], a_RI, alpha=self._scale)
+        return replace(plain, local=merged.flatten()[own])
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._plain)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._plain)

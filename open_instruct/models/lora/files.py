@@ -6,7 +6,7 @@ A matrix is there under `base_model.model.` + the Hugging Face name of its layer
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASectio
 from open_instruct.data.foreign_json import read_object
 from open_instruct.errors import InputError, RunError
 from open_instruct.models.checkpoint_files import CheckpointFiles, read_header
-from open_instruct.models.export_files import disk_problem, partial_folder_of, prepare_folder, put_in_place
+from open_instruct.models.export_files import (
+    CARD_NAME,
+    CHAT_TEMPLATE_NAME,
+    disk_problem,
+    partial_folder_of,
+    prepare_folder,
+    put_in_place,
+    write_texts,
+)
 from open_instruct.models.load import MAX_NAMED
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
@@ -108,11 +116,20 @@ def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoR
 
 
 def write_adapter(
-    folder: Path, adapter: Iterable[tuple[str, torch.Tensor]], names: TensorNames, lora: LoRASection, *, base: str
+    folder: Path,
+    adapter: Iterable[tuple[str, torch.Tensor]],
+    names: TensorNames,
+    lora: LoRASection,
+    *,
+    base: str,
+    chat_template: str | None = None,
+    card: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective; rank 0 writes.
 
     :param base: what the adapter belongs to, for whoever opens it.
+    :param chat_template: that it was trained with, where that is not the base's own.
+    :param card: gives README.md, for whoever finds the folder; rank 0 alone asks.
     :raises RunError: the disk filled up or failed; an earlier one is unharmed.
     """
     tensors = {}
@@ -127,6 +144,7 @@ def write_adapter(
             save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt"})
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
             put_in_place(folder)
         except OSError as error:
             raise RunError(disk_problem(folder, error)) from None

@@ -6,7 +6,8 @@ of a block that share a head, L * R and Q * R of them, those of one token togeth
 
 PyTorch's flash attention for CPUs takes each head alone, in small pieces, and reaches a third of the rate that products
 of matrices have. Here the queries of a *block* that share a key-value head meet all keys that they see in one product.
-Only the scores of a block are in memory, mostly in the cache, and the backward pass computes them again.
+What they take of each key is kept for the backward pass. So that this does not outgrow all else that a layer keeps,
+documents are left to flash attention where they are very long.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from open_instruct.models.segments import QKV, Segment
 MOST_QUERIES, FEWEST_TOKENS = 192, 32
 MAX_CACHED_MASKS = 8
 
-# Of their own documents, as tokens see them on average: from here on blocks are faster. Then, beside those, of prompts
-# that are shared: flash attention takes all branches of a prompt together.
-FEWEST_KEYS, MOST_SHARED_KEYS = 448, 0.25
+# As many as the documents of tokens have on average, with a prompt that others share: blocks are faster from here on.
+# But of such prompts only a part of what own documents have: flash attention takes all branches of a prompt together.
+FEWEST_KEYS, MOST_SHARED_KEYS = 320, 0.25
+# That a token sees, in any document. The planner has this number too, and the fewest.
+MOST_KEYS = 1024
 
 
 class Block(NamedTuple):
@@ -49,7 +52,10 @@ def pays(query_THD: torch.Tensor, documents: tuple[Segment, ...], left: int) -> 
     num_tokens = sum(document.length for document in documents)
     own_keys = sum(document.length**2 for document in documents)
     shared_keys = sum(document.length * document.prefix_length for document in documents)
-    return own_keys >= FEWEST_KEYS * num_tokens and shared_keys <= MOST_SHARED_KEYS * own_keys
+    most_keys = max((document.prefix_length + document.length for document in documents), default=0)
+    if (most_keys if left < 0 else min(most_keys, left + 1)) > MOST_KEYS:
+        return False
+    return own_keys + shared_keys >= FEWEST_KEYS * num_tokens and shared_keys <= MOST_SHARED_KEYS * own_keys
 
 
 def attend_in_blocks(
@@ -82,77 +88,74 @@ class _BlockAttention(torch.autograd.Function):
         left: int,
         scale: float,
     ) -> torch.Tensor:
-        ctx.save_for_backward(query_THD, key_TGD, value_TGD)
+        kept: list[torch.Tensor] | None = [] if any(ctx.needs_input_grad) else None
         ctx.documents, ctx.left, ctx.scale = documents, left, scale
-        num_groups = key_TGD.shape[1]
-        num_shared = query_THD.shape[1] // num_groups
-        scratch = _Scratch(query_THD, documents, num_shared)
-        out_THD = torch.empty_like(query_THD)
+        qkv_T, out_THD = QKV(query_THD, key_TGD, value_TGD), torch.empty_like(query_THD)
         for document in documents:
-            query_GND = _queries(query_THD, document, num_groups) * scale
-            key_GKD, value_GKD = (_keys(tensor, document) for tensor in (key_TGD, value_TGD))
-            out_GND = torch.empty_like(query_GND)
-            blocks = [*blocks_of(document, left, num_shared)]
-            for query_ND, key_KD, value_KD, out_ND in zip(query_GND, key_GKD, value_GKD, out_GND, strict=True):
-                for block in blocks:
-                    queries, keys = _slices(block, num_shared)
-                    weights_MK = _weights(block, query_ND[queries], key_KD[keys], left, scratch)
-                    torch.mm(weights_MK, value_KD[keys], out=out_ND[queries])
-            _put_queries(out_THD, out_GND, document)
+            _attend(document, ctx, qkv_T, out_THD, kept)
+        ctx.save_for_backward(*qkv_T, *(kept or ()))
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query_THD, key_TGD, value_TGD = ctx.saved_tensors
-        num_groups = key_TGD.shape[1]
-        num_shared = query_THD.shape[1] // num_groups
-        scratch, another = (_Scratch(query_THD, ctx.documents, num_shared) for _ in range(2))
-        grad_query_THD = torch.empty_like(query_THD)
-        grad_key_TGD, grad_value_TGD = torch.zeros_like(key_TGD), torch.zeros_like(value_TGD)
+        query_THD, key_TGD, value_TGD, *kept = ctx.saved_tensors
+        qkv_T, weights = QKV(query_THD, key_TGD, value_TGD), iter(kept)
+        grads_T = QKV(torch.empty_like(query_THD), torch.zeros_like(key_TGD), torch.zeros_like(value_TGD))
         for document in ctx.documents:
-            query_GND = _queries(query_THD, document, num_groups) * ctx.scale
-            grad_out_GND = _queries(grad_out_THD, document, num_groups)
-            key_GKD, value_GKD = (_keys(tensor, document) for tensor in (key_TGD, value_TGD))
-            grad_query_GND = torch.empty_like(query_GND)
-            # Features before tokens: a product with so few columns is slower.
-            grad_key_GDK, grad_value_GDK = (tensor.new_zeros(tensor.mT.shape) for tensor in (key_GKD, value_GKD))
-            blocks = [*blocks_of(document, ctx.left, num_shared)]
-            for head in range(num_groups):
-                query_ND, key_KD, value_KD = query_GND[head], key_GKD[head], value_GKD[head]
-                for block in blocks:
-                    queries, keys = _slices(block, num_shared)
-                    grad_out_MD = grad_out_GND[head, queries]
-                    weights_MK = _weights(block, query_ND[queries], key_KD[keys], ctx.left, scratch)
-                    grad_value_GDK[head, :, keys].addmm_(grad_out_MD.T, weights_MK)
-                    grad_MK = torch.mm(grad_out_MD, value_KD[keys].T, out=another.of(*weights_MK.shape))
-                    torch._softmax_backward_data(grad_MK, weights_MK, -1, weights_MK.dtype, grad_input=grad_MK)
-                    grad_key_GDK[head, :, keys].addmm_(query_ND[queries].T, grad_MK)
-                    torch.mm(grad_MK, key_KD[keys], out=grad_query_GND[head, queries])
-            _put_queries(grad_query_THD, grad_query_GND.mul_(ctx.scale), document)
-            _add_keys(grad_key_TGD, grad_key_GDK, document)
-            _add_keys(grad_value_TGD, grad_value_GDK, document)
-        return grad_query_THD, grad_key_TGD, grad_value_TGD, None, None, None
+            _add_grads(document, ctx, qkv_T, grad_out_THD, grads_T, weights)
+        return *grads_T, None, None, None
 
 
-class _Scratch:
-    """Memory for the scores of one block after the other."""
-
-    def __init__(self, like: torch.Tensor, documents: tuple[Segment, ...], num_shared: int) -> None:
-        num_keys = max((document.prefix_length + document.length for document in documents), default=0)
-        self._memory = like.new_empty(max(MOST_QUERIES, FEWEST_TOKENS * num_shared) * num_keys)
-
-    def of(self, num_rows: int, num_columns: int) -> torch.Tensor:
-        return self._memory[: num_rows * num_columns].view(num_rows, num_columns)
-
-
-def _slices(block: Block, num_shared: int) -> tuple[slice, slice]:
-    return slice(block.first * num_shared, block.end * num_shared), slice(block.first_key, block.end_of_keys)
+# A function of its own for a document: what it copies is gone before the next one's copies are made.
+def _attend(document: Segment, ctx: Any, qkv_T: QKV, out_THD: torch.Tensor, kept: list[torch.Tensor] | None) -> None:
+    blocks, copies = _taken_apart(document, ctx, qkv_T)
+    out_GND = torch.empty_like(copies.query)
+    for query_ND, key_KD, value_KD, out_ND in zip(*copies, out_GND, strict=True):
+        for block, queries, keys in blocks:
+            weights_MK = _weights(block, query_ND[queries], key_KD[keys], ctx.left)
+            torch.mm(weights_MK, value_KD[keys], out=out_ND[queries])
+            if kept is not None:
+                kept.append(weights_MK)
+    _put_queries(out_THD, out_GND, document)
 
 
-def _weights(block: Block, query_MD: torch.Tensor, key_KD: torch.Tensor, left: int, scratch: _Scratch) -> torch.Tensor:
-    """What each query takes of each key's value, (M, K), in `scratch`."""
+def _add_grads(
+    document: Segment, ctx: Any, qkv_T: QKV, grad_out_THD: torch.Tensor, grads_T: QKV, kept: Iterator[torch.Tensor]
+) -> None:
+    blocks, (query_GND, key_GKD, value_GKD) = _taken_apart(document, ctx, qkv_T)
+    grad_out_GND = _queries(grad_out_THD, document, len(key_GKD))
+    grad_query_GND = torch.empty_like(query_GND)
+    # Features before tokens: a product with so few columns is slower.
+    grad_key_GDK, grad_value_GDK = (tensor.new_zeros(tensor.mT.shape) for tensor in (key_GKD, value_GKD))
+    for head, (query_ND, key_KD, value_KD) in enumerate(zip(query_GND, key_GKD, value_GKD, strict=True)):
+        for _, queries, keys in blocks:
+            grad_out_MD, weights_MK = grad_out_GND[head, queries], next(kept)
+            grad_value_GDK[head, :, keys].addmm_(grad_out_MD.T, weights_MK)
+            grad_MK = torch.mm(grad_out_MD, value_KD[keys].T)
+            torch._softmax_backward_data(grad_MK, weights_MK, -1, weights_MK.dtype, grad_input=grad_MK)
+            grad_key_GDK[head, :, keys].addmm_(query_ND[queries].T, grad_MK)
+            torch.mm(grad_MK, key_KD[keys], out=grad_query_GND[head, queries])
+    _put_queries(grads_T.query, grad_query_GND.mul_(ctx.scale), document)
+    _add_keys(grads_T.key, grad_key_GDK, document)
+    _add_keys(grads_T.value, grad_value_GDK, document)
+
+
+def _taken_apart(document: Segment, ctx: Any, qkv_T: QKV) -> tuple[list[tuple[Block, slice, slice]], QKV]:
+    """Blocks, each with its rows of queries and of keys, and copies of the document's tensors head by head."""
+    num_groups = qkv_T.key.shape[1]
+    num_shared = qkv_T.query.shape[1] // num_groups
+    blocks = [
+        (each, slice(each.first * num_shared, each.end * num_shared), slice(each.first_key, each.end_of_keys))
+        for each in blocks_of(document, ctx.left, num_shared)
+    ]
+    query_GND = _queries(qkv_T.query, document, num_groups) * ctx.scale
+    return blocks, QKV(query_GND, _keys(qkv_T.key, document), _keys(qkv_T.value, document))
+
+
+def _weights(block: Block, query_MD: torch.Tensor, key_KD: torch.Tensor, left: int) -> torch.Tensor:
+    """What each query takes of each key's value, (M, K)."""
     num_tokens, num_keys = block.end - block.first, len(key_KD)
-    scores_MK = torch.mm(query_MD, key_KD.T, out=scratch.of(len(query_MD), num_keys))
+    scores_MK = torch.mm(query_MD, key_KD.T)
     scores_QRK = scores_MK.view(num_tokens, -1, num_keys)
     scores_QRK[..., -num_tokens:] += _after(num_tokens, scores_MK.dtype)
     num_spare = left - (num_keys - num_tokens)  # of the first token's window, before the first key
@@ -181,8 +184,7 @@ def _queries(tensor_THD: torch.Tensor, document: Segment, num_groups: int) -> to
 
 def _put_queries(tensor_THD: torch.Tensor, rows_GND: torch.Tensor, document: Segment) -> None:
     rows_LGRD = rows_GND.unflatten(1, (document.length, -1)).transpose(0, 1)
-    own_LHD = tensor_THD[document.start : document.start + document.length]
-    own_LHD.unflatten(1, rows_LGRD.shape[1:3]).copy_(rows_LGRD)
+    tensor_THD[document.start : document.start + document.length].unflatten(1, rows_LGRD.shape[1:3]).copy_(rows_LGRD)
 
 
 def _keys(tensor_TGD: torch.Tensor, document: Segment) -> torch.Tensor:

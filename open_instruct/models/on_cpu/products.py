@@ -55,15 +55,15 @@ def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return _product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight = ctx.needs_input_grad
-        grad_x = _product(grad, weight.T) if of_x else None
-        return grad_x, grad.flatten(0, -2).T @ x.flatten(0, -2) if of_weight else None
+        grad_x = None if weight is None else _product(grad, weight.T)
+        return grad_x, None if x is None else grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,9 @@ Documents are taken to be of different lengths. A window changes the time that a
 true of the kernels on CUDA, while on a CPU a document longer than the window is copied in pieces, which is not counted.
 Tensor parallelism splits heads, features and vocabulary, and the positions of a row between matrices. Compiled blocks
 fuse what stands between matrices; they are counted as uncompiled ones, which is an upper bound.
+
+A matrix that is frozen keeps nothing for its gradient; an adapter beside it keeps what that is given, and its own few
+features. The input of the first block needs no gradient then; the block is counted like the others, an upper bound too.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
-from open_instruct.planning.memory.autograd_sizes import Gradient, Profile, Tape, Tensor
+from open_instruct.planning.memory.autograd_sizes import Gradient, Kind, Profile, Tape, Tensor
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
 from open_instruct.records import ShardLayout
@@ -30,6 +34,8 @@ from open_instruct.records import ShardLayout
 FLOAT32 = 4
 # `models.heads.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal.
 MAX_LOGITS_BYTES = 1 << 30
+# `FEWEST_KEYS`, `MOST_KEYS` and `MOST_QUERIES` of `models.on_cpu.blocks`, likewise.
+BLOCKS = (320, 1024, 192)
 
 # Chunks of the head are alike, and the second is the first that finds a gradient of the matrix in place.
 CHUNKS_RECORDED = 2
@@ -43,15 +49,20 @@ BLOCK_MODULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The sizes of one microbatch on one rank, and what of it is recomputed."""
+    """The sizes of one microbatch on one rank, and what of it is recomputed.
+
+    `num_rows` are the tokens that it has between matrices.
+    """
 
     num_tokens: int
+    num_rows: int
     longest_document: int
     num_labels: int
     compute_bytes: int
     on_cuda: bool
     tensor_degree: int
     recomputed_modules: tuple[str, ...]
+    casts_adapters: bool = False
     temperature: float = 1.0
     records_entropy: bool = False
     num_gathered_keys: int | None = None
@@ -64,22 +75,28 @@ def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
     return (most,) * whole + ((rest,) if rest else ())
 
 
-def pass_of(layout: ShardLayout, workload: Workload) -> Pass:
-    """The sizes of one microbatch of `workload`; a context degree splits its tokens."""
-    tensor_degree = layout.tensor_parallel_degree
+def pass_of(layout: ShardLayout, workload: Workload, *, splits_rows: bool = True) -> Pass:
+    """The sizes of one microbatch of `workload`, whose rows are taken to be full; a context degree splits its tokens.
+
+    Between matrices that tensor ranks split, they may have a part of the tokens each.
+    """
+    workload, tensor_degree = workload.with_full_rows(), layout.tensor_parallel_degree
     num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
-    blocks = ("blocks.*",)
-    recomputed = {"none": (), "full": blocks, "offload": blocks, "selected_modules": workload.checkpointing_modules}
+    some = {"none": (), "selected_modules": workload.checkpointing_modules}
     num_labels = -(-workload.label_tokens_per_microbatch // layout.context_parallel_degree)
+    num_rows = -(-num_tokens // tensor_degree) if splits_rows else num_tokens
     return Pass(
         num_tokens=num_tokens,
+        num_rows=num_rows,
         longest_document=min(num_tokens, workload.longest_sequence),
-        # Under tensor parallelism the head runs at every position.
-        num_labels=num_labels if tensor_degree == 1 else -(-num_tokens // tensor_degree),
+        # Where tokens are split the head runs at every position.
+        num_labels=num_labels if num_rows == num_tokens else num_rows,
         compute_bytes=workload.compute_bytes,
         on_cuda=workload.on_cuda,
         tensor_degree=tensor_degree,
-        recomputed_modules=recomputed[workload.checkpointing],
+        recomputed_modules=some.get(workload.checkpointing, ("blocks.*",)),
+        # FSDP gathers them in the dtype that is computed in.
+        casts_adapters=layout.single_device and workload.compute_bytes < FLOAT32,
         temperature=workload.temperature,
         records_entropy=workload.records_entropy,
         num_gathered_keys=_gathered_keys(layout, workload),
@@ -98,16 +115,11 @@ def _gathered_keys(layout: ShardLayout, workload: Workload) -> int | None:
     return -(-num_keys // layout.context_parallel_degree)
 
 
-@lru_cache(maxsize=256)
-def block_profile(shape: ModelShape, sizes: Pass) -> Profile:
-    """One block, from the residual stream to the residual stream."""
-    return _Block(shape, sizes).profile()
-
-
-@lru_cache(maxsize=256)
-def head_profile(shape: ModelShape, sizes: Pass) -> Profile:
-    """The last norm and the head, from the residual stream to the log-probs of the labels."""
-    return _Head(shape, sizes).profile()
+@lru_cache(maxsize=512)
+def profile_of(piece: Literal["block", "head"], shape: ModelShape, sizes: Pass) -> Profile:
+    """One block, from the residual stream to itself; or last norm and head, from there to the labels' log-probs."""
+    run = {"block": _Block, "head": _Head}[piece](shape, sizes)
+    return run.tape.profile(run.record())
 
 
 def _split(count: int, sizes: Pass) -> int:
@@ -118,35 +130,52 @@ def _split(count: int, sizes: Pass) -> int:
 class _Piece(ABC):
     def __init__(self, shape: ModelShape, sizes: Pass) -> None:
         self.shape, self.sizes, self.c = shape, sizes, sizes.compute_bytes
-        self.stream_bytes = _split(sizes.num_tokens, sizes) * shape.d_model * self.c
+        self.kind: Kind = "weight" if shape.adapters is None else "frozen"  # of what is the model's own
+        self.stream_bytes = sizes.num_rows * shape.d_model * self.c
         self.tape = Tape(Tensor(self.stream_bytes, kind="source"))
 
     @abstractmethod
     def record(self) -> Tensor:
         """Run it on the tape; returns what it passes on."""
 
-    def profile(self) -> Profile:
-        return self.tape.profile(self.record())
-
     def recomputed(self, module: str) -> AbstractContextManager[None]:
         """Within runs a module of the block, which may be checkpointed; "" is the block itself. All are alike."""
         return self.tape.recomputed(is_wrapped(self.sizes.recomputed_modules, 0, module))
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
+        """Another one of so many numbers; the same where that is what it has."""
         num_bytes = num_elements * to_bytes
         return tensor if tensor.num_bytes == num_bytes else self.tape.run(num_bytes, tensor)
 
-    def linear(self, x: Tensor, num_rows: int, num_inputs: int, num_outputs: int) -> Tensor:
+    def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
+        """What a matrix of the block puts out of all tokens, and what its adapter adds to that."""
+        adapters, num_tokens = self.shape.adapters, self.sizes.num_tokens
+        output, given = self.product(x, num_inputs, num_outputs, self.kind), x
+        if adapters is None or module not in adapters.modules:
+            return output
+        if adapters.drops:
+            # What is left out is told by a byte on CUDA, elsewhere by a factor.
+            mask = self.tape.run(num_tokens * num_inputs * (1 if self.sizes.on_cuda else self.c), gradients=())
+            x = self.tape.run(num_tokens * num_inputs * self.c, x, mask, saved=[mask], gradients=[_whole(x)])
+        low = self.product(x, num_inputs, adapters.rank)
+        added = self.product(low, adapters.rank, num_outputs)
+        output = self.sum(output, self.tape.run(added.num_bytes, added))
+        self.tape.hold(given, low)
+        return output
+
+    def product(self, x: Tensor, num_inputs: int, num_outputs: int, kind: Kind = "weight") -> Tensor:
         """x W^T: keeps x. Its backward makes the gradient of W first, then that of x."""
-        weight = Tensor(num_inputs * num_outputs * self.c, kind="weight")
-        gradients = [_whole(weight), Gradient(of=x, num_bytes=num_rows * num_inputs * self.c)]
-        return self.tape.run(num_rows * num_outputs * self.c, x, weight, saved=[x], gradients=gradients)
+        num_tokens, weight = self.sizes.num_tokens, Tensor(num_inputs * num_outputs * self.c, kind=kind)
+        if self.sizes.casts_adapters and kind != self.kind:
+            weight = self.tape.run(weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)])
+        gradients = [_whole(weight), Gradient(of=x, num_bytes=num_tokens * num_inputs * self.c)]
+        return self.tape.run(num_tokens * num_outputs * self.c, x, weight, saved=[x, weight], gradients=gradients)
 
     def norm(self, x: Tensor, num_rows: int, width: int) -> Tensor:
         """RMSNorm. float32 inside; keeps its input and what is scaled by the weight."""
         run, elements = self.tape.run, num_rows * width
         float_bytes, row_bytes = FLOAT32 * elements, FLOAT32 * num_rows
-        weight = Tensor(width * self.c, kind="weight")
+        weight = Tensor(width * self.c, kind=self.kind)
         x_float = self.cast(x, elements, FLOAT32)
         # The backward of a square makes x, then 2x, before it multiplies by the gradient.
         of_square = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
@@ -185,43 +214,38 @@ class _Block(_Piece):
 
     def _normed(self, module: str, x: Tensor) -> Tensor:
         with self.recomputed(module):
-            return self.norm(x, _split(self.sizes.num_tokens, self.sizes), self.shape.d_model)
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        """All positions of the row, where tensor ranks hold a part each between matrices."""
-        num_bytes = self.sizes.num_tokens * self.shape.d_model * self.c
-        return x if self.sizes.tensor_degree == 1 else self.tape.run(num_bytes, x)
+            return self.norm(x, self.sizes.num_rows, self.shape.d_model)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        num_tokens, d_model, width = self.sizes.num_tokens, self.shape.d_model, _split(self.shape.d_ff, self.sizes)
+        d_model, width = self.shape.d_model, _split(self.shape.d_ff, self.sizes)
         run = self.tape.run
         with self.recomputed("feed_forward"):
-            x = self._gathered(x)
-            gate = self.linear(x, num_tokens, d_model, width)
+            # All tokens, where tensor ranks hold a part each between matrices; of their sum this rank's part.
+            x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
+            gate = self.linear("feed_forward.w1", x, d_model, width)
             active = run(gate.num_bytes, gate, saved=[gate])
-            up = self.linear(x, num_tokens, d_model, width)
+            up = self.linear("feed_forward.w3", x, d_model, width)
             product = run(gate.num_bytes, active, up, saved=[active, up])
-            return self._scattered(self.linear(product, num_tokens, width, d_model))
-
-    def _scattered(self, x: Tensor) -> Tensor:
-        """This rank's positions of a sum over tensor ranks."""
-        return x if self.sizes.tensor_degree == 1 else self.tape.run(self.stream_bytes, x)
+            output = self.linear("feed_forward.w2", product, width, d_model)
+            self.tape.hold(x)
+            return self.cast(output, self.sizes.num_rows * d_model, self.c)
 
     def _attention(self, x: Tensor) -> Tensor:
-        num_tokens, d_model = self.sizes.num_tokens, self.shape.d_model
+        d_model = self.shape.d_model
         q_width, kv_width = _split(self.shape.q_width, self.sizes), _split(self.shape.kv_width, self.sizes)
         with self.recomputed("attention"):
-            x = self._gathered(x)
-            query = self.linear(x, num_tokens, d_model, q_width)
-            key = self.linear(x, num_tokens, d_model, kv_width)
-            value = self.linear(x, num_tokens, d_model, kv_width)
+            x = self.cast(x, self.sizes.num_tokens * d_model, self.c)
+            query = self.linear("attention.w_q", x, d_model, q_width)
+            key = self.linear("attention.w_k", x, d_model, kv_width)
+            value = self.linear("attention.w_v", x, d_model, kv_width)
             if self.shape.qk_norm != "none":
                 query = self._qk_norm("attention.q_norm", query, q_width)
                 key = self._qk_norm("attention.k_norm", key, kv_width)
             query, key = self._rotated(query, key, q_width, kv_width)
             attended = self._attend(query, key, value, q_width)
             self.tape.hold(x, query, key, value)
-            return self._scattered(self.linear(attended, num_tokens, q_width, d_model))
+            output = self.linear("attention.w_out", attended, q_width, d_model)
+            return self.cast(output, self.sizes.num_rows * d_model, self.c)
 
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
@@ -251,29 +275,43 @@ class _Block(_Piece):
         return query, key
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, q_width: int) -> Tensor:
-        """One kernel over all documents on CUDA in 16 bits; else a call for each, whose results are laid end to end.
+        """One kernel over all documents on CUDA in 16 bits, or blocks of them; else a call for each, whose results are
+        laid end to end.
 
-        Either keeps queries, keys, values, its output, and one float32 a head and token.
+        All keep queries, keys, values, their output, and one float32 a head and token; blocks one for each key instead.
         """
-        num_tokens, run = self.sizes.num_tokens, self.tape.run
-        logsumexp_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
+        num_tokens, run, longest = self.sizes.num_tokens, self.tape.run, self.sizes.longest_document
+        num_bytes = num_tokens * (q_width // self.shape.head_dim) * FLOAT32
+        if not self.sizes.on_cuda and self.c == FLOAT32 and BLOCKS[0] <= longest <= BLOCKS[1]:
+            return self._attend_in_blocks(query, key, value, num_bytes)
         if self.sizes.on_cuda and self.c < FLOAT32:
             if (num_keys := self.sizes.num_gathered_keys) is not None:
-                num_bytes = key.num_bytes * num_keys // num_tokens
-                key, value = (run(num_bytes, tensor) for tensor in (key, value))
-            attended = run(query.num_bytes, query, key, value, saved=[query, key, value], saves_output=True)
-            run(logsumexp_bytes, query, saves_output=True, gradients=())
-            return attended
+                key, value = (run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value))
+            weights = run(num_bytes, query, gradients=())
+            return run(query.num_bytes, query, key, value, saved=[query, key, value, weights], saves_output=True)
         parts = [run(0, tensor) for tensor in (query, key, value)]
-        of_longest = query.num_bytes * self.sizes.longest_document // num_tokens
         whole = [query, key, value]
         gradients = [
-            Gradient(of=part, num_bytes=tensor.num_bytes, scratch_bytes=of_longest)
+            Gradient(of=part, num_bytes=tensor.num_bytes, scratch_bytes=query.num_bytes * longest // num_tokens)
             for part, tensor in zip(parts, whole, strict=True)
         ]
-        num_bytes = query.num_bytes + logsumexp_bytes
-        by_document = run(num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
+        by_document = run(query.num_bytes + num_bytes, *parts, saved=whole, saves_output=True, gradients=gradients)
         return run(query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)])
+
+    def _attend_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, bytes_per_key: int) -> Tensor:
+        """What queries take of keys is made and kept block by block. A document is copied head by head, like its
+        gradients.
+        """
+        longest = self.sizes.longest_document
+        weights_bytes = bytes_per_key * (longest + BLOCKS[2] * key.num_bytes // query.num_bytes) // 2
+        of_queries, of_keys = (tensor.num_bytes * longest // self.sizes.num_tokens for tensor in (query, key))
+        of_copies = 3 * of_queries + 4 * of_keys + BLOCKS[2] * longest * FLOAT32
+        inputs = [query, key, value, self.tape.run(weights_bytes, query, gradients=())]
+        gradients = [_whole(query), _whole(key), Gradient(of=value, num_bytes=value.num_bytes, scratch_bytes=of_copies)]
+        scratch_bytes = 2 * (of_queries + of_keys)
+        return self.tape.run(
+            query.num_bytes, *inputs, saved=inputs, saves_output=True, gradients=gradients, scratch_bytes=scratch_bytes
+        )
 
 
 class _Head(_Piece):
@@ -281,12 +319,15 @@ class _Head(_Piece):
         """Chunks of at most `MAX_LOGITS_BYTES` of logits, recomputed where there is more than one."""
         shape, sizes, run = self.shape, self.sizes, self.tape.run
         d_model = shape.d_model
-        hidden = normed = self.norm(self.tape.source, _split(sizes.num_tokens, sizes), d_model)
-        if sizes.tensor_degree == 1:
+        hidden = normed = self.norm(self.tape.source, sizes.num_rows, d_model)
+        if sizes.num_rows == sizes.num_tokens:
             index = run(sizes.num_labels * 8, gradients=())
             hidden = run(sizes.num_labels * d_model * self.c, normed, index, saved=[index], gradients=[_whole(normed)])
         all_chunks = logit_chunks(shape, sizes.num_labels)
-        weight = Tensor(_split(shape.vocab_size, sizes) * d_model * self.c, kind="weight")
+        kind: Kind = "weight" if shape.scores else self.kind
+        stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
+        num_words = shape.vocab_size if stays_whole else _split(shape.vocab_size, sizes)
+        weight = Tensor(num_words * d_model * self.c, kind=kind)
         # And the last one, where it is shorter.
         chunks = all_chunks[:CHUNKS_RECORDED]
         chunks += tuple(chunk for chunk in all_chunks[CHUNKS_RECORDED:] if chunk < all_chunks[0])
@@ -302,8 +343,7 @@ class _Head(_Piece):
     def _losses(self, view: Tensor, hidden: Tensor, num_labels: int, weight: Tensor) -> Tensor:
         shape, sizes, run = self.shape, self.sizes, self.tape.run
         num_logits = num_labels * shape.vocab_size
-        hidden_bytes = num_labels * shape.d_model * self.c
-        gradients = [_whole(weight), Gradient(of=view, num_bytes=hidden_bytes)]
+        gradients = [_whole(weight), Gradient(of=view, num_bytes=num_labels * shape.d_model * self.c)]
         product = run(num_logits * self.c, view, hidden, weight, saved=[hidden], gradients=gradients)
         logits = self.cast(product, num_logits, FLOAT32)
         if sizes.temperature != 1.0:

@@ -7,20 +7,24 @@ place where a tensor is used more than once. The backward pass takes the operati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
+
+Kind = Literal["made", "source", "weight", "frozen"]
 
 
 @dataclass(eq=False, slots=True)
 class Tensor:
-    """One storage; views of it are the same `Tensor`. Only those that are "made" by the piece itself are counted."""
+    """One storage; views of it are the same `Tensor`. Only those that are "made" by the piece itself are counted.
+
+    What multiplies by something "frozen" keeps nothing for it, and makes no gradient of it.
+    """
 
     num_bytes: int
-    kind: Literal["made", "source", "weight"] = "made"
+    kind: Kind = "made"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,8 @@ class Tape:
             scratch_bytes: alive beside inputs and output in the forward pass.
         """
         output = Tensor(num_bytes)
+        if gradients is not None and any(tensor.kind == "frozen" for tensor in inputs):
+            saved, gradients = (), [gradient for gradient in gradients if gradient.of.kind != "frozen"]
         kept = (*saved, output) if saves_output else tuple(saved)
         whole = (Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs)
         made = tuple(whole if gradients is None else gradients)
@@ -130,8 +136,8 @@ class Tape:
         return _Run(self, output).profile()
 
 
-# What the operation of an index keeps for its backward.
-Keeps = Callable[[int], tuple[Tensor, ...]]
+# What each operation keeps for its backward.
+Keeps = Sequence[Sequence[Tensor]]
 
 
 class _Run:
@@ -145,11 +151,17 @@ class _Run:
         for index, op in enumerate(self.operations):
             if op.region is not None:
                 self.regions.setdefault(op.region, []).append(index)
+        # At first a region keeps what its operations are given from outside; run again, what every operation does.
+        made = {region: {self.operations[i].output for i in indices} for region, indices in self.regions.items()}
+        self.kept_at_first: Keeps = [
+            op.saved if op.region is None else [each for each in op.inputs if each not in made[op.region]]
+            for op in self.operations
+        ]
 
     def profile(self) -> Profile:
         everything = range(len(self.operations))
-        scoring_peak, _ = self._forward(everything, keeps=lambda index: (), alive=set())
-        forward_peak, kept = self._forward(everything, keeps=self._kept, alive=set())
+        scoring_peak, _ = self._forward(everything, keeps=[()] * len(everything), alive=set())
+        forward_peak, kept = self._forward(everything, keeps=self.kept_at_first, alive=set())
         backward_peak, weight_gradient_bytes = self._backward(kept)
         return Profile(
             forward_peak=forward_peak,
@@ -160,14 +172,6 @@ class _Run:
             weight_gradient_bytes=weight_gradient_bytes,
         )
 
-    def _kept(self, index: int, *, again: bool = False) -> tuple[Tensor, ...]:
-        """What an operation keeps when it runs. At first a region keeps what its operations are given from outside."""
-        op = self.operations[index]
-        if again or op.region is None:
-            return op.saved
-        made_within = {self.operations[i].output for i in self.regions[op.region]}
-        return tuple(tensor for tensor in op.inputs if tensor not in made_within)
-
     def _forward(self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
         """The peak of running `indices` beside what is `alive` and stays so; and that with what they keep."""
         peak, kept, alive = Usage(), set(alive), set(alive)
@@ -176,7 +180,7 @@ class _Run:
             alive |= {*op.inputs, op.output}
             usage = Usage(activations=_made(alive), temporaries=op.scratch_bytes)
             peak = max(peak, usage, key=lambda moment: moment.total)
-            kept |= set(keeps(index))
+            kept |= set(keeps[index])
             alive = kept | {tensor for tensor in alive if self.alive_until.get(tensor, -1) > index}
         return peak, kept
 
@@ -202,7 +206,8 @@ class _Run:
             op = self.operations[index]
             if op.region is not None and op.region not in ran_again:
                 ran_again.add(op.region)
-                again, kept = self._forward(self.regions[op.region], keeps=partial(self._kept, again=True), alive=kept)
+                of_all = [each.saved for each in self.operations]
+                again, kept = self._forward(self.regions[op.region], keeps=of_all, alive=kept)
                 look(again.temporaries, again.activations)
             gradient_of_output = gradient_of.get(op.output)
             if gradient_of_output is None:
@@ -215,8 +220,9 @@ class _Run:
             del gradient_of[op.output]
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
-            needed = (self._kept(i, again=op.region in ran_again) for i, op in enumerate(self.operations[:index]))
-            kept = kept & set(chain.from_iterable(needed))
+            before = zip(self.operations[:index], self.kept_at_first, strict=False)
+            ran = (op.saved if op.region in ran_again else at_first for op, at_first in before)
+            kept = kept & set(chain.from_iterable(ran))
         return peak, _made({gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"})
 
 

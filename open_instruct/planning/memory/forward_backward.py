@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from open_instruct.parallel.training_state import MASTER_BYTES
-from open_instruct.planning.memory.activations import FLOAT32, Pass, block_profile, head_profile, pass_of
+from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile
-from open_instruct.planning.memory.state import cast_copy_bytes, gathered_params, local_size
+from open_instruct.planning.memory.state import gathered_params, local_size
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
@@ -40,22 +40,22 @@ Moment = Mapping[str, int]  # bytes by label
 class Passes:
     """The moments of both passes, on top of what is held throughout. Without FSDP nothing is gathered or reduced."""
 
+    splits_rows = True  # between matrices that tensor ranks split
+
     def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
         self.shape, self.layout, self.workload = shape, layout, workload
-        self.sizes: Pass = pass_of(layout, workload)
+        self.sizes: Pass = pass_of(layout, workload, splits_rows=self.splits_rows)
         self.block: Profile = _with_budget(shape, self.sizes, workload)
-        self.head: Profile = head_profile(shape, self.sizes)
+        self.head: Profile = profile_of("head", shape, self.sizes)
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
-        self.has_copy = cast_copy_bytes(layout, workload) > 0
-        num_rows = -(-self.sizes.num_tokens // self.sizes.tensor_degree)
-        self.stream_bytes = num_rows * shape.d_model * self.c
+        self.has_copy = layout.single_device and self.c < MASTER_BYTES  # of what is trained
+        self.stream_bytes = self.sizes.num_rows * shape.d_model * self.c
         self.kept_by_block = self.block.kept_bytes + (self.stream_bytes if self.block.keeps_source else 0)
         self.offloads = workload.checkpointing == "offload" and workload.on_cuda
-        self.root = shape.units[0]
-        self.embeddings = Unit(name="embeddings", parameters=()) if shape.is_tied else shape.units[1]
+        self.root, self.embeddings, self.one_block = shape.units
         self.looked_up = self.root if shape.is_tied else self.embeddings
-        self.last_block = shape.units[-1]
+        self.reduced_last = self.looked_up if shape.adapters is None else self.one_block
         # Whether gradients of an earlier microbatch are there when the worst one runs, and those are whole ones.
         self.accumulates = workload.num_microbatches > 1
         self.adds_up = self.accumulates and workload.reduces_last and self.is_sharded
@@ -63,7 +63,7 @@ class Passes:
     def accumulated(self, shards: int) -> int:
         """Gradients of earlier microbatches, which are so many bytes once they are reduced."""
         if self.adds_up:
-            return sum(map(self._whole, self.shape.units)) * FLOAT32 // self.c
+            return sum(unit.count * self._whole(unit) for unit in self.shape.units) * FLOAT32 // self.c
         return shards if self.accumulates else 0
 
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
@@ -72,17 +72,14 @@ class Passes:
         block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
         head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
         held = {**held, REDUCED: self._left_over() if keeps else 0}
-        before = self.root
-        if not self.shape.is_tied:
-            yield {**held, GATHERED: root + self._gathering(self.embeddings, before)}
-            gathered = root + self._buffer(self.embeddings) + self._gathered(self.embeddings)
-            yield {**held, GATHERED: gathered, TEMPORARIES: stream}
-            before = self.embeddings
+        yield {**held, GATHERED: root + self._gathering(self.embeddings, self.root)}
+        gathered = root + self._buffer(self.embeddings) + self._gathered(self.embeddings)
+        yield {**held, GATHERED: gathered, TEMPORARIES: stream}
         # Blocks need the same each, on top of what those before kept: the first, the second and the last suffice.
-        block, num_layers = self.last_block, self.shape.num_layers
+        block, num_layers = self.one_block, self.shape.num_layers
         for layer in sorted({0, min(1, num_layers - 1), num_layers - 1}):
             kept = self._kept(layer) if keeps else 0
-            gathering = root + self._gathering(block, before if layer == 0 else block)
+            gathering = root + self._gathering(block, self.looked_up if layer == 0 else block)
             yield {**held, GATHERED: gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
             gathered = root + self._buffer(block) + self._gathered(block)
             activations, temporaries = kept + block_peak.activations, block_peak.temporaries + stream
@@ -91,7 +88,7 @@ class Passes:
         yield {**held, HEAD: head_peak.total if runs_head else 0, TEMPORARIES: stream}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
-        root, block, num_layers = self._gathered(self.root), self.last_block, self.shape.num_layers
+        root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
         # Whole gradients of a unit are freed when the input of its reduce-scatter is made of them; the output is more.
         reduced = self._shard(block) if self.adds_up else self._reduced(block)
         prefetched = self._buffer(block) + self._cast(block)
@@ -149,7 +146,7 @@ class Passes:
         if self.accumulates:
             return held
         of_head = self._made_in_place(self.head.weight_gradient_bytes)
-        return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.last_block)}
+        return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.one_block)}
 
     def _kept(self, num_blocks: int) -> int:
         """What so many blocks keep here. Of inputs that wait on the host it is one: the last, or the next."""
@@ -166,7 +163,7 @@ class Passes:
 
     def _cast(self, unit: Unit) -> int:
         """The flat buffer of this rank's shards in the dtype that is gathered."""
-        return 0 if self.c == MASTER_BYTES else self._gathered(unit) // self.layout.shard_group_size
+        return 0 if self.c == MASTER_BYTES else self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
 
     def _gathering(self, unit: Unit, previous: Unit) -> int:
         """While `unit` is gathered the buffer of the one before is still there; when it is copied out, that is gone."""
@@ -175,17 +172,17 @@ class Passes:
 
     def _reduced(self, unit: Unit) -> int:
         """The float32 input of its reduce-scatter."""
-        return gathered_params(unit.parameters, self.layout) * FLOAT32 if self.is_sharded else 0
+        return gathered_params(unit.trained, self.layout) * FLOAT32 if self.is_sharded else 0
 
     def _left_over(self) -> int:
         """The last reduce-scatter's input of the microbatch before."""
-        return self._reduced(self.looked_up) if self.accumulates and not self.adds_up else 0
+        return self._reduced(self.reduced_last) if self.accumulates and not self.adds_up else 0
 
     def _whole(self, unit: Unit) -> int:
         """Its gradients as the backward pass makes them: a tensor rank's part of each, without padding."""
         degree = self.layout.tensor_parallel_degree
         whole = ShardLayout(gpus_per_node=(degree,), shard_degree=1, num_replicas=1, tensor_parallel_degree=degree)
-        return sum(local_size(parameter, whole).own for parameter in unit.parameters) * self.c
+        return sum(local_size(parameter, whole).own for parameter in unit.trained) * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
         """Gradients that wait to be reduced. Without FSDP they are at once where the optimizer reads them."""
@@ -204,7 +201,7 @@ class Passes:
 
     def _shard(self, unit: Unit) -> int:
         """Its gradients as the optimizer reads them."""
-        return sum(local_size(parameter, self.layout).padded for parameter in unit.parameters) * MASTER_BYTES
+        return sum(local_size(parameter, self.layout).padded for parameter in unit.trained) * MASTER_BYTES
 
 
 def _with_budget(shape: ModelShape, sizes: Pass, workload: Workload) -> Profile:
@@ -212,7 +209,7 @@ def _with_budget(shape: ModelShape, sizes: Pass, workload: Workload) -> Profile:
 
     Source: `torch._functorch.config.activation_memory_budget`: 0 is recomputing everything, 1 keeping everything.
     """
-    profile = block_profile(shape, sizes)
+    profile = profile_of("block", shape, sizes)
     if workload.activation_memory_budget >= 1.0:
         return profile
     kept_bytes = round(profile.kept_bytes * workload.activation_memory_budget)

@@ -4,7 +4,8 @@ Between steps a GPU holds its state (`state.py`); a forward and a backward pass 
 Sources of the rest:
 
 - `models/load.py` reads a chunk of one tensor at a time; `models/export.py` and `weights/manifest.py` are those
-  of the export and of the weight sync.
+  of the export and of the weight sync, and `models/lora/adapters.py` of adapters that are added for both: the first
+  half of each is whole, and a rank's part of one matrix is there in float32, without its adapter and with it.
 - `torch.optim.AdamW` on a CPU works on one parameter after the other, with two temporaries of its size; fused, on CUDA,
   with none. OLMo-core's `SkipStepAdamW` updates all at once, with three temporaries of the size of all shards.
   Clipping scales gradients in place. Gradients are freed at the start of the next step.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32
@@ -21,7 +23,7 @@ from open_instruct.planning.memory.forward_backward import GRADIENTS, TEMPORARIE
 from open_instruct.planning.memory.state import local_size, state_bytes, uses_muon
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.planning.traffic.per_step import sync_buckets
+from open_instruct.planning.traffic.per_step import rows_of_ranks, sync_buckets
 from open_instruct.records import ShardLayout
 
 # An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
@@ -76,27 +78,23 @@ def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
     if workload.num_engines:
         moments["weight sync"] = [run.weight_sync()]
     moments["export"] = [run.export()]
-    return tuple(_phase(name, of_phase) for name, of_phase in moments.items())
+    return tuple(phase_of(name, of_phase) for name, of_phase in moments.items())
 
 
-def host_memory(run: Moments) -> Phase:
-    """What a rank keeps in memory of its host from step to step, beside a GPU."""
-    return _phase("host", [run.on_host()])
-
-
-def _phase(name: str, moments: Iterable[Moment]) -> Phase:
+def phase_of(name: str, moments: Iterable[Moment]) -> Phase:
+    """The worst of its moments."""
     worst = max(moments, key=lambda moment: sum(moment.values()))
     return Phase(name=name, parts=tuple((label, num_bytes) for label, num_bytes in worst.items() if num_bytes))
 
 
 class Moments:
-    """What is there when most is, in bytes by label; where FSDP2 shards. Rows are taken to be full."""
+    """What is there when most is, in bytes by label; where FSDP2 shards."""
 
     def __init__(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
-        self.shape, self.layout, self.workload = shape, layout, workload.with_full_rows()
+        self.shape, self.layout, self.workload = shape, layout, workload
         self.passes = self.passes_over(self.workload)
         self.parameters, self.gradients, self.optimizer = self.state_bytes()
-        self.own = [local_size(parameter, layout).own for parameter in shape.parameters]
+        self.own = [local_size(parameter, layout).own for parameter in shape.parameters if parameter.is_trained]
 
     def state_bytes(self) -> tuple[int, int, int]:
         """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
@@ -151,7 +149,7 @@ class Moments:
         """Sine and cosine of every position of a row, float32: one pair for the layers that have a window, if any, and
         one for those that have none."""
         num_pairs = len({window is None for window in self.shape.windows})
-        return num_pairs * 2 * FLOAT32 * self.workload.tokens_per_microbatch * self.shape.head_dim
+        return num_pairs * 2 * FLOAT32 * self.workload.with_full_rows().tokens_per_microbatch * self.shape.head_dim
 
     def reference_pass(self) -> Iterator[Moment]:
         """Over the start weights before training; of more documents where not all of a row are learned."""
@@ -171,22 +169,38 @@ class Moments:
         """Of the optimizer."""
         if self.workload.optimizer == "skip_step_adamw":
             return 3 * sum(self.own) * MASTER_BYTES
+        of_adamw = 2 * max(self.own) * MASTER_BYTES
         if self.workload.optimizer == "muon":
-            # A matrix is gathered for its orthogonalisation, in bfloat16: itself, two products and the next iterate.
-            whole = [p.num_params for p in self.shape.parameters if uses_muon(p, self.workload)]
-            return 4 * 2 * max(whole, default=0)
-        return 0 if self.workload.on_cuda else 2 * max(self.own) * MASTER_BYTES
+            # A rank orthogonalises a whole matrix in bfloat16: it has that, torch's momentum and step of it, two
+            # iterates, and two squares of its shorter side. AdamW is not fused there.
+            matrices = [each for each in self.shape.parameters if uses_muon(each, self.workload)]
+            return max([of_adamw, *(2 * (5 * each.num_params + 2 * min(each.shape) ** 2) for each in matrices)])
+        return 0 if self.workload.on_cuda else of_adamw
+
+    def _merging(self) -> dict[str, int]:
+        """Adapters that are being added, see above."""
+        return {TEMPORARIES: FLOAT32 * self.merged_values()} if self.shape.adapters is not None else {}
+
+    def merged_values(self) -> int:
+        """What that takes: halves that come together, and twice what a rank has of a matrix."""
+        whole = sum(half.num_params for half in self.shape.first_halves)
+        return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.parameters if each.layer == 0)
+
+    def sync_buckets(self) -> Iterator[tuple[int, int]]:
+        """See `per_step.sync_buckets`."""
+        return sync_buckets(self.shape, self.workload, partial(rows_of_ranks, self.layout))
 
     def weight_sync(self) -> Moment:
         """Two buckets: one is filled while another travels; of each a rank has its own part.
 
         Source: `WeightManifest` and `PartBroadcaster`. Over shared memory of the host nothing more is on a GPU; where
-        learner and engine share one (ipc), the slots hold whole buckets.
+        learner and engine share one (ipc), the slots hold whole buckets. Adapters that travel alone are scaled first.
         """
         held = self.held(self.gradients)
+        held |= {TEMPORARIES: FLOAT32 * sum(self.own)} if self.workload.sends_adapter else self._merging()
         if self.workload.sync_backend == "shm":
             return held
-        largest = max(own_bytes for own_bytes, _ in sync_buckets(self.shape, self.layout, self.workload))
+        largest = max(own_bytes for own_bytes, _ in self.sync_buckets())
         return held | {BUFFERS: held[BUFFERS] + NUM_SYNC_SLOTS * largest}
 
     def export(self) -> Moment:
@@ -196,5 +210,5 @@ class Moments:
         run on CPUs has a tensor that is written besides.
         """
         largest = max(parameter.num_params for parameter in self.shape.parameters)
-        held, times = self.held(self.gradients), 2 if self.workload.on_cuda else 3
+        held, times = self.held(self.gradients) | self._merging(), 2 if self.workload.on_cuda else 3
         return held | {BUFFERS: held[BUFFERS] + times * largest * self.workload.export_bytes_per_param}

@@ -5,6 +5,7 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 - Master weights are float32; so are gradients, which are reduced in float32, and AdamW's two moments. In
   single-GPU mode nothing is sharded, and where `--param_dtype` is not float32 a copy of the model in it stays beside
   the masters (`learner/cast_copy.py`), whose gradients go to the masters as they are made.
+- Where adapters are trained, all else has neither gradient nor moments, and is held in `--param_dtype` alone.
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2 (`FSDPParam._init_sharded_param`) then cuts
   axis 0 of what is left into chunks of ceil(rows / shards) rows: the last ranks may have fewer, or none.
 - Shards of parameters are kept padded to the size of the first (`reset_sharded_param`), and gradients are views into
@@ -15,9 +16,8 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil, prod
+from typing import NamedTuple
 
 from open_instruct.parallel.training_state import ADAMW_MOMENTS, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
@@ -28,8 +28,7 @@ STEP_BYTES = 4
 MUON_MOMENTS = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSize:
+class LocalSize(NamedTuple):
     """Elements of one parameter that a rank has to do with.
 
     `own` is its shard, `padded` the largest rank's shard, `gathered` what its unit holds once gathered: the padded
@@ -43,23 +42,23 @@ class LocalSize:
 
 def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states on `rank`, after a first step. Rank 0 never has least."""
-    copy_bytes = cast_copy_bytes(layout, workload)
+    trained_bytes = MASTER_BYTES + cast_copy_bytes(shape, layout, workload)
     parameters = gradients = optimizer = 0
-    for parameter in shape.parameters:
-        if parameter.layer not in (None, 0):
-            continue  # all blocks are alike
-        count = 1 if parameter.layer is None else shape.num_layers
+    for parameter, count in ((each, unit.count) for unit in shape.units for each in unit.parameters):
         local = local_size(parameter, layout, rank=rank)
-        parameters += count * local.padded * (MASTER_BYTES + copy_bytes)
+        parameters += count * local.padded * (trained_bytes if parameter.is_trained else workload.compute_bytes)
+        if not parameter.is_trained:
+            continue
         gradients += count * local.padded * GRADIENT_BYTES
         num_moments, num_steps = (MUON_MOMENTS, 0) if uses_muon(parameter, workload) else (ADAMW_MOMENTS, 1)
         optimizer += count * (num_moments * local.own * MOMENT_BYTES + num_steps * STEP_BYTES)
     return parameters, gradients, optimizer
 
 
-def cast_copy_bytes(layout: ShardLayout, workload: Workload) -> int:
+def cast_copy_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
     """Bytes a parameter of the copy that computes for the masters on a single device; 0 where there is none."""
-    return workload.compute_bytes if layout.single_device and workload.compute_bytes < MASTER_BYTES else 0
+    has_copy = layout.single_device and workload.compute_bytes < MASTER_BYTES and shape.adapters is None
+    return workload.compute_bytes if has_copy else 0
 
 
 def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
@@ -78,9 +77,11 @@ def tensor_local_shape(parameter: ParameterShape, tensor_degree: int, tensor_ran
 
 def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0) -> LocalSize:
     """The sizes of `parameter` on `rank`, by its places in its tensor group and in its shard group."""
-    tensor_rank = rank % layout.tensor_parallel_degree
-    shard_rank = rank // layout.tensor_parallel_degree % layout.shard_group_size
-    return _local_size(parameter, layout.tensor_parallel_degree, tensor_rank, layout.shard_group_size, shard_rank)
+    degree, num_shards = layout.tensor_parallel_degree, layout.shard_group_size
+    rows, *others = tensor_local_shape(parameter, degree, rank % degree)
+    width = prod(others)
+    own, padded = chunk_rows(rows, num_shards, rank // degree % num_shards) * width, ceil(rows / num_shards) * width
+    return LocalSize(own=own, padded=padded, gathered=padded * num_shards)
 
 
 def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:
@@ -92,13 +93,3 @@ def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:
 def gathered_params(parameters: tuple[ParameterShape, ...], layout: ShardLayout) -> int:
     """Elements of a unit that was gathered on rank 0, padding included."""
     return sum(local_size(parameter, layout).gathered for parameter in parameters)
-
-
-@lru_cache(maxsize=4096)
-def _local_size(
-    parameter: ParameterShape, tensor_degree: int, tensor_rank: int, num_shards: int, shard_rank: int
-) -> LocalSize:
-    rows, *others = tensor_local_shape(parameter, tensor_degree, tensor_rank)
-    width = prod(others)
-    padded = ceil(rows / num_shards) * width
-    return LocalSize(own=chunk_rows(rows, num_shards, shard_rank) * width, padded=padded, gathered=padded * num_shards)

@@ -1,4 +1,4 @@
-"""A plan as JSON, for scripts: bytes, seconds, and every layout of the ranking."""
+"""A plan as JSON, for scripts and pages: bytes, seconds, and every layout of the ranking."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ from open_instruct.planning.plan import Plan
 
 def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
     """The keys that scripts read; nothing in it is rounded."""
-    setting, text = plan.setting, list(advice.lines(plan))
+    shape, text = plan.setting.shape, list(advice.lines())
     return {
-        "model": {"name": setting.shape.name, "family": setting.shape.family, "num_params": setting.shape.num_params},
-        "device": asdict(setting.device),
-        "mfu": setting.mfu,
+        "model": {name: getattr(shape, name) for name in ("name", "family", "num_params", "num_trained")},
+        "device": asdict(plan.setting.device),
+        "mfu": plan.setting.mfu,
         "layout": plan.layout.as_json(),
         "workload": asdict(plan.workload),
         "fits": plan.fits,
-        "memory_bytes": plan.memory_bytes,
         "headroom_bytes": plan.headroom_bytes,
-        "peak_phase": plan.peak.name,
-        "phases": [
-            {"name": phase.name, "total_bytes": phase.total_bytes, "parts": dict(phase.parts)} for phase in plan.phases
-        ],
+        **memory_record(plan),
         "host": {"total_bytes": plan.host.total_bytes, "parts": dict(plan.host.parts)},
         "exchanges": [asdict(exchange) for exchange in plan.exchanges],
         "time": asdict(plan.time) | {"step_s": plan.time.step_s, "bound_by": plan.time.bound_by},
         "tokens_per_step": plan.tokens_per_step,
         "tokens_per_second": plan.tokens_per_second,
         "advice": {"text": text}
-        | {name: _change(getattr(advice, name)) for name in ("to_fit", "faster", "exchanges_less")},
+        | {name: _change(getattr(advice, name)) for name in ("to_fit", "with_adapters", "faster", "exchanges_less")},
         "layouts": [_layout(other) for other in advice.ranked],
+    }
+
+
+def memory_record(plan: Plan) -> dict[str, Any]:
+    """What a GPU has and what each phase needs of it: the `plan.json` of a run."""
+    return {
+        "memory_bytes": plan.setting.device.memory_bytes,
+        "peak_phase": plan.peak.name,
+        "activation_checkpointing": plan.setting.config.memory.activation_checkpointing,
+        "phases": [
+            {"name": phase.name, "total_bytes": phase.total_bytes, "parts": dict(phase.parts)} for phase in plan.phases
+        ],
     }
 
 
@@ -46,7 +54,7 @@ def _change(change: Change | None) -> dict[str, Any] | None:
 def _layout(plan: Plan) -> dict[str, Any]:
     degrees = ("shard_degree", "num_replicas", "tensor_parallel_degree", "context_parallel_degree", "straddles_nodes")
     return {name: getattr(plan.layout, name) for name in degrees} | {
-        "sharing": " ".join(plan.backend.cells(plan.layout)),
+        "sharing": " ".join(map(str, plan.setting.backend.cells(plan.layout).values())),
         "fits": plan.fits,
         "peak_bytes": plan.peak.total_bytes,
         "peak_phase": plan.peak.name,

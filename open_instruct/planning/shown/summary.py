@@ -17,23 +17,8 @@ from open_instruct.planning.subject.workload import REFERENCE, TEACHER
 from open_instruct.planning.traffic.per_step import Exchange
 from open_instruct.planning.traffic.step_time import ON_THE_PATH
 
-# By the axis of the layout and the collective.
-PURPOSES = {
-    ("shard", "all_gather"): "weights of a block, before it runs",
-    ("shard", "reduce_scatter"): "gradients of a block, after it",
-    ("shard", "all_reduce"): "norm of the gradient",
-    ("replica", "all_reduce"): "gradients of a shard, over replicas",
-    ("tensor", "all_gather"): "activations, whole for a matrix",
-    ("tensor", "reduce_scatter"): "activations, summed and split again",
-    ("tensor", "all_reduce"): "gradients of norms, summed",
-    ("tensor", "all_to_all"): "features and logits, split otherwise",
-    ("context", "all_to_all"): "tokens and heads in attention",
-    ("metrics", "all_reduce"): "metrics",
-    ("sync", "broadcast"): "weights to the engines",
-}
-
 # Axes whose groups may leave a node.
-MEANT_TO_CROSS = ("replica", "sync", "metrics", "world")
+MEANT_TO_CROSS = ("replica", "sync", "metrics", "world", "all")
 
 STAYS = (PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, ENGINE)
 COMES_AND_GOES = (GATHERED, REDUCED, ACTIVATIONS, HEAD, TEMPORARIES, BUFFERS, CUDA)
@@ -60,11 +45,10 @@ def device_text(device: Device) -> str:
 
 def fit_line(plan: Plan) -> str:
     """Whether it fits, in one line."""
-    peak, memory = gib(plan.peak.total_bytes), gib(plan.memory_bytes)
+    peak, memory = gib(plan.peak.total_bytes), gib(plan.setting.device.memory_bytes)
     needs = f"needs {peak} of {memory} GiB on each GPU (most in: {plan.peak.name})"
     if plan.fits:
-        how = "fits" if plan.has_room else "fits, but barely"
-        return f"{how}: {needs}, {gib(plan.headroom_bytes)} GiB are left"
+        return f"fits{'' if plan.has_room else ', but barely'}: {needs}, {gib(plan.headroom_bytes)} GiB are left"
     return f"does not fit: {needs}, {gib(-plan.headroom_bytes)} GiB too much"
 
 
@@ -85,17 +69,22 @@ def work_lines(plan: Plan) -> Iterator[str]:
             f"{counted(workload.documents_per_group, 'reply')}: {workload.tokens_per_microbatch:,} tokens in a row "
             f"stand for {workload.row_tokens_per_microbatch:,}"
         )
+    if (adapters := plan.setting.shape.adapters) is not None:
+        trained = billions(plan.setting.shape.num_trained)
+        yield f"adapters of rank {adapters.rank} are trained, {trained} parameters, beside the frozen model"
     checkpointing = {
         "none": "every activation is kept",
         "full": "whole blocks are recomputed",
         "offload": "whole blocks are recomputed from inputs on the host",
         "selected_modules": f"recomputed: {', '.join(workload.checkpointing_modules)}",
     }[workload.checkpointing]
+    if plan.is_chosen and workload.checkpointing == "full":
+        checkpointing += " (--activation_checkpointing auto takes full: the run does not fit, with room, without)"
     if workload.activation_memory_budget < 1:
         checkpointing = f"the compiler keeps {workload.activation_memory_budget:g} of the activations"
     yield f"computed in {workload.param_dtype}, optimizer {workload.optimizer}, {checkpointing}"
-    if plan.backend.sharing:
-        yield plan.backend.sharing
+    if plan.setting.backend.sharing:
+        yield plan.setting.backend.sharing
     if plan.host.parts:
         parts = ", ".join(f"{gib(num_bytes)} GiB for {label}" for label, num_bytes in plan.host.parts)
         yield f"host memory of each GPU's process: {parts}"
@@ -118,23 +107,17 @@ class TrafficRow:
 
 
 def traffic_rows(plan: Plan) -> list[TrafficRow]:
-    """The exchanges of a step by their purpose, the largest first; those of a group of one send nothing."""
+    """The exchanges of a step by what they are, the largest first; those of a group of one send nothing."""
     together: dict[tuple[str, str, str], list[Exchange]] = {}
     for exchange in plan.exchanges:
         if exchange.group_size > 1:
-            together.setdefault((exchange.axis, exchange.collective, _purpose(exchange)), []).append(exchange)
+            together.setdefault((exchange.axis, exchange.collective, exchange.what), []).append(exchange)
     numbers = ("num_calls", "num_bytes", "sent_bytes")
     rows = [
         TrafficRow(what=what, first=each[0], **{name: sum(getattr(one, name) for one in each) for name in numbers})
         for (_, _, what), each in together.items()
     ]
     return sorted(rows, key=lambda row: -row.sent_bytes)
-
-
-def _purpose(exchange: Exchange) -> str:
-    if exchange.what.startswith("Muon"):
-        return "momenta of Muon, orthogonalised"
-    return PURPOSES.get((exchange.axis, exchange.collective), exchange.what)
 
 
 def time_lines(plan: Plan) -> Iterator[str]:
@@ -149,17 +132,13 @@ def time_lines(plan: Plan) -> Iterator[str]:
         f"TFLOP/s), exchanges {seconds(time.in_node_s)} within nodes (at {device.in_node_gb_s:g} GB/s) and "
         f"{seconds(time.cross_node_s)} across nodes (at {device.cross_node_gb_s:g} GB/s for each GPU)."
     )
-    waited = f"Arithmetic waits for {seconds(time.waiting_s)} of them ({', '.join(_waited_for(plan))}). "
+    axes = {exchange.axis for exchange in plan.exchanges if exchange.wire_bytes}
+    waited_for = ", ".join(name for axis, name in ON_THE_PATH.items() if axis in axes)
+    waited = f"Arithmetic waits for {seconds(time.waiting_s)} of them ({waited_for}). "
     others = f"{waited}The others" if time.waiting_s > 0 else "They"
     yield f"{others} are taken to overlap with it in full, so a real step takes longer."
     if plan.workload.num_engines:
         yield "That is the learners' part of a step; the engines generate beside it."
-
-
-def _waited_for(plan: Plan) -> list[str]:
-    names = {"tensor": "tensor groups", "context": "context groups", "sync": "weights to the engines"}
-    axes = {exchange.axis for exchange in plan.exchanges if exchange.wire_bytes}
-    return [names[axis] for axis in ON_THE_PATH if axis in axes]
 
 
 def notes_on(plan: Plan) -> list[str]:
@@ -193,21 +172,24 @@ def meaning_of(label: str, plan: Plan) -> str:
     num_tokens = workload.with_full_rows().tokens_per_microbatch
     split = layout.shard_group_size * layout.tensor_parallel_degree
     share = f"this GPU's 1/{split}" if split > 1 else "all of them"
-    with_copy = f" and {size} in the copy that computes" if (size := cast_copy_bytes(layout, workload)) else ""
+    weights, trained = f"the weights that are trained, {share}, {MASTER_BYTES} bytes each", "weight"
+    if copy_bytes := cast_copy_bytes(plan.setting.shape, layout, workload):
+        weights += f" and {copy_bytes} in the copy that computes"
+    if plan.setting.shape.adapters is not None:
+        weights = f"the frozen weights, {share}, {workload.compute_bytes} bytes each, and adapters in float32"
+        trained = "number of the adapters"
     frozen_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
     has_whole_head = not layout.single_device and any(not each.num_values for each in workload.scorings)
+    whole_head = f", and all of its head's matrix in {workload.param_dtype}" if has_whole_head else ""
     adds_up = workload.reduces_last and workload.num_microbatches > 1 and split > 1
     all_of_them = "; all of them until the last microbatch reduces them" if adds_up else ""
     moments = "Muon's one or AdamW's two moments" if workload.optimizer == "muon" else "AdamW's two moments"
     return {
-        PARAMETERS: f"the weights that are trained, {share}, {MASTER_BYTES} bytes each{with_copy}",
-        GRADIENTS: f"what the backward pass finds for each weight, {share}, {MASTER_BYTES} bytes each" + all_of_them,
-        OPTIMIZER: f"{moments} of each weight, {share}, {MASTER_BYTES} bytes a moment",
+        PARAMETERS: weights,
+        GRADIENTS: f"what the backward pass finds for each {trained}, {share}, {MASTER_BYTES} bytes each" + all_of_them,
+        OPTIMIZER: f"{moments} of each {trained}, {share}, {MASTER_BYTES} bytes a moment",
         REFERENCE: f"the weights of the policy that is compared with, {share}, {frozen_bytes} bytes each",
-        TEACHER: (
-            f"the teacher's weights, {share}, {frozen_bytes} bytes each"
-            + (f", and all of its head's matrix in {workload.param_dtype}" if has_whole_head else "")
-        ),
+        TEACHER: f"the teacher's weights, {share}, {frozen_bytes} bytes each{whole_head}",
         ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
         GATHERED: (
             f"whole weights of the block at work, put together from {counted(layout.shard_group_size, 'GPU')} in "
@@ -219,5 +201,5 @@ def meaning_of(label: str, plan: Plan) -> str:
         TEMPORARIES: "results that are needed only while an operation runs",
         BUFFERS: "tables of positions, and pieces of tensors that are being read, sent or written",
         CUDA: "an allowance for CUDA, cuBLAS and NCCL",
-        **plan.backend.meanings(layout, workload),
+        **plan.setting.backend.meanings(plan),
     }[label]

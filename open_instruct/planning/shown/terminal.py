@@ -34,11 +34,7 @@ _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"
 
 def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
     """Print everything, with colours where the console has them and in plain lines elsewhere."""
-    try:
-        "▕·×◀▶".encode(console.encoding)
-        ascii_only = False
-    except UnicodeEncodeError:
-        ascii_only = True
+    ascii_only = console.options.ascii_only
 
     def show(lines: Iterable[Text]) -> None:
         for line in lines:
@@ -48,11 +44,11 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
             console.print(line, soft_wrap=True, highlight=False)
 
     show(_head(plan))
-    if not plan.backend.sharing:
+    if not plan.setting.backend.sharing:
         print_layout(plan.layout, console)
     times = _titled("Time of a step, at least", summary.time_lines(plan))
     show(chain(_memory(plan), _traffic(plan), times, _ranking(plan, advice)))
-    show(_titled("Advice", advice.lines(plan)))
+    show(_titled("Advice", advice.lines()))
 
 
 def _head(plan: Plan) -> Iterator[Text]:
@@ -94,13 +90,13 @@ def _memory(plan: Plan) -> Iterator[Text]:
 def _bar(phase: Phase, plan: Plan) -> Text:
     """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
     bar = Text()
-    done, scale = 0, max(plan.memory_bytes, plan.peak.total_bytes)
+    done, scale = 0, max(plan.setting.device.memory_bytes, plan.peak.total_bytes)
     for label, num_bytes in summary.parts_of(phase, plan):
         done += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         upto = round(done / scale * BAR_WIDTH)
         bar.append(summary.LETTERS[label] * (upto - len(bar)), style=PART_STYLES[label])
-    end = round(plan.memory_bytes / scale * BAR_WIDTH)
+    end = round(plan.setting.device.memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")
     else:
@@ -127,16 +123,15 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
     context = plan.layout.context_parallel_degree
     split = f" with context degree {context}" if context > 1 else ""
     yield from _title(f"The layouts of {counted(plan.layout.world_size, 'GPU')}{split}, the fastest that fits first")
-    columns = _columns(plan.backend.columns)
-    yield Text(f"{columns}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
-    cells = plan.backend.cells(plan.layout)
+    cells = plan.setting.backend.cells(plan.layout)
+    yield Text(f"{_columns(cells)}{'GiB':>10}{'step':>12}{'tokens/s':>14}", style="dim")
     for index, other in enumerate(advice.ranked):
-        of_other = other.backend.cells(other.layout)
+        of_other = other.setting.backend.cells(other.layout)
         is_this = of_other == cells
         if index >= MAX_LAYOUTS_SHOWN and not is_this:
             continue
         line = Text(
-            f"{_columns(of_other)}{gib(other.peak.total_bytes):>10}"
+            f"{_columns(of_other.values())}{gib(other.peak.total_bytes):>10}"
             f"{seconds(other.time.step_s):>12}{other.tokens_per_second:>14,.0f}"
         )
         if not other.fits:
@@ -149,8 +144,8 @@ def _ranking(plan: Plan, advice: Advice) -> Iterator[Text]:
         yield Text(f"{num_more} more with --json or --html", style="dim")
 
 
-def _columns(cells: tuple[str, str, str]) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (9, 11, 7), strict=True))
+def _columns(cells: Iterable[object]) -> str:
+    return "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, (9, 11, 7), strict=True))
 
 
 def _titled(title: str, lines: Iterable[str]) -> Iterator[Text]:

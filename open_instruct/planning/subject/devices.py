@@ -34,19 +34,17 @@ class Device:
 # little less than the 80, 80, 141 and 180 GB of the data sheets. Arithmetic is dense bfloat16; data sheets of Hopper
 # and Blackwell print twice that, for sparse matrices. NVLink is printed for both directions together. The network is
 # that of NVIDIA's own DGX of the kind: one port for each GPU.
-DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, NVLink 600 GB/s. DGX A100 data sheet: 8 x 200 Gb/s.
-        Device(name="a100", memory_gib=79.1, peak_tflops_bf16=312, in_node_gb_s=300, cross_node_gb_s=25),
-        # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H100 data sheet: 8 x 400 Gb/s.
-        Device(name="h100", memory_gib=79.1, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50),
-        # NVIDIA H200 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H200 data sheet: 8 x 400 Gb/s.
-        Device(name="h200", memory_gib=139.8, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50),
-        # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse of 8, NVLink 1.8 TB/s. DGX B200 data sheet: 8 x 400 Gb/s.
-        Device(name="b200", memory_gib=178.3, peak_tflops_bf16=2250, in_node_gb_s=900, cross_node_gb_s=50),
-    )
-}
+_KNOWN = (
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, NVLink 600 GB/s. DGX A100 data sheet: 8 x 200 Gb/s.
+    Device(name="a100", memory_gib=79.1, peak_tflops_bf16=312, in_node_gb_s=300, cross_node_gb_s=25),
+    # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H100 data sheet: 8 x 400 Gb/s.
+    Device(name="h100", memory_gib=79.1, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50),
+    # NVIDIA H200 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H200 data sheet: 8 x 400 Gb/s.
+    Device(name="h200", memory_gib=139.8, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50),
+    # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse of 8, NVLink 1.8 TB/s. DGX B200 data sheet: 8 x 400 Gb/s.
+    Device(name="b200", memory_gib=178.3, peak_tflops_bf16=2250, in_node_gb_s=900, cross_node_gb_s=50),
+)
+DEVICES = {device.name: device for device in _KNOWN}
 
 
 def device_named(name: str) -> Device:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from open_instruct.data.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, Family, QKNorm, family_of
-from open_instruct.models.hf_config import MAX_SIZE, SIZES, check_size
+from open_instruct.models.hf_config import MAX_POSITIONS, MAX_SIZE, SIZES, check_size
+from open_instruct.models.names import ADAPTER, LM_HEAD, is_of_adapter
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -24,7 +25,7 @@ class ParameterShape:
     """One parameter by OLMo-core's name.
 
     `layer` is None outside the blocks. `tensor_axis` is the axis that tensor parallelism splits; None: each
-    tensor rank holds the whole of it.
+    tensor rank holds the whole of it. What is not trained stays in the dtype that is computed in, and has no gradient.
 
     Example: the gate of a feed-forward, `w1` of layer 3, whose rows are split::
 
@@ -35,6 +36,7 @@ class ParameterShape:
     shape: tuple[int, ...]
     layer: int | None = None
     tensor_axis: int | None = None
+    is_trained: bool = True
 
     @property
     def num_params(self) -> int:
@@ -42,15 +44,29 @@ class ParameterShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """What is trained beside the matrices of a model that is frozen: pairs of `rank` rows and `rank` columns.
+
+    Example: `Adapters(rank=16, modules=("attention.w_q", "attention.w_v"))`, modules of a block by OLMo-core's names.
+    """
+
+    rank: int
+    modules: tuple[str, ...]
+    drops: bool = False  # some of their inputs while training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """The parameters that FSDP gathers and frees together."""
+    """The parameters that FSDP gathers and frees together, and how many units are like this one."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
+    count: int = 1
 
     @property
-    def num_params(self) -> int:
-        return sum(parameter.num_params for parameter in self.parameters)
+    def trained(self) -> tuple[ParameterShape, ...]:
+        """Those that have gradients."""
+        return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +91,7 @@ class ModelShape:
     windows: tuple[int | None, ...]
     checkpoint_bytes_per_param: int = 2
     scores: bool = False
+    adapters: Adapters | None = None
 
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -82,58 +99,77 @@ class ModelShape:
 
         Source: the modules of OLMo-core's `Transformer` in the order they register parameters, and its `apply_tp`.
         Matrices that put out heads or features of the feed-forward are split by rows, those that take them by columns,
-        embeddings and head by vocabulary. Norms are whole on every tensor rank.
+        embeddings and head by vocabulary. Norms are whole on every tensor rank. Of an adapter the half that meets the
+        split side of its matrix is split (`models/lora/adapters.py`).
         """
-        d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
-        norms = {"none": None, "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
-        block: list[tuple[str, tuple[int, ...], int | None]] = [
-            (f"attention.w_{one}.{kind}", size, 0)
-            for one, width in (("q", q_width), ("k", kv_width), ("v", kv_width))
-            for kind, size in (("weight", (width, d_model)), ("bias", (width,)))
-            if kind == "weight" or FAMILIES[self.family].qkv_bias
-        ]
-        block += [("attention.w_out.weight", (d_model, q_width), 1)]
-        if norms is not None:
-            block += [("attention.q_norm.weight", (norms[0],), None), ("attention.k_norm.weight", (norms[1],), None)]
-        block += [
-            ("attention_norm.weight", (d_model,), None),
-            ("feed_forward.w1.weight", (d_ff, d_model), 0),
-            ("feed_forward.w2.weight", (d_model, d_ff), 1),
-            ("feed_forward.w3.weight", (d_ff, d_model), 0),
-            ("feed_forward_norm.weight", (d_model,), None),
-        ]
-        vocabulary = (self.vocab_size, d_model)
-        parameters = [ParameterShape(name="embeddings.weight", shape=vocabulary, tensor_axis=0)]
-        parameters += [
-            ParameterShape(name=f"blocks.{layer}.{name}", shape=size, layer=layer, tensor_axis=axis)
-            for layer in range(self.num_layers)
-            for name, size, axis in block
-        ]
-        parameters.append(ParameterShape(name="lm_head.norm.weight", shape=(d_model,)))
+        block, vocabulary = [*self._block()], (self.vocab_size, self.d_model)
+
+        def parameter(name: str, size: tuple[int, ...], axis: int | None, layer: int | None = None) -> ParameterShape:
+            is_trained = self.adapters is None or is_of_adapter(name) or (self.scores and name == LM_HEAD)
+            return ParameterShape(name=name, shape=size, layer=layer, tensor_axis=axis, is_trained=is_trained)
+
+        parameters = [parameter("embeddings.weight", vocabulary, 0)]
+        for layer in range(self.num_layers):
+            parameters += [parameter(f"blocks.{layer}.{name}", size, axis, layer) for name, size, axis in block]
+        parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
-            words = (1, d_model) if self.scores else vocabulary
-            parameters.append(ParameterShape(name="lm_head.w_out.weight", shape=words, tensor_axis=0))
+            parameters.append(parameter(LM_HEAD, (1, self.d_model) if self.scores else vocabulary, 0))
         return tuple(parameters)
 
+    def _block(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+        """Names within a block, sizes and tensor axes."""
+        d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
+        of_norms = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
+        modules: dict[str, tuple[tuple[int, ...], int | None]] = {
+            "attention.w_q": ((q_width, d_model), 0),
+            "attention.w_k": ((kv_width, d_model), 0),
+            "attention.w_v": ((kv_width, d_model), 0),
+            "attention.w_out": ((d_model, q_width), 1),
+            **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", of_norms, strict=False)},
+            "attention_norm": ((d_model,), None),
+            "feed_forward.w1": ((d_ff, d_model), 0),
+            "feed_forward.w2": ((d_model, d_ff), 1),
+            "feed_forward.w3": ((d_ff, d_model), 0),
+            "feed_forward_norm": ((d_model,), None),
+        }
+        has_biases, adapters = FAMILIES[self.family].qkv_bias, self.adapters
+        for module, (size, axis) in modules.items():
+            yield f"{module}.weight", size, axis
+            if has_biases and axis == 0 and module.startswith("attention."):
+                yield f"{module}.bias", size[:1], axis
+            if adapters is not None and module in adapters.modules:
+                yield f"{module}.{ADAPTER[0]}", (adapters.rank, size[1]), axis or None
+                yield f"{module}.{ADAPTER[1]}", (size[0], adapters.rank), None if axis else axis
+
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
-        """FSDP's units, in the order in which a forward pass gathers them.
+    def units(self) -> tuple[Unit, Unit, Unit]:
+        """FSDP's root, its embeddings, and one of its blocks, in the order in which a forward pass gathers them.
 
         Source: `Transformer.apply_fsdp` of OLMo-core with the wrapping strategy "blocks". The root unit is what is
         left: the last norm and the head's matrix, and the embeddings where they are tied to it; else they are a unit.
         """
         embeddings, *rest = self.parameters
         root = tuple(parameter for parameter in rest if parameter.layer is None)
-        if self.is_tied:
-            first = [Unit(name="root", parameters=(embeddings, *root))]
-        else:
-            first = [Unit(name="root", parameters=root), Unit(name="embeddings", parameters=(embeddings,))]
-        blocks = groupby((parameter for parameter in rest if parameter.layer is not None), lambda each: each.layer)
-        return (*first, *(Unit(name=f"blocks.{layer}", parameters=tuple(block)) for layer, block in blocks))
+        return (
+            Unit(name="root", parameters=(embeddings, *root) if self.is_tied else root),
+            Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
+            Unit(name="blocks", parameters=tuple(each for each in rest if each.layer == 0), count=self.num_layers),
+        )
 
     @property
     def num_params(self) -> int:
-        return sum(parameter.num_params for parameter in self.parameters)
+        """Of the model itself, without adapters."""
+        return sum(each.num_params for each in self.parameters if not is_of_adapter(each.name))
+
+    @property
+    def first_halves(self) -> list[ParameterShape]:
+        """Of the adapters, which are whole where they are added to a shard of their matrix."""
+        return [each for each in self.parameters if each.name.endswith(ADAPTER[0])]
+
+    @property
+    def num_trained(self) -> int:
+        """What has gradients."""
+        return sum(each.num_params for each in self.parameters if each.is_trained)
 
     @property
     def is_olmo(self) -> bool:
@@ -194,12 +230,10 @@ def shape_of_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelSh
 
 
 def _windows(fields: dict[str, Any], family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
-    window = fields.get("sliding_window")
+    window, layer_types = fields.get("sliding_window"), fields.get("layer_types")
     if window is None or not family.has_windows:
         return (None,) * num_layers
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise InputError(f"{where}: sliding_window = {window!r}; a window is a whole number of at least 1")
-    layer_types = fields.get("layer_types")
+    check_size("sliding_window", window, MAX_POSITIONS, where)
     if layer_types is None:
         return family.default_windows(num_layers, window)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:

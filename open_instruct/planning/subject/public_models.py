@@ -28,19 +28,18 @@ def model_shape(name_or_path: str) -> ModelShape:
 
     Args:
         name_or_path: a folder with config.json, a config.json, or the name of a public model, with or without its
-            organisation; a name on the hub that is not among them is not fetched.
+            organisation, or of a tuned variant; a name on the hub that is not among them is not fetched.
 
     Raises:
         InputError: there is no such model; a field is missing, or the family is not supported.
     """
     with contextlib.suppress(OSError, RuntimeError):  # a name that no file can have, or of a user that is not there
         path = Path(name_or_path).expanduser()
-        if path.is_dir():
-            return read_config(path / "config.json")
-        if path.is_file():
-            return read_config(path)
-    if (found := find_public_model(name_or_path)) is not None:
-        return found
+        if path.exists():
+            return read_config(path / "config.json" if path.is_dir() else path)
+    for public, fields in public_models().items():
+        if _size_of(public) == _size_of(name_or_path):
+            return shape_of_fields(fields, name=public, where=public)
     known = {name.rpartition("/")[2].lower(): name for name in public_models()}
     near = difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
     names = f"like {', '.join(known[name] for name in near)}" if near else f"such as {next(iter(public_models()))}"
@@ -50,19 +49,9 @@ def model_shape(name_or_path: str) -> ModelShape:
     )
 
 
-def find_public_model(name: str) -> ModelShape | None:
-    """The built-in shape of a name, with or without its organisation, and of the tuned variants of the same size."""
-    wanted = _size_of(name)
-    for public, fields in public_models().items():
-        if _size_of(public) == wanted:
-            return shape_of_fields(fields, name=public, where=public)
-    return None
-
-
 def _size_of(name: str) -> str:
     """`-olmo-3-7b-` of "allenai/Olmo-3-7B-Think-SFT" and of "Olmo-3-1025-7B"."""
-    words = f"-{name.rpartition('/')[2].lower()}-"
-    return _VARIANT.sub("", words)
+    return _VARIANT.sub("", f"-{name.rpartition('/')[2].lower()}-")
 
 
 @cache

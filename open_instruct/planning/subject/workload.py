@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any, Literal
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import TrainingConfig
@@ -16,14 +17,13 @@ from open_instruct.models.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.planning.subject.model import BYTES_OF_DTYPE, ModelShape
+from open_instruct.planning.subject.model import BYTES_OF_DTYPE, Adapters, ModelShape
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.records import ShardLayout
 
 RunConfig = TrainingConfig | GRPOConfig
 GRPO = "grpo"
 REFERENCE, TEACHER = "reference policy", "teacher"
-Checkpointing = Literal["none", "full", "selected_modules", "offload"]
 MIB = 2**20
 # Of an engine on CUDA where the flags say nothing; source: `engines/batching.py`, and vLLM's `get_batch_defaults`.
 ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
@@ -59,8 +59,8 @@ class Workload:
     epochs, each of `num_microbatches`; where an update `reduces_last` those add up whole gradients.
     `reference_pass_tokens` are those of a microbatch of the pass over the start weights before training, 0 where there
     is none. `kv_cache_bytes` are an engine's on the learner's own device, those of its steps too: 0 unless they share
-    one. `sync_crosses_nodes` unless engines are known to be on its node. A run that `copies_checkpoints` writes them
-    while the training goes on.
+    one. `sync_crosses_nodes` unless engines are known to be on its node; one that `sends_adapter` sends that alone. A
+    run that `copies_checkpoints` writes them while the training goes on.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
     counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
@@ -82,7 +82,7 @@ class Workload:
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
-    checkpointing: Checkpointing = "none"
+    checkpointing: Literal["none", "full", "selected_modules", "offload"] = "none"
     checkpointing_modules: tuple[str, ...] = ()
     activation_memory_budget: float = 1.0
     on_cuda: bool = True
@@ -102,6 +102,7 @@ class Workload:
     sync_bucket_bytes: int = 0
     sync_bytes_per_param: int = 2
     sync_crosses_nodes: bool = True
+    sends_adapter: bool = False
     kv_cache_bytes: int = 0
 
     @property
@@ -113,17 +114,17 @@ class Workload:
     @property
     def row_tokens_per_microbatch(self) -> int:
         """Tokens of the documents of a microbatch, each counted with its prompt."""
-        num_groups, num_of_cut_group, _ = self.documents_of_microbatch
-        num_sharing = num_groups * (self.documents_per_group - 1) + max(0, num_of_cut_group - 1)
+        num_sharing = sum(num_documents - 1 for num_documents in self.groups_of_microbatch[0])
         return self.tokens_per_microbatch + num_sharing * self.shared_prefix_tokens
 
     @property
-    def documents_of_microbatch(self) -> tuple[int, int, int]:
-        """Whole groups in a row, documents of full length of a group that is cut, and tokens that are left."""
+    def groups_of_microbatch(self) -> tuple[list[int], int]:
+        """The documents of full length that each group in a row has, the last one cut; and tokens that are left."""
         num_groups, rest = divmod(self.tokens_per_microbatch, self.tokens_per_group)
-        own = self.longest_sequence - self.shared_prefix_tokens
-        num_more = max(0, rest - self.shared_prefix_tokens) // own
-        return num_groups, num_more, rest - (self.shared_prefix_tokens + num_more * own if num_more else 0)
+        own, groups = self.longest_sequence - self.shared_prefix_tokens, [self.documents_per_group] * num_groups
+        if num_more := max(0, rest - self.shared_prefix_tokens) // own:
+            return [*groups, num_more], rest - self.shared_prefix_tokens - num_more * own
+        return groups, rest
 
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""
@@ -162,12 +163,7 @@ def validate(config: RunConfig) -> list[str]:
 
 
 def workload_of(
-    config: RunConfig,
-    shape: ModelShape,
-    layout: ShardLayout,
-    *,
-    device_memory_bytes: int | None = None,
-    shared_prompt_tokens: int = 0,
+    config: RunConfig, shape: ModelShape, layout: ShardLayout, *, device_memory_bytes: int = 0, prompt_tokens: int = 0
 ) -> Workload:
     """The workload of a run, from its own flags.
 
@@ -175,10 +171,10 @@ def workload_of(
         config: validated.
         layout: of the learners.
         device_memory_bytes: of one GPU; an engine that shares the learner's takes a part of it.
-        shared_prompt_tokens: tokens of the prompt that the replies of a pair, or the completions of a group, share.
+        prompt_tokens: those that the replies of a pair, or the completions of a group, share.
     """
     # A prompt's last token is computed for each reply.
-    prefix_tokens = max(shared_prompt_tokens - 1, 0)
+    prefix_tokens = max(prompt_tokens - 1, 0)
     if isinstance(config, GRPOConfig):
         workload = _of_rollouts(config, shape, layout, device_memory_bytes, prefix_tokens)
     else:
@@ -195,11 +191,19 @@ def workload_of(
 
 
 def shape_of_run(config: RunConfig, model: str) -> ModelShape:
-    """The start model with the head that the run gives it; see `model_shape`."""
-    shape = model_shape(model)
+    """The start model with the head and the adapters that the run gives it; see `model_shape`."""
+    shape = adapted(model_shape(model), config.adapters)
     if isinstance(config, GRPOConfig) or objective_of(config).head == "vocabulary":
         return shape
     return replace(shape, scores=True, is_tied=False)
+
+
+def adapted(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
+    """The same model with the adapters of a run, or with none."""
+    if lora is None:
+        return shape if shape.adapters is None else replace(shape, adapters=None)
+    modules = tuple(MODULES_OF_TARGETS[target] for target in lora.targets)
+    return replace(shape, adapters=Adapters(rank=lora.lora_r, modules=modules, drops=lora.lora_dropout > 0))
 
 
 def _of_rows(config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int) -> Workload:
@@ -217,7 +221,8 @@ def _of_rows(config: TrainingConfig, objective: Objective, shape: ModelShape, pr
         scorings.append(Scoring(shape=shape, stands_as=REFERENCE, moves=True))
     # One of whose distributions a part is kept is gone before the first step.
     if teacher is not None and teacher.keep is None:
-        scorings.append(Scoring(shape=model_shape(teacher.model_name_or_path), stands_as=TEACHER, num_values=0))
+        stands_as = "" if _is_own_teacher(config, teacher.model_name_or_path) else TEACHER
+        scorings.append(Scoring(shape=model_shape(teacher.model_name_or_path), stands_as=stands_as, num_values=0))
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
@@ -232,8 +237,13 @@ def _of_rows(config: TrainingConfig, objective: Objective, shape: ModelShape, pr
     )
 
 
+def _is_own_teacher(config: RunConfig, teacher: str) -> bool:
+    """Whether it is the policy with its adapters off, as far as names tell."""
+    return config.adapters is not None and teacher == config.model.model_name_or_path
+
+
 def _of_rollouts(
-    config: GRPOConfig, shape: ModelShape, layout: ShardLayout, device_memory_bytes: int | None, prefix_tokens: int
+    config: GRPOConfig, shape: ModelShape, layout: ShardLayout, device_memory_bytes: int, prefix_tokens: int
 ) -> Workload:
     longest, group = config.data.max_seq_length, config.rollout.num_samples_per_prompt_rollout
     own_tokens = longest - prefix_tokens
@@ -252,9 +262,12 @@ def _of_rollouts(
     frozen = Scoring(shape=shape, num_rounds=loss.num_mini_batches)
     scorings = [frozen] if num_updates > 1 else []
     if loss.beta > 0:
-        scorings.append(replace(frozen, stands_as=REFERENCE, moves=loss.ref_policy_update_freq is not None))
+        # Of a policy with adapters it is that policy with them off.
+        beside = replace(frozen, stands_as=REFERENCE, moves=loss.ref_policy_update_freq is not None)
+        scorings.append(frozen if config.adapters else beside)
     if teacher is not None:
-        scorings.append(replace(frozen, stands_as=TEACHER, shape=model_shape(teacher)))
+        beside = replace(frozen, stands_as=TEACHER, shape=model_shape(teacher))
+        scorings.append(frozen if _is_own_teacher(config, teacher) else beside)
     if chooses_tokens(loss):
         scorings.append(Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss)))
     num_means = 11 + (loss.beta > 0) + (teacher is not None) + measures_entropy(loss)
@@ -282,6 +295,7 @@ def _of_rollouts(
         sync_backend=on_auto if fleet.weight_sync_backend == "auto" else fleet.weight_sync_backend,
         sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
         sync_bytes_per_param=sync_bytes_per_param,
+        sends_adapter=config.sent_adapter is not None,
         kv_cache_bytes=cache_bytes,
     )
 
@@ -295,17 +309,18 @@ def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
 def _checkpointing(memory: MemorySection) -> dict[str, Any]:
     if memory.activation_memory_budget < 1.0:
         return {"activation_memory_budget": memory.activation_memory_budget}
-    modules = memory.activation_checkpointing_modules if memory.activation_checkpointing == "selected_modules" else ()
-    return {"checkpointing": memory.activation_checkpointing, "checkpointing_modules": tuple(modules)}
+    mode = "none" if memory.activation_checkpointing == "auto" else memory.activation_checkpointing
+    modules = memory.activation_checkpointing_modules if mode == "selected_modules" else ()
+    return {"checkpointing": mode, "checkpointing_modules": tuple(modules)}
 
 
-def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, device_memory_bytes: int | None) -> int:
+def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, device_memory_bytes: int) -> int:
     """vLLM takes its share of the whole GPU, and the cache is what the engine's weights, and its steps, leave of that.
 
     Beside a cache of a given size they come on top: what a block holds of all tokens, and all sequences' logits twice.
     """
     if fleet.vllm_kv_cache_mib is None:
-        share = int(fleet.vllm_gpu_memory_utilization * (device_memory_bytes or 0))
+        share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
         return max(0, share - shape.num_params * bytes_per_param)
     tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
     of_blocks = tokens * (3 * shape.d_ff + 4 * shape.d_model) * bytes_per_param

@@ -13,7 +13,7 @@ from typing import Literal
 from open_instruct.records import ShardLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-Axis = Literal["shard", "replica", "tensor", "context", "sync", "metrics", "world"]
+Axis = Literal["shard", "replica", "tensor", "context", "sync", "metrics", "world", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Exchange:
 
     Example: the gradients of 32 blocks of 809 MB in float32, in groups of 8::
 
-        Exchange(what="gradients of blocks", collective="reduce_scatter", axis="shard", num_calls=32,
+        Exchange(what="gradients of a block, after it", collective="reduce_scatter", axis="shard", num_calls=32,
                  bytes_per_call=809_533_440, group_size=8, wire_bytes=22_666_936_320, crosses_nodes=False)
     """
 
@@ -60,8 +60,7 @@ def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
     A ring passes every part but one on from each rank; an all-reduce does so twice, to add up and to hand out
     (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
     """
-    rounds = 2 if collective == "all_reduce" else 1
-    return rounds * num_bytes * (group_size - 1) // group_size
+    return (2 if collective == "all_reduce" else 1) * num_bytes * (group_size - 1) // group_size
 
 
 def exchange_in(
@@ -96,10 +95,9 @@ def span_of(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool
 
 def groups_of(layout: ShardLayout, axis: Axis) -> Sequence[tuple[int, ...]]:
     """The global ranks of every group of an axis."""
-    if axis == "world":
-        return [tuple(range(layout.world_size))]
-    if axis == "metrics":  # all ranks that read different data
-        stride = layout.model_parallel_degree
+    # Those that read different data; those that have the same part of a matrix that ranks split.
+    strides = {"metrics": layout.model_parallel_degree, "world": layout.tensor_parallel_degree, "all": 1}
+    if (stride := strides.get(axis)) is not None:
         return [tuple(range(first, layout.world_size, stride)) for first in range(stride)]
     groups: Sequence[tuple[int, ...]] = getattr(layout, f"{axis}_groups")
     return groups

@@ -8,7 +8,7 @@ T tokens of a microbatch on one context rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.model import ModelShape
@@ -17,6 +17,8 @@ from open_instruct.planning.traffic.collectives import Axis, Collective, Exchang
 from open_instruct.records import ShardLayout
 
 LOSS_BYTES = 4
+WHOLE, SUMMED = "activations, whole for a matrix", "activations, summed and split again"
+SWAPPED = "features and logits, split otherwise"
 # What, by which collective, bytes of a call, calls in one pass over a microbatch.
 Calls = tuple[str, Collective, int, int]
 
@@ -28,17 +30,21 @@ def activation_exchanges(
 
     `num_values` of each label are brought together: its log-prob, its entropy. With 0 the head is not run.
     """
-    of_axes: dict[Axis, Callable[..., Iterator[Calls]]] = {"tensor": _tensor, "context": _context}
-    for axis, of_a_pass in of_axes.items():
-        for what, collective, num_bytes, num_calls in of_a_pass(shape, layout, workload, num_values, trains=trains):
-            if num_calls and span_of(layout, axis)[0] > 1:
-                yield exchange_in(layout, axis, what, collective, num_bytes, num_passes * num_calls)
+    yield from along("tensor", _tensor(shape, layout, workload, num_values, trains=trains), layout, num_passes)
+    yield from along("context", context_calls(shape, layout, workload, num_values, trains=trains), layout, num_passes)
 
 
-def is_recomputed(workload: Workload, layer: int, module: str) -> bool:
-    """Whether "attention" or "feed_forward" of a layer (or "": the whole block) is computed again backwards."""
+def along(axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: int) -> Iterator[Exchange]:
+    """The calls of so many passes in the groups of an axis, if those have more than one rank."""
+    for what, collective, num_bytes, num_calls in calls if span_of(layout, axis)[0] > 1 else ():
+        if num_calls:
+            yield exchange_in(layout, axis, what, collective, num_bytes, num_passes * num_calls)
+
+
+def is_recomputed(workload: Workload, module: str) -> bool:
+    """Whether "attention" or "feed_forward" of all blocks (or "": the whole of each) is computed again backwards."""
     if workload.checkpointing == "selected_modules":
-        return any(is_wrapped(workload.checkpointing_modules, layer, name) for name in ("", module))
+        return any(is_wrapped(workload.checkpointing_modules, 0, name) for name in ("", module))
     return workload.checkpointing in ("full", "offload")
 
 
@@ -57,36 +63,35 @@ def _tensor(
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     hidden = num_tokens * shape.d_model * number
     backward = 1 if trains else 0
+    # Embeddings that are frozen: no gradient goes below the first adapters.
+    to_embeddings = backward if shape.adapters is None else 0
     attention_again, feed_forward_again, blocks_again = (
-        backward * sum(is_recomputed(workload, layer, module) for layer in range(layers))
-        for module in ("attention", "feed_forward", "")
+        backward * layers * is_recomputed(workload, module) for module in ("attention", "feed_forward", "")
     )
 
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the other way round.
     # Recomputation stops at the last tensor that is needed: that is before a sublayer's scatter, unless a norm of
     # the block comes after it.
     scatters_again = blocks_again * (2 if shape.is_olmo else 1)
-    yield "embeddings", "reduce_scatter", hidden, 1
-    yield "embeddings, backward", "all_gather", hidden, backward
-    yield "inputs of sublayers", "all_gather", hidden, 2 * layers + attention_again + feed_forward_again
-    yield "outputs of sublayers", "reduce_scatter", hidden, 2 * layers + scatters_again
-    yield "inputs of sublayers, backward", "reduce_scatter", hidden, 2 * layers * backward
-    yield "outputs of sublayers, backward", "all_gather", hidden, 2 * layers * backward
+    gathers_again, sums_backward = attention_again + feed_forward_again, (2 * layers - 1) * backward + to_embeddings
+    # Embeddings put out a sum as well.
+    yield WHOLE, "all_gather", hidden, 2 * layers * (1 + backward) + gathers_again + to_embeddings
+    yield SUMMED, "reduce_scatter", hidden, 1 + 2 * layers + scatters_again + sums_backward
 
     if shape.qk_norm != "none":
         # Queries and keys, split by heads, are split by tokens for their norms, then by heads again.
         num_swaps = 2 * (layers * (1 + backward) + attention_again)
-        for what, width in (("queries", shape.q_width), ("keys", shape.kv_width)):
-            yield f"{what} to their norm and back", *_swap(num_tokens * width * number, degree, workload), num_swaps
+        for width in (shape.q_width, shape.kv_width):
+            yield SWAPPED, *_swap(num_tokens * width * number, degree, workload), num_swaps
 
     chunks = logit_chunks(shape, num_head_positions(layout, workload)) if num_values else ()
     again = backward if len(chunks) > 1 else 0
     vocabulary = -(-shape.vocab_size // degree) * degree
     for positions in chunks:
         of_all_ranks = positions * degree * number
-        yield "head", "all_gather", of_all_ranks * shape.d_model, 1 + again
-        yield "head, backward", "reduce_scatter", of_all_ranks * shape.d_model, backward
-        yield "logits", *_swap(of_all_ranks * vocabulary, degree, workload), 1 + again + backward
+        yield WHOLE, "all_gather", of_all_ranks * shape.d_model, 1 + again
+        yield SUMMED, "reduce_scatter", of_all_ranks * shape.d_model, backward
+        yield SWAPPED, *_swap(of_all_ranks * vocabulary, degree, workload), 1 + again + backward
     yield "log-probs", "all_gather", num_tokens * LOSS_BYTES, num_values
 
 
@@ -95,7 +100,7 @@ def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective
     return ("all_to_all", whole_bytes // degree) if workload.on_cuda else ("all_gather", whole_bytes)
 
 
-def _context(
+def context_calls(
     shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
 ) -> Iterator[Calls]:
     """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.2).
@@ -103,14 +108,9 @@ def _context(
     At the end of a forward pass every rank gets the losses of the whole row, and the entropies if they are recorded.
     """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
-    again = sum(is_recomputed(workload, layer, "attention") for layer in range(shape.num_layers)) if trains else 0
-    num_calls = shape.num_layers * (2 if trains else 1) + again
-    widths = {
-        "queries, keys and values, tokens for heads": shape.q_width + 2 * shape.kv_width,
-        "attention, heads for tokens": shape.q_width,
-    }
-    for what, width in widths.items():
-        # Heads are split between tensor ranks already.
+    num_calls = shape.num_layers * (2 + is_recomputed(workload, "attention") if trains else 1)
+    # Queries, keys and values, and what attention puts out. Heads are split between tensor ranks already.
+    for width in (shape.q_width + 2 * shape.kv_width, shape.q_width):
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
-        yield what, "all_to_all", num_bytes, num_calls
+        yield "tokens and heads in attention", "all_to_all", num_bytes, num_calls
     yield "losses of a row", "all_gather", LOSS_BYTES * workload.tokens_per_microbatch, num_values

@@ -2,20 +2,20 @@
 
 What is counted here is what the train module issues: tests/ranks/test_traffic.py runs it and compares call for call.
 Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints; nor the few numbers a row or token
-that a loss over the whole global batch brings together. Only estimated are Muon's exchanges where there are replicas or
-tensor ranks.
+that a loss over the whole global batch brings together. Where --lora_target_modules names no matrix of attention, the
+backward pass of the first block, whose attention then has none, is counted all the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from types import SimpleNamespace
 
-from open_instruct.models.names import TensorNames
-from open_instruct.planning.memory.state import gathered_params, local_size, tensor_local_shape
+from open_instruct.models.names import TensorNames, is_of_adapter
+from open_instruct.planning.memory.activations import FLOAT32
+from open_instruct.planning.memory.state import chunk_rows, gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
@@ -32,54 +32,47 @@ SENT_BY = ("nccl", "gloo")
 
 
 def traffic_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
-    """What one rank exchanges in one step.
+    """What one rank exchanges to learn in one step.
 
-    That is forward and backward of all microbatches and the update, passes without gradients before them, and for GRPO
-    the weights' way to the engines.
+    That is forward and backward of all microbatches and the update, and passes without gradients before them.
     """
-    exchanges: list[Exchange] = []
-    if not layout.single_device:
-        for scoring in workload.scorings:
-            exchanges += forward_passes(scoring, layout, workload)
-        exchanges += _updates(shape, layout, workload)
-    if workload.num_engines:
-        exchanges += traffic_of_weight_sync(shape, layout, workload)
-    return tuple(exchanges)
-
-
-def traffic_of_reference_pass(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
-    """What one rank exchanges for one microbatch of DPO's pass over the data before training."""
-    once = replace(workload, num_microbatches=1)
-    return () if layout.single_device else tuple(forward_passes(Scoring(shape=shape), layout, once))
+    if layout.single_device:
+        return ()
+    scored = (each for scoring in workload.scorings for each in forward_passes(scoring, layout, workload))
+    return (*scored, *_updates(shape, layout, workload))
 
 
 def forward_passes(scoring: Scoring, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
     """Passes over the microbatches of an update without gradients: every unit is gathered once in each."""
     num_passes = scoring.num_rounds * workload.num_microbatches
-    for what, unit, count in _kinds_of_units(scoring.shape):
-        yield from _gathers(layout, workload, f"{what}, without gradients", unit, num_passes * count)
+    for unit in scoring.shape.units:
+        yield from _gathers(layout, workload, unit, num_passes)
     yield from activation_exchanges(scoring.shape, layout, workload, num_passes, scoring.num_values, trains=False)
 
 
 def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
     num_updates, num_passes = workload.num_updates, workload.num_updates * workload.num_microbatches
     num_reductions = num_updates if workload.reduces_last else num_passes
-    for what, unit, count in _kinds_of_units(shape):
+    for unit in shape.units:
         # Every unit is freed after its forward pass (`reshard_after_forward`, also of the root), and gathered again
         # in the backward pass; checkpointing does not add to that, since recomputation happens within. Embeddings
         # of their own are not needed backwards.
         num_gathers = 1 if unit.name == "embeddings" else 2
-        yield from _gathers(layout, workload, what, unit, num_passes * count * num_gathers)
-        gradient_bytes = gathered_params(unit.parameters, layout) * REDUCE_BYTES
+        yield from _gathers(layout, workload, unit, num_passes * num_gathers)
+        if not unit.trained:
+            continue
+        gradient_bytes = gathered_params(unit.trained, layout) * REDUCE_BYTES
         if layout.shard_group_size > 1:
-            num_calls = num_reductions * count
-            yield exchange_in(layout, "shard", f"gradients of {what}", "reduce_scatter", gradient_bytes, num_calls)
+            what, num_calls = "gradients of a block, after it", num_reductions * unit.count
+            yield exchange_in(layout, "shard", what, "reduce_scatter", gradient_bytes, num_calls)
         # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
         shard_bytes = gradient_bytes // layout.shard_group_size
-        yield exchange_in(layout, "replica", f"gradients of {what}", "all_reduce", shard_bytes, num_updates * count)
+        what, num_calls = "gradients of a shard, over replicas", num_updates * unit.count
+        yield exchange_in(layout, "replica", what, "all_reduce", shard_bytes, num_calls)
     yield from activation_exchanges(shape, layout, workload, num_passes, workload.num_values, trains=True)
-    # Tensor ranks have whole norms, which see a part of the tokens each. Whole gradients are added up in float32.
-    norms = Counter(parameter.num_params for parameter in shape.parameters if parameter.tensor_axis is None)
+    # Tensor ranks have whole norms, which see a part of the tokens each, and whole halves of adapters, beside which a
+    # matrix is split. Whole gradients are added up in float32.
+    norms = Counter(each.num_params for each in shape.parameters if each.is_trained and each.tensor_axis is None)
     adds_up = workload.reduces_last and workload.num_microbatches > 1
     for width, count in norms.items() if layout.tensor_parallel_degree > 1 else ():
         num_bytes = width * (REDUCE_BYTES if adds_up else workload.compute_bytes)
@@ -88,22 +81,16 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
     degrees: dict[Axis, int] = {"shard": layout.shard_group_size, "tensor": layout.tensor_parallel_degree}
     for axis, degree in degrees.items():
         if degree > 1:
-            num_bytes = NORM_BYTES * len(shape.parameters)
-            yield exchange_in(layout, axis, "gradient norm", "all_reduce", num_bytes, num_updates)
+            num_bytes = NORM_BYTES * sum(each.is_trained for each in shape.parameters)
+            yield exchange_in(layout, axis, "norm of the gradient", "all_reduce", num_bytes, num_updates)
     yield from muon_exchanges(shape, layout, workload)
     yield from metrics_exchanges(layout, workload)
 
 
-def _gathers(layout: ShardLayout, workload: Workload, what: str, unit: Unit, num_calls: int) -> Iterator[Exchange]:
-    if layout.shard_group_size > 1:
-        num_bytes = gathered_params(unit.parameters, layout) * workload.compute_bytes
-        yield exchange_in(layout, "shard", f"parameters of {what}", "all_gather", num_bytes, num_calls)
-
-
-def _kinds_of_units(shape: ModelShape) -> Iterator[tuple[str, Unit, int]]:
-    """What it is called, one of its kind, and how many there are: all blocks are alike."""
-    yield from ((unit.name, unit, 1) for unit in shape.units if not unit.name.startswith("blocks."))
-    yield "blocks", shape.units[-1], shape.num_layers
+def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int) -> Iterator[Exchange]:
+    if layout.shard_group_size > 1 and unit.parameters:
+        num_bytes, num_calls = gathered_params(unit.parameters, layout) * workload.compute_bytes, num_times * unit.count
+        yield exchange_in(layout, "shard", "weights of a block, before it runs", "all_gather", num_bytes, num_calls)
 
 
 def metrics_exchanges(layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
@@ -118,7 +105,18 @@ def metrics_exchanges(layout: ShardLayout, workload: Workload) -> Iterator[Excha
         yield exchange_in(layout, "metrics", "metrics", "all_reduce", num_bytes, workload.num_updates)
 
 
-def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Workload) -> tuple[Exchange, ...]:
+def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Exchange]:
+    """What one rank exchanges to add adapters to its shards: the first half of each comes together on every rank."""
+    calls: Counter[tuple[Axis, int]] = Counter()
+    for half in shape.first_halves:
+        local, num_parts = local_size(half, layout), layout.tensor_parallel_degree if half.tensor_axis else 1
+        calls["tensor", FLOAT32 * num_parts * local.own] += num_parts > 1
+        calls["shard", FLOAT32 * num_parts * local.gathered] += layout.shard_group_size > 1
+    for (axis, num_bytes), num_calls in (+calls).items():
+        yield exchange_in(layout, axis, "adapters, to be added", "all_gather", num_bytes, num_calls)
+
+
+def traffic_of_weight_sync(buckets: Iterable[tuple[int, int]], workload: Workload) -> tuple[Exchange, ...]:
     """What one rank exchanges to bring its weights to the engines once.
 
     Every rank of one copy of the model broadcasts its parts of each bucket, a run of whole tensors or a piece of one
@@ -138,38 +136,50 @@ def traffic_of_weight_sync(shape: ModelShape, layout: ShardLayout, workload: Wor
             wire_bytes=num_calls * whole_bytes,
             crosses_nodes=workload.sync_crosses_nodes,
         )
-        for (own_bytes, whole_bytes), num_calls in Counter(sync_buckets(shape, layout, workload)).items()
+        for (own_bytes, whole_bytes), num_calls in Counter(buckets).items()
     )
 
 
-def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
+# Of one parameter: so many ranks bring so many rows each, and how wide these are. Those of the first rank come first.
+RowsOfRanks = Callable[[ParameterShape], Iterator[tuple[int, int, int]]]
+
+
+def sync_buckets(shape: ModelShape, workload: Workload, rows_of: RowsOfRanks) -> Iterator[tuple[int, int]]:
     """Of each bucket, the bytes that the first rank brings and those of all ranks."""
-    by_name = {parameter.name: parameter for parameter in shape.parameters}
-    own, whole = 0, 0
-    fields = {"model_type": shape.family, "tie_word_embeddings": shape.is_tied, "num_hidden_layers": shape.num_layers}
-    for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names:
-        parameter = by_name[name]
-        more = parameter.num_params * workload.sync_bytes_per_param
+    own, whole, each_bytes = 0, 0, workload.sync_bytes_per_param
+    for parameter in _sent(shape, workload):
+        more = parameter.num_params * each_bytes
         if whole and whole + more > workload.sync_bucket_bytes:
             yield own, whole
             own, whole = 0, 0
         if more > workload.sync_bucket_bytes:
-            yield from _pieces(parameter, layout, workload)
+            rows = list(rows_of(parameter))
+            num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))
+            for piece in range(num_pieces):
+                sizes = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows]
+                of_all = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
+                yield sizes[0] * each_bytes, of_all * each_bytes
             continue
-        own += local_size(parameter, layout).own * workload.sync_bytes_per_param
+        own += prod(next(rows_of(parameter))[1:]) * each_bytes
         whole += more
     if whole:
         yield own, whole
 
 
-def _pieces(parameter: ParameterShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
-    """Those of a tensor that is larger than a bucket: the rows of every rank, the first of which has most, are cut."""
+def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
+    """What travels, in its order: of adapters that of the model, else that of the names."""
+    if workload.sends_adapter:
+        return [each for each in shape.parameters if is_of_adapter(each.name)]
+    by_name = {parameter.name: parameter for parameter in shape.parameters}
+    fields = {"model_type": shape.family, "tie_word_embeddings": shape.is_tied, "num_hidden_layers": shape.num_layers}
+    return [by_name[name] for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names]
+
+
+def rows_of_ranks(layout: ShardLayout, parameter: ParameterShape) -> Iterator[tuple[int, int, int]]:
+    """See `RowsOfRanks`; of one copy of a model that FSDP2 shards, where the first rank has most."""
     degree = layout.tensor_parallel_degree
-    ranks = range(0, layout.shard_group_size * degree, degree if parameter.tensor_axis is None else 1)
-    widths = [prod(tensor_local_shape(parameter, degree, rank % degree)[1:]) for rank in ranks]
-    rows = [local_size(parameter, layout, rank=rank).own // width for rank, width in zip(ranks, widths, strict=True)]
-    num_pieces = min(-(-parameter.num_params * workload.sync_bytes_per_param // workload.sync_bucket_bytes), rows[0])
-    for piece in range(num_pieces):
-        cut = [size * (piece + 1) // num_pieces - size * piece // num_pieces for size in rows]
-        sizes = [of_rank * width * workload.sync_bytes_per_param for of_rank, width in zip(cut, widths, strict=True)]
-        yield sizes[0], sum(sizes)
+    for tensor_rank in range(1 if parameter.tensor_axis is None else degree):
+        num_rows, *others = tensor_local_shape(parameter, degree, tensor_rank)
+        size = chunk_rows(num_rows, layout.shard_group_size, 0)
+        yield num_rows // max(1, size), size, prod(others)
+        yield 1, num_rows % max(1, size), prod(others)

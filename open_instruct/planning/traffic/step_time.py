@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.devices import Device
-from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
 from open_instruct.planning.traffic.model_parallel import is_recomputed, num_head_positions
@@ -18,8 +18,8 @@ from open_instruct.records import ShardLayout
 
 GIGA, TERA = 10**9, 10**12
 
-# Axes whose exchanges arithmetic waits for; those of FSDP run beside it.
-ON_THE_PATH = ("tensor", "context", "sync")
+# Axes whose exchanges arithmetic waits for, and what to call them; those of FSDP run beside it.
+ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "weights to the engines"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +91,21 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     """Floating-point operations of one GPU in one step: a multiplication and an addition are two.
 
     Forward: 2 for each number of a matrix and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and attention
-    over the pairs that causality, documents and windows leave. Backward: twice that. Recomputation: once more.
-    Embeddings are looked up; the head runs where there are labels (under tensor parallelism everywhere).
+    over the pairs that causality, documents and windows leave. Backward: twice that, and once for a matrix that is
+    frozen, whose own gradient is not made. Recomputation: once more. Embeddings are looked up; the head runs where
+    there are labels (under tensor parallelism everywhere).
     """
-    block, head = _block_flops(shape, workload), _head_flops(shape, layout, workload)
-    forward = sum(sum(parts.values()) for parts in block) + head
+    blocks, head = _flops_of_blocks(shape, workload), _head_flops(shape, layout, workload)
+    forward = sum(blocks.values()) + head
     again = head if len(logit_chunks(shape, num_head_positions(layout, workload))) > 1 else 0
-    for layer, parts in enumerate(block):
-        again += sum(flops for module, flops in parts.items() if is_recomputed(workload, layer, module))
+    again += sum(flops for module, flops in blocks.items() if is_recomputed(workload, module))
+    frozen = [each.num_params for each in _matrices(shape) if not each.is_trained]
+    unmade = 2 * workload.tokens_per_microbatch * shape.num_layers * sum(frozen)
+    unmade += head if frozen and not shape.scores else 0
     num_training_passes = workload.num_updates * workload.num_microbatches
-    total = num_training_passes * (3 * forward + again)
+    total = num_training_passes * (3 * forward - unmade + again)
     for scoring in workload.scorings:
-        of_blocks = sum(sum(parts.values()) for parts in _block_flops(scoring.shape, workload))
+        of_blocks = sum(_flops_of_blocks(scoring.shape, workload).values())
         # A head that the policy's multiplies with runs again in the backward pass.
         of_heads = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
         total += scoring.num_rounds * workload.num_microbatches * (of_blocks + of_heads)
@@ -116,28 +119,30 @@ def attended_pairs(length: int, window: int | None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def _block_flops(shape: ModelShape, workload: Workload) -> list[dict[str, int]]:
-    """Forward of each layer over a whole microbatch, by module."""
-    matrices = [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) == 2]
+def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
+    """Forward of all of them over a whole microbatch, by module."""
     attention, feed_forward = (
-        2 * workload.tokens_per_microbatch * sum(matrix.num_params for matrix in matrices if module in matrix.name)
+        shape.num_layers * sum(each.num_params for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
+    num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
     # A product of queries with keys, and one of what comes of it with values.
-    of_pairs = [2 * 2 * shape.q_width * _pairs_of_microbatch(workload, window) for window in shape.windows]
-    return [{"attention": attention + flops, "feed_forward": feed_forward} for flops in of_pairs]
+    of_attention = num_tokens * attention + 2 * shape.q_width * num_pairs
+    return {"attention": 2 * of_attention, "feed_forward": 2 * num_tokens * feed_forward}
 
 
-def _pairs_of_microbatch(workload: Workload, window: int | None) -> int:
+def _matrices(shape: ModelShape) -> list[ParameterShape]:
+    """Of one block."""
+    return [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) == 2]
+
+
+def _pairs(workload: Workload, window: int | None) -> int:
     """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document that is cut."""
-    num_groups, num_of_cut_group, rest = workload.documents_of_microbatch
+    groups, rest = workload.groups_of_microbatch
     # A shared prefix attends to itself once for its group.
     of_prefix = attended_pairs(workload.shared_prefix_tokens, window)
     of_own = attended_pairs(workload.longest_sequence, window) - of_prefix
-    pairs = num_groups * (of_prefix + workload.documents_per_group * of_own)
-    if num_of_cut_group:
-        pairs += of_prefix + num_of_cut_group * of_own
-    return pairs + attended_pairs(rest, window)
+    return len(groups) * of_prefix + sum(groups) * of_own + attended_pairs(rest, window)
 
 
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:

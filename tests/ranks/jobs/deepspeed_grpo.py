@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from open_instruct.learner.deepspeed import policy
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import export_hf
+from open_instruct.models.lora.adapters import weights_of as merged_weights_of
 from open_instruct.parallel.process import stop_process
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender
@@ -43,7 +45,8 @@ def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folde
         before, last = received(incoming), received(incoming)
         with CheckpointFiles.open(out) as files:
             assert set(last) == set(files)
-            assert all(not torch.equal(before[name], last[name]) for name in files)
+            moved = {name for name in files if not torch.equal(before[name], last[name])}
+            assert moved == {name for name in files if "_proj." in name or "--use_lora" not in case["flags"]}
             differing.append([name for name in files if not torch.equal(last[name], files.read(name))])
     return differing
 
@@ -52,15 +55,18 @@ def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
     learner = grpo_steps.Learner(flags, num_steps=1)
     model, names, engines_dtype = learner.policy.model, learner.pretrained.names, getattr(torch, dtype)
     sender = WeightSender(model, names, backend=way, dtype=engines_dtype, bucket_bytes=100_000, timeout_s=60)
-    # Every value is brought once, and where there is something shared every rank brings some.
+    # Every value is brought once, and where there is something shared every rank brings some. What adapters are beside
+    # is whole on every rank below stage 3.
     num_values = sum(parameter.numel() for parameter in learner.pretrained.build(init_device="meta").parameters())
     assert sender.manifest.num_bytes == num_values * engines_dtype.itemsize
-    assert sender.manifest.ranks == ([0, 1] if learner.config.parallel.zero_stage else [0])
+    is_shared = (learner.config.parallel.zero_stage or 0) > (0 if learner.config.adapters is None else 2)
+    assert sender.manifest.ranks == list(range(dist.get_world_size() if is_shared else 1))
     offer(sender, 1, info_path)
     sender.join()
     sender.send(0)
     learner.take_step(NUM_COMPLETIONS)
-    export_hf(model, names.hf_config, names, source_folder=flags[1], out_folder=out, dtype=engines_dtype)
+    settings = {"source_folder": flags[1], "out_folder": out, "dtype": engines_dtype}
+    export_hf(model, names.hf_config, names, weights=merged_weights_of(model), **settings)
     sender.send(1)
     sender.close()
     stop_process()

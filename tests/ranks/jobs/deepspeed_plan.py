@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,16 @@ from open_instruct.learner.deepspeed import policy as built
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
+from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import StepBatch
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
-from tests.ranks.jobs.traffic import _counted, _row
+from tests.ranks.jobs.traffic import _counted, _row, messages
+
+SETTLES_S = 0.2
+"""A thread of gloo holds what a collective was given for a moment after that is done: of metrics, 160 bytes."""
 
 
 def measure_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any] | None]:
@@ -33,7 +38,9 @@ def measure_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str
     return results
 
 
-def _measured(flags: list[str], sharing: dict[str, int], num_tokens: int, num_microbatches: int) -> dict[str, Any]:
+def _measured(
+    flags: list[str], sharing: dict[str, int], num_tokens: int, num_microbatches: int, bucket_bytes: int
+) -> dict[str, Any]:
     def settings(*sections: Any, **more: Any) -> dict[str, Any]:
         of_flags = engine_settings(*sections, **more)
         return of_flags | {"zero_optimization": of_flags["zero_optimization"] | sharing}
@@ -65,6 +72,11 @@ def _measured(flags: list[str], sharing: dict[str, int], num_tokens: int, num_mi
     policy.forward_backward(step)
     measured["with_gradients"] = _new_bytes(before)
     policy.update()
+    model, hf_config = policy.model, pretrained.hf_config
+    measured["merging"] = _counted(lambda: weights_of(model))
+    measured["sync"] = messages(model, hf_config, bucket_bytes=bucket_bytes)
+    if config.adapters is not None:
+        measured["sync of adapters"] = messages(model, hf_config, bucket_bytes=bucket_bytes // 100, adapter_alone=True)
     stop_process()
     return measured
 
@@ -80,4 +92,5 @@ def _storages() -> dict[int, torch.UntypedStorage]:
 
 
 def _new_bytes(before: dict[int, torch.UntypedStorage]) -> int:
+    time.sleep(SETTLES_S)
     return sum(storage.nbytes() for key, storage in _storages().items() if key not in before)

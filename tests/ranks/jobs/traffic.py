@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.olmo_core import train_module
@@ -24,8 +25,8 @@ from open_instruct.learner.olmo_core.policy import build_policy
 from open_instruct.learner.reference_policy import Reference, build_reference
 from open_instruct.learner.teacher import OpenedTeacher, compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
+from open_instruct.models.lora.adapters import weights_of
 from open_instruct.models.names import TensorNames
-from open_instruct.objectives.dpo import DPO
 from open_instruct.objectives.objective import REFERENCE, BoundLoss, Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.packing.steps import collate
@@ -33,12 +34,12 @@ from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
 from open_instruct.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.run.console import Console
-from open_instruct.run.opened import Run, join_run
+from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.weights.sender import WeightSender
 from tests.ranks.collectives import RecordCollectives, calls_by_group
-from tests.ranks.jobs.grpo_steps import Learner
+from tests.ranks.jobs import grpo_steps
 
 Rows = list[tuple[str, int, list[int], int]]
 """(collective, bytes, global ranks, calls), sorted."""
@@ -49,17 +50,19 @@ def count_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, 
     results = []
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        job = dict(case)
-        algorithm = job.pop("algorithm")
-        results.append(_grpo(**job) if algorithm == "grpo" else _of_rows(objective_named(algorithm), **job))
+        results.append(_count(**case))
         stop_process()
     return results
+
+
+def _count(algorithm: str, **job: Any) -> dict[str, Any]:
+    return _grpo(**job) if algorithm == "grpo" else _of_rows(objective_named(algorithm), **job)
 
 
 def _of_rows(objective: Objective, flags: list[str], **job: Any) -> dict[str, Rows]:
     config = parse(objective.config_class, flags)
     objective.validate(config)
-    return _steps(objective, config, join_run(config), **job)
+    return _steps(objective, config, grpo_steps.join_run(config), **job)
 
 
 def _steps(
@@ -83,7 +86,11 @@ def _steps(
         policy.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
     if (named := objective.teacher(config)) is not None:
         teacher = OpenedTeacher.of(named, pretrained, config=config, layout=run.layout)
-        policy.comparison = compare_with(teacher, None, None, scorer=None, run=run, config=config)[0]  # type: ignore[arg-type]
+        rows: Any = None
+        scorer: Any = SimpleNamespace(policy=policy)
+        (policy.comparison, *_) = compare_with(
+            teacher, rows, None, student=pretrained, scorer=scorer, run=run, config=config
+        )
     loop = Loop(
         policy, DriversState(), folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6
     )
@@ -93,8 +100,8 @@ def _steps(
     step = StepBatch(microbatches=(microbatch,) * num_microbatches, counts=counts)
     counted = {}
     counted["reference"] = _counted(lambda: policy.scores(microbatch))
-    # The second step, as all that follow: the first one makes what lasts.
-    loop.take_step([step], num_tokens=step.counts["tokens"])
+    # The second step, as all that follow: the first one, be it as short as can be, makes what lasts.
+    loop.take_step([replace(step, microbatches=step.microbatches[:1])], num_tokens=step.counts["tokens"])
     counted["step"] = _counted(lambda: loop.take_step([step], num_tokens=step.counts["tokens"]))
     return counted
 
@@ -110,7 +117,7 @@ def _own_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _grpo(flags: list[str], *, num_tokens: int, num_completions: int, sync_bucket_bytes: int) -> dict[str, Any]:
-    learner = Learner(flags, num_steps=2)
+    learner = grpo_steps.Learner(flags, num_steps=2)
     learner.policy.loss = _counted_alone(learner.policy.loss)
     samples = [
         RolloutSample(
@@ -120,18 +127,24 @@ def _grpo(flags: list[str], *, num_tokens: int, num_completions: int, sync_bucke
     ]
     learner.learn_from(samples)
     counted = _counted(lambda: learner.learn_from(samples))
-    return {"step": counted, "sync": _messages(learner, sync_bucket_bytes)}
+    merging = _counted(lambda: weights_of(learner.policy.model))
+    is_alone = learner.config.sent_adapter is not None
+    sync = messages(learner.policy.model, learner.hf_config, bucket_bytes=sync_bucket_bytes, adapter_alone=is_alone)
+    return {"step": counted, "sync": sync, "merging": merging}
 
 
-def _messages(learner: Learner, bucket_bytes: int) -> list[tuple[int, int, int]]:
+def messages(
+    model: Any, hf_config: Any, *, bucket_bytes: int, adapter_alone: bool = False
+) -> list[tuple[int, int, int]]:
     """(bytes that this rank broadcasts of a bucket of a weight sync, bytes of the whole bucket, buckets), sorted."""
     sender = WeightSender(
-        learner.policy.model,
-        TensorNames(learner.hf_config),
+        model,
+        TensorNames(hf_config),
         backend="gloo",
         dtype=torch.bfloat16,
         bucket_bytes=bucket_bytes,
         timeout_s=1.0,
+        adapter_alone=adapter_alone,
     )
     spans = [(bucket.span(dist.get_rank()), bucket.num_bytes) for bucket in sender.manifest.buckets]
     kinds = Counter((stop - start, num_bytes) for (start, stop), num_bytes in spans)
@@ -167,7 +180,7 @@ def _document(num_tokens: int) -> Document:
 
 
 def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
-    """What rank 0 of a large world issues in a step of DPO: a group that sends nothing stands for the others.
+    """What rank 0 of a larger world issues in a step: a group that sends nothing stands for the others.
 
     Tensors are split anew as on CUDA, by an all-to-all, which DTensor does without where there is no CUDA.
     """
@@ -177,18 +190,25 @@ def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
     results = []
     for case in cases:
         job = dict(case)
-        world_size = job.pop("world_size")
-        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-        config = parse(DPOConfig, job.pop("flags"))
-        layout = layout_of(config.parallel, [8] * (world_size // 8))
-        process = Process(
-            rank=0, world_size=world_size, local_rank=0, device=torch.device("cpu"), gpus_per_node=layout.gpus_per_node
-        )
-        directory = RunDirectory(path=Path(config.run.output_dir))
-        run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
-        results.append(_steps(DPO, config, run, **job))
+        gpus_per_node = job.pop("gpus_per_node")
+        dist.init_process_group("fake", rank=0, world_size=sum(gpus_per_node), store=FakeStore())
+        grpo_steps.join_run = partial(_join_nobody, gpus_per_node=gpus_per_node)
+        results.append(_count(**job))
         stop_process()
     return results
+
+
+def _join_nobody(config: LearnerConfig, *, gpus_per_node: list[int]) -> Run:
+    layout = layout_of(config.parallel, gpus_per_node)
+    process = Process(
+        rank=0,
+        world_size=layout.world_size,
+        local_rank=0,
+        device=torch.device("cpu"),
+        gpus_per_node=layout.gpus_per_node,
+    )
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    return Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
 
 
 def _swap_as_on_cuda(local: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> torch.Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
+from typing import Any
+from unittest import mock
 
 from open_instruct.config.parser import parse
 
 # What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner import export, heldout, loop  # noqa: F401
+from open_instruct.learner import export, heldout, loop, sample_loader, speed  # noqa: F401
 from open_instruct.learner.olmo_core import policy  # noqa: F401
+from open_instruct.models.heads import logprob_head
 from open_instruct.objectives.registry import objective_named
 from open_instruct.run import datasets  # noqa: F401
 from open_instruct.train import train
@@ -24,3 +28,27 @@ def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") ->
         objective.validate(config)
         codes.append(train(config, objective=objective))
     return codes
+
+
+def run_with_a_slow_rank(commands: list[list[str]], ports: list[int], slow_rank: int) -> list[int]:
+    """SFT runs in which the losses of one rank take three times as long for a token as those of the others.
+
+    Its rows come late, too.
+    """
+    is_slow = int(os.environ["RANK"]) == slow_rank
+    own_losses, own_batch = logprob_head.losses_of_logits, sample_loader.step_batch
+
+    def slow_losses(logits_NV: Any, *others: Any) -> Any:
+        time.sleep((1.5e-4 if is_slow else 5e-5) * len(logits_NV))
+        return own_losses(logits_NV, *others)
+
+    def late_batch(*arguments: Any, **told: Any) -> Any:
+        time.sleep(0.6 * is_slow)
+        return own_batch(*arguments, **told)
+
+    with (
+        mock.patch.object(logprob_head, "losses_of_logits", slow_losses),
+        mock.patch.object(speed, "losses_of_logits", slow_losses),
+        mock.patch.object(sample_loader, "step_batch", late_batch),
+    ):
+        return run_each(commands, ports, "sft")

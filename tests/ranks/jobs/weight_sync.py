@@ -6,24 +6,28 @@ import contextlib
 import math
 import os
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from safetensors.torch import save_file
 
 from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
+from open_instruct.config.lora import LoRASection
 from open_instruct.errors import RunError
 from open_instruct.learner.forward import token_logprobs
-from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.checkpoint_files import SINGLE_NAME, CheckpointFiles
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import stream_load
+from open_instruct.models.lora.adapters import whole_adapter
+from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.names import TensorNames
-from open_instruct.models.shards import held_of, local_part
+from open_instruct.models.shards import held_of, local_part, own_box, reshard
 from open_instruct.packing.documents import pack_documents
-from open_instruct.records import Document, Span
+from open_instruct.records import Completion, Document, Span
 from open_instruct.weights import receiver
 from open_instruct.weights.receiver import IncomingWeights
 from open_instruct.weights.sender import WeightSender, abandon
@@ -32,6 +36,8 @@ from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
 
 CPU = torch.device("cpu")
 DOCUMENT = Document(token_ids=tuple(i % 7 + 2 for i in range(12)), responses=(Span(start=4, stop=12),))
+LORA = LoRASection(use_lora=True, lora_r=8, lora_alpha=24)
+SPREAD = 0.05  # of an adapter's values
 
 
 def own_rank() -> int:
@@ -43,10 +49,12 @@ def start_learner(num_learners: int) -> None:
     dist.init_process_group("gloo")
 
 
-def load(folder: str, layout: dict[str, Any] | str | None) -> tuple[Any, TensorNames]:
+def load(
+    folder: str, layout: dict[str, Any] | str | None, *, lora: LoRASection | None = None
+) -> tuple[Any, TensorNames]:
     hf_config = load_hf_config(folder)
     if isinstance(layout, dict):
-        model = sharded(hf_config, **layout)
+        model = sharded(hf_config, **layout, lora=lora)
     else:
         model = (unsharded if layout is None else in_ranges)(hf_config, dtype="float32")
     names = TensorNames(hf_config)
@@ -85,44 +93,90 @@ def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, fol
                 [
                     name
                     for name in files
-                    if not torch.equal(first[name], files.read(name)) or not torch.equal(second[name], 2 * first[name])
+                    if not torch.equal(first[name], files.read(name))
+                    or not torch.equal(second[name], first[name] * (1 if ".lora_A." in name else 2))
                 ]
             )
     return differing
 
 
 def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, out: Path) -> None:
-    model, names = load(case["folder"], case["layout"])
+    alone = case["adapter_alone"]
+    model, names = load(case["folder"], case["layout"], lora=LORA if alone else None)
     dtype = getattr(torch, case["dtype"])
-    export_hf(model, names.hf_config, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
+    if alone:
+        move(model, 1)
+        store_scaled(model, names, out, dtype=dtype)
+    else:
+        export_hf(model, names.hf_config, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
     if case["layout"] != "ranges":
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
     sender = WeightSender(
-        model, names, backend=case["backend"], dtype=dtype, bucket_bytes=case["bucket_bytes"], timeout_s=30
+        model,
+        names,
+        backend=case["backend"],
+        dtype=dtype,
+        bucket_bytes=case["bucket_bytes"],
+        timeout_s=30,
+        adapter_alone=alone,
     )
+    sent = held_of(model, of_adapters=alone)
     assert len(sender.manifest.buckets) >= case["min_buckets"]
     assert any(bucket.num_pieces > 1 for bucket in sender.manifest.buckets)
     assert sender.manifest.largest_bucket_bytes < 1.1 * case["bucket_bytes"]
-    assert sender.manifest.num_bytes == sum(math.prod(held.shape) for held in held_of(model).values()) * dtype.itemsize
+    assert sender.manifest.num_bytes == sum(math.prod(held.shape) for held in sent.values()) * dtype.itemsize
     offer(sender, num_receivers, info_path)
     sender.join()
     sender.send(1)
-    for held in held_of(model).values():
-        local_part(held).mul_(2)
+    for name, held in sent.items():
+        if not name.endswith(".lora_A"):  # of what an adapter adds, and so of its second matrix
+            local_part(held).mul_(2)
     sender.send(2)
     sender.close()
+
+
+def store_scaled(model: Any, names: TensorNames, out: Path, *, dtype: torch.dtype) -> None:
+    """The adapters as an engine takes them, whose own factor is 1."""
+    scale = {"lora_A": 1.0, "lora_B": LORA.scale}
+    tensors = {
+        file_name_of(name, names): (whole * scale[name.rpartition(".")[2]]).to(dtype).clone()
+        for name, whole in whole_adapter(model)
+    }
+    if dist.get_rank() == 0:
+        out.mkdir()
+        save_file(tensors, out / SINGLE_NAME)
 
 
 class OutOfOrder(RuntimeError):
     """What a learner fails with in the middle of a version."""
 
 
+def move(model: Any, version: int) -> None:
+    """Give the adapters the values that they have in a version: of 0 they add nothing."""
+    reshard(model)
+    for name, held in held_of(model, of_adapters=True).items():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
+        local_part(held).copy_(torch.randn(held.shape, generator=generator)[own_box(held)] * SPREAD * bool(version))
+
+
 @torch.no_grad()
-def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, prompt: list[int]) -> list[float]:
-    """One version that breaks after its third bucket, then another whole one; log-probs of the prompt."""
+def feed_engine(
+    folder: str, source: str, layout: dict[str, Any], backend: str, adapter_alone: bool, num_versions: int
+) -> list[tuple[int, float, float]]:
+    """One version that breaks after its third bucket, then whole ones. Of each that has tokens, how far the engine's
+    log-probs of them are from the learners' at that version, and at the one before it."""
     start_learner(int(os.environ["WORLD_SIZE"]))
-    model, names = load(source, layout)
-    sender = WeightSender(model, names, backend=backend, dtype=torch.float32, bucket_bytes=100_000, timeout_s=90)
+    model, names = load(source, layout, lora=LORA)
+    sender = WeightSender(
+        model,
+        names,
+        backend=backend,
+        dtype=torch.float32,
+        bucket_bytes=10_000 if adapter_alone else 100_000,
+        timeout_s=90,
+        adapter_alone=adapter_alone,
+    )
+    move(model, 1)
     offer(sender, 1, Path(folder, "0.told"))
     sender.join()
     whole_put = sender._outgoing.put
@@ -133,17 +187,35 @@ def feed_engine(folder: str, source: str, layout: dict[str, Any], backend: str, 
         whole_put(position, *args)
 
     sender._outgoing.put = put
-    with contextlib.suppress(OutOfOrder):
+    with contextlib.suppress(OutOfOrder, RunError):  # its own, or the other learner's, which it may hear of before
         sender.send(1)
     offer(sender, 1, Path(folder, "1.told"))
     sender.join()
-    sender.send(1)
-    logits = model(torch.tensor([prompt]))
-    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    chosen = torch.tensor(prompt[1:]).unsqueeze(-1)
-    logprobs: list[float] = logits[0, :-1].float().log_softmax(-1).gather(-1, chosen).squeeze(-1).tolist()
+    for version in range(1, num_versions + 1):
+        move(model, version)
+        sender.send(version)
     sender.close()
-    return logprobs
+    completions: list[tuple[tuple[int, ...], Completion]] = told(Path(folder, "completions.told"))["completions"]
+    made_by = torch.tensor([version for _, completion in completions for version in completion.versions])
+    engines = torch.tensor([logprob for _, completion in completions for logprob in completion.logprobs])
+    differences = []
+    for version in range(num_versions + 1):
+        move(model, version)
+        ours = token_logprobs(model, pack_documents([document_of(*both) for both in completions]), device=CPU)
+        differences.append((ours.logprobs_N - engines).abs())
+    return [
+        (
+            version,
+            float(differences[version][made_by == version].max()),
+            float(differences[max(version - 1, 0)][made_by == version].max()),
+        )
+        for version in sorted(set(made_by.tolist()))
+    ]
+
+
+def document_of(prompt: tuple[int, ...], completion: Completion) -> Document:
+    whole = (*prompt, *completion.token_ids)
+    return Document(token_ids=whole, responses=(Span(start=len(prompt), stop=len(whole)),))
 
 
 def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, missing_at: str) -> str:

@@ -6,18 +6,19 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
-from open_instruct.config.help import print_lines
+from open_instruct.config.help import asks_for_help, print_lines
 from open_instruct.config.plan import help_lines
 from open_instruct.errors import InputError
-from open_instruct.planning.advice import advise
+from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import PLAN_CONFIGS, parse_request
-from open_instruct.planning.shown.html_page import html_page
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.terminal import print_plan
+from open_instruct.report.plan_page import html_page
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,23 +30,21 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
-    if any(word in ("--help", "-h") for word in argv):
+    if asks_for_help(argv):
         print_lines(partial(help_lines, runs=PLAN_CONFIGS))
         return 0
     request = parse_request(argv)
     plan = plan_of(request.setting)
-    advice = advise(plan)
+    advice = Advice(plan)
     for warning in request.warnings:
         print(f"open-instruct plan: warning: {warning}", file=sys.stderr)
-    if request.html_file is not None:
+    if (file := request.asked.html) is not None:
         try:
-            request.html_file.write_text(html_page(plan, advice), encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"--html {request.html_file} cannot be written ({error.strerror or error}); name a file in a folder "
-                "that can"
-            ) from None
-    if request.as_json:
+            Path(file).expanduser().write_text(html_page(plan, advice), encoding="utf-8")
+        except (OSError, ValueError, RuntimeError) as error:  # the last two of names that no file can have
+            why = getattr(error, "strerror", None) or error
+            raise InputError(f"--html {file} cannot be written ({why}); name a file in a folder that exists") from None
+    if request.asked.json:
         print(json.dumps(as_record(plan, advice), indent=2))
     else:
         print_plan(plan, advice, Console(file=sys.stdout))

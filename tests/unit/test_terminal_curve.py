@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from open_instruct.run import curves
-from open_instruct.run.curves import draw_curve
+from open_instruct.report import terminal_curve as curves
+from open_instruct.report.terminal_curve import draw_curve
 
 NUMBERS = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
 

@@ -1,0 +1,150 @@
+"""Adapters of rank 16: memory and speed of DPO, and what a weight sync takes with the adapter merged and alone.
+
+    python benchmarks/lora.py                         # 500M parameters
+    python benchmarks/lora.py --size small --parts train
+    python benchmarks/lora.py --parts sync
+
+train: the same model, rows, float32 and batch on one rank with one thread: ours with adapters, TRL's DPOTrainer with
+peft's, and ours with the whole model trained. Reference log-probs are computed before and not timed. Only real tokens
+count, a second of processor time, which other work slows less than a clock's; the first step does not. The peak is of a
+whole process, from its start. TRL has an environment of its own and peft beside it, both made on the first run.
+
+sync: two FSDP ranks to one receiver that only takes the bytes, as in weight_sync.py, in bfloat16; medians. "plain" is
+the same model without adapters.
+
+The exit code is 1 where our adapters take more than 0.8 of TRL's peak, are less than 1.5 times as fast, or alone are
+more than 2% of the model's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpo_vs_trl import REPOSITORY, ours_of, run_trl
+from trl_environment import DEFAULT_VENV, beside, our_version, torchrun, trl_python
+
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.weight_sync import measure
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from open_instruct.toys.tiny import write_tiny_model
+
+RANK = 16
+LORA = ("--use_lora", "--lora_r", str(RANK))
+ADAPTERS, TRL, WHOLE = "adapters", "TRL, peft", "whole model"
+MOST_OF_PEAK, LEAST_SPEED, MOST_BYTES = 0.8, 1.5, 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run: real tokens a second of processor time, over all steps but the first; the process's peak; its losses."""
+
+    tokens_per_second: float
+    peak_gib: float
+    losses: list[float]
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["train", "sync"], choices=["train", "sync"])
+    parser.add_argument("--size", default="base", choices=["mini", "small", "base"], help="4M, 50M or 500M parameters")
+    parser.add_argument("--batch", type=int, default=4, help="pairs a microbatch")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--max_length", type=int, default=512)
+    parser.add_argument("--num_steps", type=int, default=4)
+    parser.add_argument("--num_syncs", type=int, default=7)
+    parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
+    args = parser.parse_args()
+    missed = [problem for part in args.parts for problem in {"train": train, "sync": sync}[part](args)]
+    if missed:
+        sys.exit("\n".join(missed))
+
+
+def train(args: Namespace) -> list[str]:
+    """Print what the runs took; returns which goals were missed."""
+    args.ranks, args.sharded, args.num_warmup_steps = 1, True, 0
+    python = trl_python(args.trl_venv)
+    path = beside(python, "trl_peft", [our_version("peft")])
+    with tempfile.TemporaryDirectory(prefix="lora_") as name:
+        folder = Path(name)
+        model = write_tiny_model(folder / "model", family="olmo2", size=args.size)
+        rows = folder / "rows.jsonl"
+        write_synthetic_preferences(rows, num_rows=args.num_steps * args.batch * args.accumulation, seed=0)
+        runs = {ADAPTERS: say(ADAPTERS, run_ours(args, model, rows, folder / "adapters", LORA))}
+        os.environ["PYTHONPATH"] = str(path)
+        runs[TRL] = say(TRL, run_theirs(args, python, model, rows, folder / "trl"))
+        del os.environ["PYTHONPATH"]
+        runs[WHOLE] = say(WHOLE, run_ours(args, model, rows, folder / "whole", ()))
+    theirs, ours = runs[TRL], runs[ADAPTERS]
+    print(f"\n{'':14}{'peak GiB':>10}{'of TRL':>8}{'tokens/s':>10}{'x TRL':>8}")
+    for name, run in runs.items():
+        print(
+            f"{name:14}{run.peak_gib:>10.2f}{run.peak_gib / theirs.peak_gib:>8.2f}"
+            f"{run.tokens_per_second:>10,.0f}{run.tokens_per_second / theirs.tokens_per_second:>8.2f}"
+        )
+    of_peak, speed = ours.peak_gib / theirs.peak_gib, ours.tokens_per_second / theirs.tokens_per_second
+    missed = []
+    if of_peak > MOST_OF_PEAK:
+        missed.append(f"the peak is {of_peak:.2f} of TRL's, more than {MOST_OF_PEAK}")
+    if speed < LEAST_SPEED:
+        missed.append(f"the speed is {speed:.2f} times TRL's, less than {LEAST_SPEED}")
+    return missed
+
+
+def run_ours(args: Namespace, model: Path, rows: Path, out: Path, flags: Sequence[str]) -> Run:
+    out.mkdir()
+    words = [*ours_of(args, model, rows, out / "run", "dpo"), "--packing", *flags]
+    torchrun(sys.executable, 1, REPOSITORY / "benchmarks" / "timed_dpo.py", [out, *words])
+    metrics = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    stamps_s = json.loads((out / "times.json").read_text())["processor_stamps"]
+    num_tokens = metrics[-1]["num_tokens"] - metrics[0]["num_tokens"]  # counted from the start of the run
+    return Run(
+        tokens_per_second=num_tokens / (stamps_s[-1] - stamps_s[0]),
+        peak_gib=max(row["peak_memory_gib"] for row in metrics),
+        losses=[row["loss"] for row in metrics],
+    )
+
+
+def run_theirs(args: Namespace, python: Path, model: Path, rows: Path, out: Path) -> Run:
+    losses = run_trl(args, python, model, rows, out, more=["--lora_r", RANK]).losses
+    told = json.loads((out / "rank0.json").read_text())
+    stamps_s = told["processor_stamps"]
+    return Run(
+        tokens_per_second=sum(told["num_tokens"][1:]) / (stamps_s[-1] - stamps_s[0]),
+        peak_gib=told["peak_gib"],
+        losses=losses,
+    )
+
+
+def say(name: str, run: Run) -> Run:
+    losses = " ".join(f"{loss:.4f}" for loss in run.losses)
+    print(f"{name:14}{run.peak_gib:>8.2f} GiB{run.tokens_per_second:>8,.0f} tokens/s   loss {losses}", flush=True)
+    return run
+
+
+def sync(args: Namespace) -> list[str]:
+    """Print what a sync takes; returns which goals were missed."""
+    print(f"\n{'':6}{'':10}{'MB':>8}{'of plain':>10}{'seconds':>9}")
+    missed = []
+    for way in ("shm", "gloo"):
+        plain = 0.0
+        for lora_sync in ("plain", "merged", "adapter"):
+            result = measure(way, args.size, "bfloat16", args.num_syncs, lora_sync)
+            megabytes = result["num_bytes"] / 1e6
+            plain = plain or megabytes
+            share = megabytes / plain
+            print(f"{way:6}{lora_sync:10}{megabytes:>8.1f}{share:>10.1%}{result['ours_s']:>9.3f}", flush=True)
+            if lora_sync == "adapter" and share > MOST_BYTES:
+                missed.append(f"{way}: the adapter is {share:.1%} of the bytes, more than {MOST_BYTES:.0%}")
+    return missed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Talk to a model that a run has left."""

@@ -1,0 +1,110 @@
+"""`open-instruct chat DIR`: ask a model, in the terminal or through a pipe."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from open_instruct.chat.folder import TalkingFolder, talking_folder
+from open_instruct.chat.talk import Speaker, answer_one, converse
+from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.engines.requests import Dtype, SamplingSettings
+from open_instruct.errors import InputError
+
+PROGRAM = "open-instruct chat"
+
+
+@dataclass(kw_only=True)
+class ChatSection:
+    """Replies"""
+
+    system_prompt: str | None = flag("what the model is told before the first question", None)
+    temperature: float = flag("of what is drawn; 0 takes the likeliest token", 0.7, minimum=0)
+    top_p: float = flag("draw from the likeliest tokens that have this share together", 1.0, above=0, maximum=1)
+    max_tokens: int = flag("of a reply, at most", 1024, minimum=1)
+    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the model's own", None)
+    engine: Literal["transformers", "vllm"] = flag("what computes", "transformers")
+    param_dtype: Dtype | None = flag("default: bfloat16 on CUDA, float32 on a CPU", None)
+
+
+@dataclass(kw_only=True)
+class ChatFlags:
+    """Talk to the model in the folder DIR, which may be a run's --output_dir or an adapter's folder, or is on the hub.
+    Its own chat template is used, which is the one that it was trained with. Where stdin is no terminal, the whole of
+    it is one question, and its answer is all that goes to stdout. Ctrl-C ends a reply, and Ctrl-D the conversation.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "open-instruct chat runs/first",
+        "open-instruct chat runs/first/hf_model --temperature 0 --max_tokens 64 < question.txt",
+    )
+
+    chat: ChatSection
+
+
+def main(words: Sequence[str]) -> int:
+    """Talk until the questions end; returns the exit code.
+
+    Raises:
+        InputError: a flag is wrong, the folder holds no model that talks, or the engine is not installed.
+    """
+    if asks_for_help(words):
+        print_help(ChatFlags, f"{PROGRAM} DIR")
+        return 0
+    if not words or words[0].startswith("-"):
+        raise InputError(f"the first word is the folder of a model: {PROGRAM} DIR")
+    flags = parse(ChatFlags, words[1:]).chat
+    refuse(limit_problems(flags))
+    folder = talking_folder(words[0])
+    if flags.engine == "vllm":
+        refuse(_problems_of_vllm(folder))
+    is_asked = sys.stdin.isatty()
+    question = "" if is_asked else sys.stdin.read().strip()
+    if not is_asked and not question:
+        raise InputError(
+            f"there is no question on stdin: start in a terminal, or echo 'What is 2 + 2?' | {PROGRAM} DIR"
+        )
+    chat = _format_of(folder, flags.chat_template_name)
+    speaker = _speaker(folder, chat, flags)
+    if is_asked:
+        converse(speaker, chat, system_prompt=flags.system_prompt)
+    else:
+        answer_one(question, speaker, chat, system_prompt=flags.system_prompt)
+    return 0
+
+
+def _problems_of_vllm(folder: TalkingFolder) -> Iterator[str]:
+    if importlib.util.find_spec("vllm") is None:
+        yield "--engine vllm needs the vllm package: pip install 'open-instruct[vllm]', or leave the flag out"
+    if folder.adapter is not None:
+        yield (
+            f"--engine vllm: {folder.adapter} is an adapter; make one model of both by open-instruct merge "
+            f"--model_name_or_path {folder.model} --adapter_name_or_path {folder.adapter} --output_dir DIR"
+        )
+
+
+def _format_of(folder: TalkingFolder, template_name: str | None) -> ChatFormat:
+    tokenizer = load_tokenizer(str(folder.model), flag="DIR")
+    if template_name is None and folder.template is not None:
+        template_name = str(folder.template)
+    return ChatFormat(tokenizer, choose_chat_template(tokenizer, template_name))
+
+
+def _speaker(folder: TalkingFolder, chat: ChatFormat, flags: ChatSection) -> Speaker:
+    sampling = SamplingSettings(temperature=flags.temperature, top_p=flags.top_p, max_tokens=flags.max_tokens)
+    if flags.engine == "vllm":
+        from open_instruct.engines.speaker import VLLMSpeaker
+
+        ends = chat.turn_end_token_ids()
+        return VLLMSpeaker(folder.model, sampling=sampling, stop_token_ids=ends, dtype=flags.param_dtype)
+
+    from open_instruct.chat.on_transformers import TransformersSpeaker
+
+    return TransformersSpeaker(folder, chat, sampling=sampling, dtype=flags.param_dtype)

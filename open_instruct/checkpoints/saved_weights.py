@@ -1,0 +1,51 @@
+"""The weights in a checkpoint, for who has no learner to load them into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from open_instruct.checkpoints.step_folder import INDEX
+from open_instruct.errors import InputError
+from open_instruct.models.box_files import part_of, read_parts
+from open_instruct.models.checkpoint_files import DTYPES
+
+# Before the names of weights: in checkpoints of FSDP2, and of DeepSpeed, where each is flat.
+BACKENDS = ("model.", "zero.weights.")
+
+
+class SavedWeights(Mapping[str, torch.Tensor]):
+    """Those of a whole checkpoint by OLMo-core's names, each put together from all ranks' files when it is asked for.
+
+    Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the CPU.
+
+    :param shapes: of the parameters; there may be fewer in the checkpoint, as of a run of adapters.
+    """
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """:raises InputError: the matrices were split over ranks by DeepSpeed."""
+        self._folder, self._shapes = folder, shapes
+        self._index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())["tensors"]
+        self._full_names = {name: kind + name for kind in BACKENDS for name in shapes if kind + name in self._index}
+        if not self._full_names:
+            raise InputError(
+                f"the checkpoint {folder} has matrices that DeepSpeed had split (--tensor_parallel_degree): give the "
+                "command of the run again to end it with an export"
+            )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        full_name = self._full_names[name]
+        entry = self._index[full_name]
+        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+        read_parts(self._folder, self._index, {full_name: part_of(whole)})
+        return whole.view(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._full_names)
+
+    def __len__(self) -> int:
+        return len(self._full_names)

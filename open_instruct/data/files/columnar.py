@@ -1,0 +1,88 @@
+"""Column files: .parquet and .arrow."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from open_instruct.data.foreign_json import one_line
+from open_instruct.data.rows import BadRow, RawRow
+from open_instruct.errors import InputError
+
+_ROWS_AT_ONCE = 1024
+
+
+def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
+    try:
+        values = batch.take([index - first for index in wanted]).to_pylist()
+    except Exception as error:  # such as text that is not UTF-8: then one by one, to find the rows
+        if len(wanted) > 1:
+            for index in wanted:
+                yield from _parsed(batch, [index], first, file)
+        else:
+            yield BadRow(file=file, line=wanted[0] + 1, kind="not_readable", reason=f"damaged: {one_line(error)}")
+        return
+    yield from (RawRow(file=file, line=index + 1, value=value) for index, value in zip(wanted, values, strict=True))
+
+
+def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
+    try:
+        yield from batches
+    except Exception as error:  # pyarrow's kinds of errors have no common ancestor
+        raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again") from error
+
+
+class ColumnFile:
+    """A .parquet file, read batch by batch, or a .arrow file, mapped into memory."""
+
+    def __init__(self, path: Path, name: str, flag: str) -> None:
+        self.name = name
+        kind, opened = ("a Parquet", _parquet) if path.suffix == ".parquet" else ("an Arrow", _arrow)
+        try:
+            self._num_rows, self._batches = opened(path)
+        except Exception as error:
+            raise InputError(f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}") from error
+        with path.open("rb") as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        first = begin = 0
+        for batch in _readable(self._batches(), self.name):
+            end = bisect_left(indices, first + batch.num_rows)
+            if begin < end:
+                yield from _parsed(batch, indices[begin:end], first, self.name)
+            if end == len(indices):
+                return
+            first, begin = first + batch.num_rows, end
+
+
+Batches = Callable[[], Iterable[Any]]
+
+
+def _parquet(path: Path) -> tuple[int, Batches]:
+    """How many rows the file has, and what gives its record batches."""
+    from pyarrow.parquet import ParquetFile
+
+    file = ParquetFile(path, memory_map=True)
+    return file.metadata.num_rows, partial(file.iter_batches, batch_size=_ROWS_AT_ONCE)
+
+
+def _arrow(path: Path) -> tuple[int, Batches]:
+    """As `_parquet`, of the stream form that datasets writes, or of the random-access form."""
+    import pyarrow
+
+    mapped = pyarrow.memory_map(str(path))
+    try:
+        table = pyarrow.ipc.open_file(mapped).read_all()
+    except pyarrow.ArrowInvalid:
+        mapped.seek(0)
+        table = pyarrow.ipc.open_stream(mapped).read_all()
+    table.validate(full=True)  # reading past what is mapped would end the process
+    return table.num_rows, partial(table.to_batches, max_chunksize=_ROWS_AT_ONCE)

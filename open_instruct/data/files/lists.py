@@ -1,0 +1,111 @@
+"""A .json file: a list of rows, or an object that has one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from open_instruct.data.rows import BadRow, MalformedRow, RawRow, parse_json_object
+from open_instruct.errors import InputError
+
+# Under which keys published files have their rows.
+WRAPPERS = ("data", "rows", "examples", "instances", "train")
+_LONGEST_LINE = 2**24
+# A text as a whole, or one character that says how deep what follows lies. Possessive, so nothing is remembered.
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
+_QUOTE, _COMMA, _OPEN = ord('"'), ord(","), b"[{"
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file that is called .json has an object a line."""
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST_LINE)
+        while line and not line.strip():
+            line = file.readline(_LONGEST_LINE)
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and not any(isinstance(value.get(key), list) for key in WRAPPERS)
+
+
+class JsonList:
+    """One pass finds where the rows start and stop, without parsing any; memory holds two numbers a row."""
+
+    def __init__(self, path: Path, name: str, flag: str) -> None:
+        self.name = name
+        self._path = path
+        with path.open("rb") as file:
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+            is_empty = path.stat().st_size == 0  # of which there is no map
+            self._edges, problem = _edges(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if problem:
+            raise InputError(
+                f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
+                f"{' or '.join(map(repr, WRAPPERS))}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._edges) // 2
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        with self._path.open("rb") as file:
+            for index in indices:
+                start, stop = self._edges[2 * index : 2 * index + 2]
+                file.seek(start)
+                try:
+                    value = parse_json_object(file.read(stop - start))
+                except MalformedRow as error:
+                    yield BadRow(file=self.name, line=index + 1, kind=error.kind, reason=error.reason)
+                else:
+                    yield RawRow(file=self.name, line=index + 1, value=value)
+
+
+def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
+    """Where each row starts and stops, in turn, and what is wrong with the whole file, if anything is."""
+    edges = array("q")
+    begin = re.match(rb"(?:\xef\xbb\xbf)?\s*([\[{])", data)
+    if begin is None:
+        return edges, "holds no JSON list"
+    is_wrapped = begin[1] == b"{"
+    key = b""
+    found: list[bytes] = []
+    depth = inside = start = end = 0  # `inside` is how deep the list of rows lies, once it has begun
+    for token in _TOKEN.finditer(data, begin.start(1)):
+        at, after = token.span()
+        character = data[at]
+        if character == _QUOTE:
+            if after - at == 1:
+                return edges, "has a text without an end, or is cut short"
+            if depth == 1:
+                key = data[at + 1 : after - 1]
+        elif character in _OPEN:
+            depth += 1
+            is_rows = depth == 1 if not is_wrapped else depth == 2 and key.decode(errors="replace") in WRAPPERS
+            if is_rows and character == _OPEN[0]:
+                found.append(key)
+                inside, start = depth, after
+        elif character == _COMMA:
+            if depth == inside:
+                edges.extend((start, at))
+                start = after
+        else:
+            if depth == inside:
+                if len(edges) or data[start:at].strip():
+                    edges.extend((start, at))
+                inside = -1
+            depth -= 1
+            if depth == 0:
+                end = after
+                break
+    if depth:
+        return edges, "is cut short: a list or an object in it has no end"
+    if len(found) != 1:
+        names = " and ".join(repr(name.decode(errors="replace")) for name in found)
+        return edges, f"has lists of rows as {names}" if found else "is an object without a list of rows"
+    return edges, "goes on behind its end" if re.compile(rb"\S").search(data, end) else ""

@@ -1,0 +1,40 @@
+"""A source whose columns are called otherwise than the rows of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from open_instruct.data.rows import BadRow, RawRow, RowSource
+
+
+class Renamed:
+    """A source with `columns`, what a row should have and the column it has it in: `{"messages": "conversations"}`."""
+
+    def __init__(self, source: RowSource, columns: Mapping[str, str]) -> None:
+        self.name, self.fingerprint = source.name, source.fingerprint
+        self._source = source
+        self._columns = columns
+        self._unseen = set(columns.values())
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        for row in self._source.rows(indices):
+            yield replace(row, value=self._renamed(row.value)) if isinstance(row, RawRow) else row
+
+    def warnings(self) -> Iterator[str]:
+        """Of columns that no row so far had."""
+        for ours, theirs in self._columns.items():
+            if theirs in self._unseen:
+                yield f"--columns {ours}={theirs}: no row of {self.name} has a column {theirs!r}"
+
+    def _renamed(self, value: dict[str, Any]) -> dict[str, Any]:
+        if not self._columns:
+            return value
+        self._unseen -= value.keys()
+        found = {ours: value[theirs] for ours, theirs in self._columns.items() if theirs in value}
+        moved = {theirs for theirs in self._columns.values() if theirs in value}
+        return {key: item for key, item in value.items() if key not in moved} | found

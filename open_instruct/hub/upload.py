@@ -1,0 +1,56 @@
+"""A trained model to the Hugging Face hub, where `--push_to_hub` asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from open_instruct.config.sections import RunSection
+from open_instruct.data.foreign_json import one_line
+from open_instruct.errors import InputError, RunError
+from open_instruct.parallel.peers import doing
+
+
+def open_repository(run: RunSection) -> str:
+    """The full name of the repository, which is made if there is none: before a run, so that it will do after it.
+
+    Raises:
+        InputError: nobody has logged in, the name will not do, or the hub cannot be reached or refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise InputError("--push_to_hub: nobody has logged in here: run `hf auth login`, or set HF_TOKEN")
+    name = _name_of(run)
+    try:
+        return str(HfApi().create_repo(name, private=run.hub_private or None, exist_ok=True).repo_id)
+    except Exception as error:  # of the name, the network, the hub
+        raise InputError(
+            f"--push_to_hub: the hub gives no repository {name} ({type(error).__name__}: {one_line(error)}); give "
+            "another --hub_model_id, or leave --push_to_hub out and upload the model when it is there"
+        ) from error
+
+
+def upload(run: RunSection, folder: Path) -> str:
+    """Upload what is in `folder`; what is to be said of it.
+
+    Raises:
+        RunError: it did not get there; with the command that tries again. The folder is as it was.
+    """
+    from huggingface_hub import HfApi
+
+    doing("uploading the trained model")
+    name = _name_of(run)
+    try:
+        name = open_repository(run)
+        commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="A trained model")
+    except Exception as error:  # of the network, the hub, a token that has ended
+        private = " --private" if run.hub_private else ""
+        raise RunError(
+            f"the trained model is in {folder}, and was not uploaded ({type(error).__name__}: {one_line(error)}). "
+            f"To try again: hf upload {name} {folder} .{private}"
+        ) from error
+    return f"the trained model is at {commit.repo_url}"
+
+
+def _name_of(run: RunSection) -> str:
+    return run.hub_model_id or Path(run.output_dir).resolve().name

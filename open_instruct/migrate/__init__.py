@@ -1,0 +1,1 @@
+"""Launches of open-instruct, told in our flags."""

@@ -1,0 +1,69 @@
+"""`open-instruct migrate-args`: a launch of open-instruct in our flags."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from open_instruct.config.flags import spelled
+from open_instruct.config.help import asks_for_help
+from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.migrate.launch import TRAINERS, read_launch
+from open_instruct.migrate.migration import Migration, migrate
+
+USAGE = f"""\
+usage: open-instruct migrate-args {"|".join(TRAINERS)} [--json] -- ARGS...
+       open-instruct migrate-args {"|".join(TRAINERS)} [--json] FILE.yaml
+
+Tells a launch of open-instruct in our flags: what is called otherwise, what is left out and why, what cannot be had,
+and every default that differs. ARGS may be the whole line, launcher and script included. Nothing is started.
+The exit code is 0 where the run is the same, and 2 where it is not."""
+
+
+def migrate_args(words: Sequence[str]) -> int:
+    """Print the migration that `words` ask for; returns the exit code."""
+    ours, theirs = _split(words)
+    if not ours or asks_for_help(ours):
+        print(USAGE)
+        return 0 if ours else EXIT_INPUT
+    as_json = "--json" in ours
+    command, *rest = [word for word in ours if word != "--json"]
+    if command not in TRAINERS:
+        raise InputError(f"'{command}' has no launches upstream; use one of {', '.join(TRAINERS)}")
+    if flags := [word for word in rest if word.startswith("--")]:
+        raise InputError(f"{flags[0]} stands before --: write migrate-args {command} [--json] -- ARGS...")
+    migration = migrate(command, read_launch(command, [*rest, *theirs]))
+    if as_json:
+        print(json.dumps(asdict(migration), indent=2))
+    else:
+        print("\n".join(_told(command, migration)))
+    return 0 if migration.is_equivalent else EXIT_INPUT
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), list(words[end + 1 :])
+
+
+def _told(command: str, migration: Migration) -> Iterator[str]:
+    lines = f"open-instruct {command}"
+    for word in migration.arguments:
+        lines += f" \\\n    {word}" if word.startswith("--") else f" {shlex.quote(word)}"
+    yield lines
+    for title, sentences in (
+        ("Called otherwise here", migration.renamed),
+        ("Left out, and nothing is learned differently", migration.dropped),
+        ("Cannot be had", migration.refused),
+    ):
+        if sentences:
+            yield f"\n{title}:"
+            yield from (f"  --{name} {sentence}" for name, sentence in sentences.items())
+    if migration.defaults:
+        yield "\nDefaults that differ; those of flags are set above as upstream has them:"
+        for name, both in migration.defaults.items():
+            flag = f"--{name}"
+            named = flag if flag in migration.arguments else name
+            yield f"  {named}: {spelled(both['upstream'])} upstream, {spelled(both['here'])} here"
+    yield "\nThe run is the same." if migration.is_equivalent else "\nThe run is not the same."

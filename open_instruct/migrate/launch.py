@@ -1,0 +1,80 @@
+"""The words of a launch of open-instruct: which trainer it starts, and the flags that it gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from open_instruct.config.parser import YAML_SUFFIXES, groups_of, nodes_of, words_of
+from open_instruct.errors import InputError
+
+# Of each of our commands upstream's trainers, the one first that is meant where none is named.
+TRAINERS = {
+    "dpo": ("dpo", "dpo_tune_cache", "dpo_tune"),
+    "sft": ("finetune", "olmo_core_finetune"),
+    "grpo": ("grpo_fast", "grpo"),
+    "reward_model": ("reward_modeling",),
+}
+# Whose defaults they have.
+DEFAULTS_OF = {"dpo_tune_cache": "dpo", "dpo_tune": "dpo", "grpo_fast": "grpo"}
+ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
+SCRIPT = re.compile(r"(?:.*/)?open_instruct/(\w+)\.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a launch gives: flags by their names, underscored, each with its words. A flag without any has none.
+
+    Example: `open_instruct/finetune.py --seed 1 --no_push_to_hub` is::
+
+        Launch(trainer="finetune", given={"seed": ["1"], "push_to_hub": ["false"]})
+    """
+
+    trainer: str
+    given: Mapping[str, Sequence[str]]
+
+    @property
+    def has_defaults_of(self) -> str:
+        return DEFAULTS_OF.get(self.trainer, self.trainer)
+
+
+def read_launch(command: str, words: Sequence[str]) -> Launch:
+    """Read the words behind `migrate-args COMMAND`: flags, a YAML file of them, or a whole line that starts a trainer.
+
+    Of the launchers before upstream's script nothing is read: they say where a run stands, and not what it learns.
+
+    Raises:
+        InputError: they are no flags, or the script is of another command.
+    """
+    trainer = TRAINERS[command][0]
+    words = list(words)
+    scripts = [index for index, word in enumerate(words) if SCRIPT.fullmatch(word)]
+    if scripts:
+        trainer = script_of(words[scripts[0]])
+        if trainer not in TRAINERS[command]:
+            ours = next((name for name, trainers in TRAINERS.items() if trainer in trainers), None)
+            raise InputError(
+                f"{words[scripts[0]]} is not what {command} is here; "
+                + (f"use migrate-args {ours}" if ours else "there is no command here that does the same")
+            )
+        words = words[scripts[0] + 1 :]
+    end = next((index for index, word in enumerate(words) if word in ENDS_OF_COMMANDS), len(words))
+    words = words[:end]
+    given: dict[str, Sequence[str]] = {}
+    if words and words[0].lower().endswith(YAML_SUFFIXES):
+        given.update({key.value: words_of(value) for key, value in nodes_of(words.pop(0))})
+    problems: list[str] = []
+    for spelling, its_words in groups_of(words, problems):
+        given[spelling.removeprefix("--").replace("-", "_")] = its_words
+    if problems:
+        raise InputError("\n".join(problems))
+    if not scripts and command == "sft" and given.keys() & {"mixer_list", "num_epochs"}:
+        trainer = "olmo_core_finetune"  # whose flags those are
+    return Launch(trainer=trainer, given=given)
+
+
+def script_of(word: str) -> str:
+    """`dpo` of `open_instruct/dpo.py`; nothing of any other word."""
+    match = SCRIPT.fullmatch(word)
+    return match[1] if match else ""

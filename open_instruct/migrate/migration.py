@@ -1,0 +1,135 @@
+"""From a launch of open-instruct to the same run in our flags, with all that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from open_instruct.config.flags import Flag, flags_of, spelled
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.losses import PREFERENCE_LOSSES
+from open_instruct.config.parser import parse
+from open_instruct.config.training import LearnerConfig
+from open_instruct.config.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
+from open_instruct.errors import InputError
+from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, Launch, read_launch
+from open_instruct.migrate.rules import settle
+from open_instruct.migrate.sheet import Sheet, sheet_of
+from open_instruct.objectives.registry import objective_named
+
+# What makes each of upstream's sections count.
+ALL_SECTIONS_READ = (
+    *("--with_tracking", "--use_lora", "--additive_format_reward", "--apply_r1_style_format_reward"),
+    *("--dataset_mixer_eval_list", "r", "1.0"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """A launch in our flags.
+
+    Attributes:
+        arguments: the words behind `open-instruct COMMAND`; also what brings upstream's defaults.
+        renamed, dropped, refused: a sentence for each of upstream's flags.
+        defaults: of our flags that the launch leaves out, the default `upstream` and `here`, where they differ; and
+            what differs by no flag.
+    """
+
+    arguments: list[str]
+    renamed: Mapping[str, str]
+    dropped: Mapping[str, str]
+    refused: Mapping[str, str]
+    defaults: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def is_equivalent(self) -> bool:
+        return not self.refused
+
+
+def migrate(command: str, launch: Launch) -> Migration:
+    """What `open-instruct COMMAND` is to be given for the run of `launch`."""
+    config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
+    flags = flags_of(config_class)
+    sheet = sheet_of(launch)
+    settle(command, sheet)
+    for name in list(sheet.asked):
+        _translate(command, name, flags, sheet)
+    arguments: list[str] = []
+    renamed: dict[str, str] = {}
+    defaults: dict[str, dict[str, Any]] = {}
+    for ours, (words, source) in sorted(sheet.ours.items(), key=lambda item: item[1][1] not in sheet.given):
+        try:
+            value = flags[ours].value_of(words)
+        except InputError as error:
+            sheet.refused[source] = f"is --{ours} here, which {error}"
+            continue
+        here = _default_here(flags[ours], sheet)
+        if source not in sheet.given:
+            if value == here:
+                continue
+            defaults[ours] = {"upstream": value, "here": here}
+        elif source != ours:
+            renamed[source] = f"is --{' '.join([ours, *words])} here"
+        arguments += [f"--{ours}", *words]
+    for what, (theirs, here) in upstream_behaviours(command).items():
+        defaults[what] = {"upstream": theirs, "here": here}
+    if not sheet.refused:
+        _try(command, config_class, arguments, sheet)
+    return Migration(
+        arguments=arguments, renamed=renamed, dropped=sheet.dropped, refused=sheet.refused, defaults=defaults
+    )
+
+
+def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> None:
+    words = sheet.asked[name]
+    known = upstream_table(command).get(name) or upstream_table(EVERY).get(name)
+    known = Entry(ours=name) if known is None and name in flags else known
+    if known is None:
+        sheet.refused[name] = "is a flag neither of upstream's nor here"
+        return
+    becomes = fate(known, words)
+    if becomes.ours is not None:
+        sheet.set(becomes.ours, becomes.words, name)
+    elif becomes.refused is not None:
+        sheet.refused[name] = becomes.refused
+    elif name in sheet.given:
+        sheet.dropped[name] = becomes.unneeded or ""
+
+
+def _default_here(flag: Flag, sheet: Sheet) -> Any:
+    if flag.name == "beta" and flag.default is None:
+        (loss, *_), _ = sheet.ours.get("loss_type", (["dpo_norm"], ""))
+        return PREFERENCE_LOSSES[loss].beta if loss in PREFERENCE_LOSSES else None
+    return flag.default
+
+
+def _try(command: str, config_class: type[LearnerConfig], arguments: list[str], sheet: Sheet) -> None:
+    """What a run would refuse is not had."""
+    try:
+        config = parse(config_class, arguments)
+        if isinstance(config, GRPOConfig):
+            validate_grpo(config)
+        else:
+            objective_named(command).validate(config)
+    except InputError as error:
+        for line in str(error).splitlines():
+            flag, _, rest = line.partition(" ")
+            sheet.refused[sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))[1]] = rest or line
+
+
+def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
+    """Of each of our flags the defaults (upstream's, ours) that differ, and upstream's trainers of which that is so."""
+    found: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for command, trainers in TRAINERS.items():
+        for trainer in trainers:
+            rows = "mixer_list" if trainer.startswith(("dpo", "olmo")) else "dataset_mixer_list"
+            words = [f"open_instruct/{trainer}.py", f"--{rows}", "r", "1.0", *ALL_SECTIONS_READ]
+            migration = migrate(command, read_launch(command, words))
+            for name in migration.defaults.keys() - upstream_behaviours(command).keys():
+                theirs, ours = map(spelled, migration.defaults[name].values())
+                trainers_of = found.setdefault(name, {}).setdefault((theirs, ours), [])
+                trainers_of += (
+                    [] if DEFAULTS_OF.get(trainer, trainer) in trainers_of else [DEFAULTS_OF.get(trainer, trainer)]
+                )
+    return found

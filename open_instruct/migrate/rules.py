@@ -1,0 +1,204 @@
+"""What several of upstream's flags say together: each rule reads some of a sheet, and settles them."""
+
+from __future__ import annotations
+
+from open_instruct.config.upstream_flags import upstream_templates
+from open_instruct.data.chat_templates import built_in_templates
+from open_instruct.migrate.sheet import Sheet
+
+ADAPTERS = ("lora_rank", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+ZERO = (
+    *("zero_stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "deepspeed_stage"),
+    *("deepspeed_zpg", "deepspeed_offload_param", "deepspeed_offload_optimizer"),
+)
+SPLIT_ROWS = ("sequence_parallel_size", "context_parallel_degree", "cp_degree")
+SOURCES = ("dataset_name", "train_file", "dataset_mixer", "mixer_list", "dataset_mixer_list")
+# Those whose scheduler holds the rate from the first step where it is constant.
+WITHOUT_WARMUP = ("dpo_tune_cache", "finetune", "grpo_fast", "reward_modeling")
+# Those that spare norms and biases of the decay, and embeddings no more than the others do.
+SPARING_NORMS = ("dpo_tune_cache", "finetune", "grpo_fast")
+
+
+def settle(command: str, sheet: Sheet) -> None:
+    """Apply every rule of `command`."""
+    _uploads(sheet)
+    _tracking(sheet)
+    _schedule(sheet)
+    _names_of_files(sheet)
+    _memory(sheet)
+    if command == "grpo":
+        _ratio(sheet)
+        _rewards(sheet)
+        _reference(sheet)
+        _evaluation(sheet)
+    else:
+        _rows(command, sheet)
+        _losses(sheet)
+
+
+def _uploads(sheet: Sheet) -> None:
+    """A run has a branch of a shared repository upstream, and a repository here."""
+    name = next((word for word in ("hf_repo_id", "save_to_hub", "exp_name") if word in sheet.given), None)
+    if sheet.is_on("push_to_hub") and name is not None:
+        parts = [*sheet.asked.get("hf_entity", []), *sheet.asked[name]]
+        sheet.set("hub_model_id", ["/".join(part for part in parts if part.lower() != "none")], "push_to_hub")
+    sheet.drop("says where a model goes: --hub_model_id, with --push_to_hub", "hf_entity", "hf_repo_id", "save_to_hub")
+    sheet.drop("is a branch: a model is uploaded to the main one", "hf_repo_revision")
+
+
+def _tracking(sheet: Sheet) -> None:
+    trackers = [word for word in sheet.asked.pop("report_to", []) if word in ("wandb", "tensorboard")]
+    names = ("exp_name", "run_name", "wandb_project", "wandb_project_name", "wandb_entity")
+    if sheet.is_on("with_tracking"):
+        sheet.set("report_to", trackers or ["wandb"], "with_tracking")
+        del sheet.asked["with_tracking"]
+        if "run_name" in sheet.given:
+            sheet.drop("the run has the name of --run_name", "exp_name")
+        return
+    if "report_to" in sheet.given:
+        sheet.dropped["report_to"] = "reports nothing without --with_tracking"
+    sheet.drop("names what only a tracker reads: metrics.jsonl is in the output folder", *names)
+
+
+def _schedule(sheet: Sheet) -> None:
+    shape = sheet.word("lr_scheduler_type", "linear")
+    if shape == "constant_with_warmup":
+        sheet.asked["lr_scheduler_type"] = ["constant"]
+    elif shape == "constant" and sheet.trainer in WITHOUT_WARMUP and sheet.number("warmup_ratio"):
+        sheet.drop("is not read by upstream's constant schedule", "warmup_ratio")
+        sheet.set("warmup_ratio", ["0"], "lr_scheduler_type")
+    if sheet.number("weight_decay"):
+        spares_norms = sheet.trainer in SPARING_NORMS and sheet.word("set_weight_decay_on_bias_and_norm") != "false"
+        sheet.set("weight_decay_on", ["matrices" if spares_norms else "all"], "weight_decay")
+    if sheet.word("checkpointing_steps") == "none":
+        sheet.drop("is none", "checkpointing_steps")
+
+
+def _names_of_files(sheet: Sheet) -> None:
+    for name in ("chat_template_name", "chat_template"):
+        template = " ".join(sheet.asked.get(name, []))
+        if template and template not in upstream_templates():
+            sheet.drop("names no template of upstream's, which then takes the tokenizer's own, as is done here", name)
+        elif template and template not in built_in_templates():
+            sheet.refuse(
+                name, f"names {template}, which is not among the templates here: {', '.join(built_in_templates())}"
+            )
+    if sheet.word("model_name_or_path").startswith(("/", ".", "~")):
+        sheet.drop("is not read of a folder", "model_revision", "tokenizer_revision")
+    if not sheet.given & {"tokenizer_name_or_path", "tokenizer_name"}:
+        sheet.drop("is the model's, whose tokenizer is taken", "tokenizer_revision")
+    if "tokenizer_name_or_path" in sheet.given:
+        sheet.drop("is an older name of --tokenizer_name_or_path, which is given", "tokenizer_name")
+
+
+def _memory(sheet: Sheet) -> None:
+    sheet.drop(
+        "is DeepSpeed's: FSDP2 shards weights, gradients and optimizer states; or use --backend deepspeed", *ZERO
+    )
+    if sheet.number("activation_memory_budget", 1.0) < 1:
+        sheet.drop("--activation_memory_budget says what is recomputed", "gradient_checkpointing")
+    if not sheet.is_on("use_lora") and not sheet.is_on("use_peft") and not sheet.is_on("use_qlora"):
+        sheet.drop("there are no adapters without --use_lora", *ADAPTERS)
+
+
+def _rows(command: str, sheet: Sheet) -> None:
+    if sheet.trainer == "olmo_core_finetune":
+        sheet.refused["per_device_train_batch_size"] = (
+            "counts windows of --max_seq_length tokens, full of conversations, in olmo_core_finetune.py, and "
+            "conversations here; the rows of a step are others"
+        )
+    if command != "reward_model" and sheet.word("max_seq_length") == "none":
+        sheet.refuse("max_seq_length", "is left out, so upstream cuts nothing; give the longest that is to be learned")
+    sheet.drop("is worked out anew by upstream, from --num_evals", "eval_freq")
+    if sheet.asked.keys() & {"dataset_name", "dataset_mixer", "train_file"} & sheet.given:
+        sheet.drop("is the default", *({"dataset_mixer_list", "mixer_list"} - sheet.given))
+    if max(map(sheet.number, SPLIT_ROWS)) > 1:
+        sheet.drop("rows that are split over ranks are packed", "packing")
+    source = next((name for name in SOURCES if name in sheet.given), "")
+    names = sheet.asked.get(source, [])
+    if sheet.word("max_train_samples") != "none" and names and names[1:] in ([], ["1.0"]):
+        sheet.asked["dataset_mixer_list"] = [*sheet.asked.pop(source)[:1], *sheet.asked.pop("max_train_samples")]
+        sheet.given |= {"dataset_mixer_list"}
+
+
+def _losses(sheet: Sheet) -> None:
+    loss = sheet.word("loss_type" if "dpo_loss_type" not in sheet.given else "dpo_loss_type")
+    if loss != "simpo":
+        sheet.drop("is read by simpo alone", "gamma_beta_ratio", "dpo_gamma_beta_ratio")
+    for name in ("loss_type", "beta", "gamma_beta_ratio", "label_smoothing"):
+        if f"dpo_{name}" in sheet.given:
+            sheet.drop("is the default", name)
+
+
+# GRPO
+
+
+def _ratio(sheet: Sheet) -> None:
+    """The weight of what engine and learner see differently: 0 is no bound upstream."""
+    bounds = ("rho_clamp_lower_bound", "rho_clamp_upper_bound", "rho_mask_lower_bound", "rho_mask_upper_bound")
+    names = ("use_rho_correction", *bounds, "rho_mask_sequence_level")
+    source = next((name for name in names if name in sheet.given), "use_rho_correction")
+    clamp_lower, clamp_upper, mask_lower, mask_upper = map(sheet.number, bounds)
+    is_on, by_sequence = sheet.is_on("use_rho_correction"), sheet.is_on("rho_mask_sequence_level")
+    for name in names:
+        sheet.asked.pop(name, None)
+    if not is_on:
+        sheet.set("rho_correction", ["none"], source)
+    elif clamp_upper > 0 and not (clamp_lower or mask_lower or mask_upper or by_sequence):
+        sheet.set("rho_correction", ["clamp"], source)
+        sheet.set("rho_cap", [f"{clamp_upper:g}"], source)
+    else:
+        sheet.set("rho_correction", ["bounds"], source)
+        sheet.set("rho_level", ["sequence" if by_sequence else "token"], source)
+        for kind, lower, upper in (("clamp", clamp_lower, clamp_upper), ("mask", mask_lower, mask_upper)):
+            sheet.set(f"rho_{kind}_lower", [f"{lower:g}"], source)
+            sheet.set(f"rho_{kind}_upper", [f"{upper:g}" if upper else "none"], source)
+    if sheet.word("loss_denominator") != "token":
+        sheet.refuse("loss_denominator", "divides a whole batch by that upstream, and each completion here; use token")
+
+
+def _rewards(sheet: Sheet) -> None:
+    if not sheet.is_on("apply_r1_style_format_reward") and not sheet.is_on("add_r1_style_format_reward"):
+        sheet.drop("is read with --apply_r1_style_format_reward", "r1_style_format_reward", "additive_format_reward")
+    elif not sheet.is_on("additive_format_reward"):
+        # Upstream the form then only decides whether the verifiers count.
+        sheet.drop("adds nothing without --additive_format_reward", "r1_style_format_reward")
+        sheet.set("r1_style_format_reward", ["0"], "additive_format_reward")
+    if not sheet.is_on("non_stop_penalty"):
+        sheet.drop("is read with --non_stop_penalty", "non_stop_penalty_value", "penalty_reward_value")
+    if "remap_verifier" in sheet.given:
+        name = sheet.word("remap_verifier").partition("=")[2]
+        if name == "rubric" or name.startswith(("general", "code")):
+            sheet.refuse("remap_verifier", f"names {name}, which asks a model or runs code: not had yet")
+
+
+def _reference(sheet: Sheet) -> None:
+    if sheet.number("beta") == 0 and "beta" in sheet.given:
+        sheet.drop("--beta 0 builds no reference policy", "load_ref_policy")
+    if sheet.number("beta") == 0:
+        sheet.drop("there is no reference with --beta 0", "kl_estimator", "alpha", "ref_policy_update_freq")
+    elif sheet.word("ref_policy_update_freq") == "none":
+        sheet.drop("is read with --ref_policy_update_freq", "alpha", "ref_policy_update_freq")
+    if "checkpoint_state_freq" in sheet.given:
+        if "checkpoint_state_dir" not in sheet.given:
+            sheet.drop("is read with --checkpoint_state_dir", "checkpoint_state_freq")
+        elif "save_freq" not in sheet.given:
+            sheet.drop("is the default", "save_freq")
+        elif sheet.number("save_freq") <= sheet.number("checkpoint_state_freq"):
+            sheet.drop("every checkpoint of --save_freq is a whole state", "checkpoint_state_freq")
+        else:
+            sheet.drop("every checkpoint of --checkpoint_state_freq is a whole state", "save_freq")
+    if sheet.word("eval_response_length") == sheet.word("response_length"):
+        sheet.drop("is --response_length", "eval_response_length")
+
+
+def _evaluation(sheet: Sheet) -> None:
+    names = ("eval_pass_at_k", "eval_top_p", "eval_on_step_0", "local_eval_every")
+    if "dataset_mixer_eval_list" not in sheet.given:
+        sheet.drop("there are no held-out prompts", *names, "dataset_mixer_eval_list_splits")
+        return
+    num_samples = int(sheet.number("eval_pass_at_k", 1))
+    ks = [str(2**power) for power in range(num_samples.bit_length()) if 2**power < num_samples]
+    sheet.asked["eval_pass_at_k"] = [*ks, str(num_samples)]
+    if sheet.number("temperature", 1.0) != 1:
+        sheet.set("eval_temperature", sheet.asked["temperature"], "temperature")

@@ -1,0 +1,70 @@
+"""What a launch of upstream's asks for, all flags with their values, and what is found out of them bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from open_instruct.config.upstream_flags import upstream_defaults
+from open_instruct.migrate.launch import Launch
+
+
+@dataclass(slots=True, kw_only=True)
+class Sheet:
+    """Flags by upstream's names, given and by default, and what became of those that are done with.
+
+    Attributes:
+        asked: words of each flag that is left, those that were given first.
+        given: names of the flags that the launch gives.
+        ours: of our flags the words, and upstream's flag that they come from.
+        dropped, refused: the reasons, by upstream's names.
+    """
+
+    trainer: str
+    asked: dict[str, list[str]]
+    given: frozenset[str]
+    ours: dict[str, tuple[list[str], str]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def word(self, name: str, default: str = "none") -> str:
+        """The value of a flag of one word, in small letters."""
+        return " ".join(self.asked.get(name, [default])).lower()
+
+    def is_on(self, name: str) -> bool:
+        """Whether a flag that is true or false is true."""
+        return name in self.asked and self.word(name) in ("true", "")
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        try:
+            return float(self.word(name))
+        except ValueError:
+            return default
+
+    def drop(self, why: str, *names: str) -> None:
+        """Leave flags out; of those that the launch gives it is told why."""
+        for name in names:
+            if self.asked.pop(name, None) is not None and name in self.given:
+                self.dropped[name] = why
+
+    def refuse(self, name: str, why: str) -> None:
+        self.asked.pop(name, None)
+        self.refused[name] = why
+
+    def set(self, flag: str, words: Sequence[str], source: str) -> None:
+        """Give our `flag` these words, for what upstream's `source` asks; what a launch gives outdoes a default."""
+        if flag in self.ours and source not in self.given and self.ours[flag][1] in self.given:
+            return
+        if flag in self.ours and (before := self.ours[flag][1]) in self.given and before != source:
+            self.dropped[before] = f"says what --{source} says, which is taken"
+        self.ours[flag] = (list(words), source)
+
+
+def sheet_of(launch: Launch) -> Sheet:
+    asked = {name: list(words) for name, words in launch.given.items()}
+    for name in [name for name in asked if name.startswith("no_") and not asked[name]]:
+        asked[name.removeprefix("no_")] = ["false"]
+        del asked[name]
+    given = frozenset(asked)
+    asked |= {name: words for name, words in upstream_defaults(launch.has_defaults_of).items() if name not in given}
+    return Sheet(trainer=launch.trainer, asked=asked, given=given)

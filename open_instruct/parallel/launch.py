@@ -1,0 +1,125 @@
+"""The ranks of a run on this machine, started by the command itself: torch's elastic agent in its process, as torchrun.
+
+The agent's own report is left out: the ranks say what there is to say, and their exit code is the command's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from open_instruct.config.sections import RanksSection
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError
+from open_instruct.parallel.wording import counted
+
+AUTO = "auto"
+# Tells a rank what was typed to start it, for its messages.
+TYPED = "OPEN_INSTRUCT_COMMAND"
+# A large model's last checkpoint takes longer than the half minute that torchrun gives; who wants none can kill.
+SHUTDOWN_S = 300
+
+
+def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
+    """How many ranks --num_processes has this process start; None where it is itself a rank, or the only one."""
+    if asked is None or "WORLD_SIZE" in environ:
+        return None
+    number = _num_gpus() if asked == AUTO else int(asked)
+    return number if number > 1 else None
+
+
+def world_of(num_ranks: int) -> dict[str, str]:
+    """What the environment of each of them will say of all."""
+    return {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}", "GROUP_WORLD_SIZE": "1"}
+
+
+def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: str) -> tuple[int, str]:
+    """Run `script` with `words` on so many ranks, to their end; the exit code, and what none of them could say.
+
+    A signal goes on to all of them, and they have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds (default: `SHUTDOWN_S`).
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+
+    from open_instruct.parallel.one_node import LoopbackRendezvous
+
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=sys.executable,
+        args=("-u", str(script), *words),
+        rdzv_handler=LoopbackRendezvous("open_instruct"),
+        max_restarts=0,
+    )
+    with TemporaryDirectory(prefix="open_instruct_ranks_") as folder:
+        timeout_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S))
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=timeout_s)
+        try:
+            with _as_its_ranks_see_it(typed, num_ranks):
+                failures = agent.run().failures.values()
+        except SignalException as stopped:
+            has_failed = any(Path(folder).rglob("error.json"))
+            return EXIT_PREEMPTED if stopped.sigval == signal.SIGTERM and not has_failed else EXIT_FAILURE, ""
+        if not failures:
+            return 0, ""
+        first = min(failures, key=lambda failure: failure.timestamp)
+        code = first.exitcode if first.exitcode in (EXIT_INPUT, EXIT_PREEMPTED) else EXIT_FAILURE
+        if first.exitcode >= 0 or any(Path(folder).rglob("error.json")):
+            return code, ""
+        name = signal.Signals(-first.exitcode).name
+        return code, f"rank {first.local_rank} (pid {first.pid}) was ended by {name}"
+
+
+@contextmanager
+def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
+    """Within, the agent is silent, and the environment says what ranks are to read in it."""
+    before, level = dict(os.environ), logging.root.manager.disable
+    logging.disable()
+    os.environ[TYPED] = typed
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def refuse_other_number(asked: str | None, started: int) -> None:
+    """Where a launcher, or a program of the user's own, has started another number on this machine.
+
+    Raises:
+        InputError: says what would work.
+    """
+    if asked not in (None, AUTO, str(started)):
+        raise InputError(
+            f"--num_processes {asked}: this run was started on {counted(started, 'process')} of this machine; leave "
+            "the flag out under torchrun, or start the run by `open-instruct` without it"
+        )
+
+
+def idle_gpus(parallel: RanksSection, *, num_ranks: int, num_gpus: int) -> str | None:
+    """What is said to a run that is alone where there is room for more."""
+    if num_ranks > 1 or num_gpus < 2 or parallel.single_gpu_mode or parallel.num_processes == "1":
+        return None
+    if parallel.num_processes == AUTO:
+        return (
+            f"--num_processes auto started nothing, and of the {num_gpus} GPUs of this machine the run takes one: "
+            "WORLD_SIZE is set in the environment, as for a launcher's process; unset it"
+        )
+    return (
+        f"this machine has {num_gpus} GPUs, and the run takes one: --num_processes auto takes all of them, "
+        "--num_processes 1 says that one is meant"
+    )
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,1 @@
+"""Rows as the model will see them, before anything is trained."""

@@ -1,0 +1,101 @@
+"""`open-instruct preview`: rows as the model will see them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import make_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.help import asks_for_help, print_lines
+from open_instruct.config.parser import nearest, parse
+from open_instruct.errors import InputError
+from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.parallel.wording import one_of
+from open_instruct.preview.flags import ASSUMED, PreviewSection, help_lines
+from open_instruct.whole_file import replace_text
+
+GRPO = "grpo"
+RUNS = (*OBJECTIVES, GRPO)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show rows of the run that the words after the command describe; returns the exit code.
+
+    Raises:
+        InputError: a flag, a file or the tokenizer will not do, the rows are what the run would refuse, or the page
+            cannot be written.
+    """
+    if asks_for_help(argv):
+        print_lines(partial(help_lines, runs=RUNS))
+        return 0
+    config, objective, warnings = parse_request(argv)
+    for warning in warnings:
+        print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
+
+    with _without_torch():
+        from open_instruct.preview.sample import sample_of
+
+        sample = sample_of(config, objective, num_read=config.preview.read, num_shown=config.preview.rows)
+    if config.preview.out is None:
+        from open_instruct.preview.terminal import print_sample
+
+        print_sample(sample, Console(highlight=False, soft_wrap=True))
+    else:
+        from open_instruct.preview.page import html_page
+
+        _write(config.preview.out, html_page(sample, title=f"Rows of {argv[0]}"))
+    if sample.refusal is not None:
+        raise sample.refusal
+    return 0
+
+
+def parse_request(words: Sequence[str]) -> tuple[Any, Objective | None, list[str]]:
+    """The run's config with a `PreviewSection`, its objective (GRPO has none), and warnings.
+
+    Raises:
+        InputError: there is no such run, or a flag is wrong.
+    """
+    name = words[0] if words else ""
+    if name not in RUNS:
+        given = f"'{name}' is not a run{nearest(name, RUNS)}; " if name else ""
+        raise InputError(f"{given}the first word is {one_of(RUNS)}: open-instruct preview dpo --mixer_list ...")
+    objective = None if name == GRPO else objective_named(name)
+    run_class: Any = GRPOConfig if objective is None else objective.config_class
+    config_class = make_dataclass(run_class.__name__, [("preview", PreviewSection)], bases=(run_class,), kw_only=True)
+    unneeded: list[str] = []
+    config: Any = parse(config_class, words[1:], assumed=ASSUMED, unneeded=unneeded)
+    warnings = (validate_grpo if objective is None else objective.validate)(config)
+    return config, objective, [*warnings, *(f"not needed here, and left out: {each}" for each in unneeded)]
+
+
+def _write(out: str, page: str) -> None:
+    try:
+        replace_text(Path(out).expanduser(), page, durable=False)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written ({error.strerror or error}); name another file") from None
+    print(f"the page is in {out}")
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Tokenizers need no torch, but transformers loads one that is there: half of the seconds until rows are seen."""
+    alone = not {"torch", "transformers"} & sys.modules.keys()
+    if not alone:
+        yield
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    hidden: dict[str, Any] = {"torch": None}
+    sys.modules.update(hidden)
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

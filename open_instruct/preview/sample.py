@@ -1,0 +1,175 @@
+"""The rows of a run, as many as are looked at: built as the run builds them, and taken apart again to be shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.training import LearnerConfig
+from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
+from open_instruct.data.files.opening import open_rows
+from open_instruct.data.files.renamed import Renamed
+from open_instruct.data.foreign_json import shortened
+from open_instruct.data.mixer import MixerEntry, parse_mixer_list
+from open_instruct.data.prompts import PromptBuilder, row_changes
+from open_instruct.data.report import DataReport
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.errors import InputError
+from open_instruct.objectives.objective import Objective
+from open_instruct.records import Document
+from open_instruct.verifiers.registry import known_verifiers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token, or a few that only together are characters: `Token(text="é", ids=(195, 169), is_learned=True)`."""
+
+    text: str
+    ids: tuple[int, ...]
+    is_learned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownDocument:
+    """One document of a row; `title` says which, where there are several, and then the first alone has the prompt."""
+
+    title: str
+    tokens: tuple[Token, ...]
+    num_tokens: int
+    num_learned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRow:
+    """A row, its place among those read (from 1), and what goes with it: `note="judged by gsm8k: \\"42\\""`."""
+
+    place: int
+    documents: tuple[ShownDocument, ...]
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a preview shows.
+
+    `lengths` are the tokens of every document that was read, `learned` those of them that are learned, and `limit` the
+    longest that a document may be, as `limit_flag` says. `refusal` is what the run would say of these rows instead of
+    starting.
+    """
+
+    template: str
+    rows: tuple[ShownRow, ...]
+    lengths: tuple[int, ...]
+    learned: tuple[int, ...]
+    limit: int
+    limit_flag: str
+    report: DataReport
+    refusal: InputError | None
+
+
+def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: int, num_shown: int) -> Sample:
+    """Read and build rows under the flags of a run; GRPO's, where there is no objective.
+
+    Raises:
+        InputError: a file, the tokenizer or the template will not do, or no row can be used.
+    """
+    data: Any = config.data
+    flag = "dataset_mixer_list" if objective is None else "mixer_list"
+    columns = dict(word.split("=", 1) for word in data.columns)
+    entries = parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
+    sources = [Renamed(open_rows(entry.name, entry.split, flag=entry.flag), columns) for entry in entries]
+    model = config.model
+    name = model.tokenizer_name_or_path or model.model_name_or_path
+    tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos))
+    builder = _builder(config, objective, chat)
+    entries = tuple(_at_most(entry, len(source), num_read) for entry, source in zip(entries, sources, strict=True))
+    arrays, report = builder.build(entries, sources, seed=config.optim.seed, on_progress=None)
+    told = [warning for source in sources for warning in source.warnings()]
+    dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
+    documents = [document for row in range(len(dataset)) for document in dataset[row]]
+    chosen = np.unique(np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int))
+    return Sample(
+        template=chat.template.name,
+        rows=tuple(_shown(dataset, int(row), builder.titles, tokenizer) for row in chosen),
+        lengths=tuple(map(len, documents)),
+        learned=tuple(document.num_label_tokens for document in documents),
+        limit=builder.max_seq_length - (objective is None),
+        limit_flag=builder.limit(),
+        report=replace(report, warnings=(*report.warnings, *told)),
+        refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,
+    )
+
+
+def _builder(config: LearnerConfig, objective: Objective | None, chat: ChatFormat) -> RowBuilder:
+    """Bad rows are counted, whatever the flags say, so that good ones can be shown beside them."""
+    if isinstance(config, GRPOConfig):
+        return PromptBuilder(
+            chat,
+            max_prompt_token_length=config.data.max_prompt_token_length,
+            on_bad_row="skip",
+            known_verifiers=known_verifiers(config.reward.verifier),
+            **row_changes(config),
+        )
+    assert objective is not None
+    builder_of: Callable[..., RowBuilder] = objective.rows_of(config)  # type: ignore[arg-type]
+    own: Any = objective.row_arguments(config)
+    return builder_of(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **own)
+
+
+def _at_most(entry: MixerEntry, num_rows: int, num_read: int) -> MixerEntry:
+    """Of a large data set so many rows, which the run takes too."""
+    return entry if entry.count(num_rows) <= num_read else replace(entry, amount=num_read)
+
+
+def _shown(dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> ShownRow:
+    documents = dataset[row]
+    starts = [0, *(document.responses[0].start for document in documents[1:])]  # behind the prompt, shown once
+    return ShownRow(
+        place=row + 1,
+        documents=tuple(
+            ShownDocument(
+                title=title,
+                tokens=tuple(_tokens(document, tokenizer, start=start)),
+                num_tokens=len(document),
+                num_learned=document.num_label_tokens,
+            )
+            for title, document, start in zip(titles, documents, starts, strict=True)
+        ),
+        note=_note(dataset, row),
+    )
+
+
+def _note(dataset: TokenDataset, row: int) -> str:
+    details = dataset.details(row)
+    if details.startswith(b"{"):
+        checks = json.loads(details)["checks"]
+        return "judged by " + "; ".join(f"{check['verifier']}: {shortened(check['ground_truth'])}" for check in checks)
+    values = dataset.values(row).tolist()
+    return f"given to the loss: {', '.join(f'{value:g}' for value in values)}" if values else ""
+
+
+def _tokens(document: Document, tokenizer: PreTrainedTokenizerFast, *, start: int) -> Iterator[Token]:
+    learned = [False] * len(document)
+    for span in document.responses:
+        first = span.stop - 1 if document.reads_ends else span.start
+        learned[first : span.stop] = [True] * (span.stop - first)
+    edges = [start, *(at for at in range(start + 1, len(document)) if learned[at] != learned[at - 1]), len(document)]
+    for first, stop in pairwise(edges):
+        held: list[int] = []
+        for at in range(first, stop):
+            held.append(document.token_ids[at])
+            text = tokenizer.backend_tokenizer.decode(held, skip_special_tokens=False)
+            if not text.endswith("\ufffd") or at == stop - 1:
+                yield Token(text=text, ids=tuple(held), is_learned=learned[first])
+                held = []

@@ -1,0 +1,79 @@
+"""`open-instruct report`: the page of a run, or of several beside each other, written to a file or served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.errors import InputError
+from open_instruct.report.page import report_page
+from open_instruct.report.served import serve
+from open_instruct.whole_file import replace_text
+
+PROGRAM = "open-instruct report"
+
+
+@dataclass(kw_only=True)
+class ReportSection:
+    """The page"""
+
+    out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
+    follow: bool = flag("write no file: serve the page to this machine alone, and refresh it as the run goes on", False)
+    port: int = flag("--follow: of 127.0.0.1; 0 takes one that is free", 0, minimum=0, maximum=65535)
+    max_rollouts: int = flag("saved rollouts of each run that the page may hold; 0 leaves them out", 10_000, minimum=0)
+
+
+@dataclass(kw_only=True)
+class ReportFlags:
+    """Make one page of what runs have left in their folders, finished or not: curves, held-out scores, memory, time,
+    layout, what is wrong and what to do, and the saved rollouts to read. The page is one file that needs no server and
+    fetches nothing. `open-instruct report RUN [RUN ...]` takes the folders (--output_dir) of the runs.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "open-instruct report runs/dpo",
+        "open-instruct report runs/a runs/b --out compared.html",
+        "open-instruct report runs/grpo --follow",
+    )
+
+    report: ReportSection
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write or serve the page that the words after the command ask for; returns the exit code.
+
+    Raises:
+        InputError: a folder holds no run, a flag will not do, or the page cannot be written.
+    """
+    if asks_for_help(argv):
+        print_help(ReportFlags, f"{PROGRAM} RUN [RUN ...]")
+        return 0
+    num_runs = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
+    folders, words = [Path(word).expanduser() for word in argv[:num_runs]], argv[num_runs:]
+    if not folders:
+        raise InputError(f"the first words are the folders of runs: {PROGRAM} RUN [RUN ...] [--flag value ...]")
+    flags = parse(ReportFlags, words).report
+    refuse(limit_problems(flags))
+    if flags.follow:
+        if flags.out is not None:
+            raise InputError("--follow writes no file, so --out cannot be given beside it; leave one of them out")
+        serve(folders, port=flags.port, max_rollouts=flags.max_rollouts)
+        return 0
+    began_s = time.monotonic()
+    page = report_page(folders, max_rollouts=flags.max_rollouts)
+    out = Path(flags.out).expanduser() if flags.out else (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    try:
+        replace_text(out, page, durable=False)
+    except OSError as error:
+        raise InputError(
+            f"the page cannot be written to {out} ({error.strerror or error}); name another file with --out"
+        ) from error
+    print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
+    return 0

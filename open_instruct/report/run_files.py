@@ -1,0 +1,110 @@
+"""What a run left in its folder, read for its page. Damaged lines and files are passed over; nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from open_instruct.errors import InputError
+from open_instruct.run.run_directory import RunDirectory, rows_of
+
+OF_PLAN = frozenset({"memory_bytes", "peak_phase", "phases"})
+OF_LAYOUT = frozenset(
+    {
+        *("gpus_per_node", "shard_degree", "num_replicas", "shard_groups"),
+        *("tensor_parallel_degree", "context_parallel_degree", "warnings"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """A run as its files have it.
+
+    `config` has the resolved flags, `made_with` the versions and the git state above them, `rows` the steps of
+    metrics.jsonl, `evaluations` those of eval.jsonl. `layout` and `plan` are empty where the run left none.
+
+    Example, of a run that was asked for four steps and has taken one::
+
+        RunFiles(name="a", folder=Path("runs/a"), rows=[{"step": 1, "loss": 0.69}], num_steps=4)
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    made_with: tuple[str, ...] = ()
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    num_steps: int | None = None
+    has_ended: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> RunFiles:
+        """:raises InputError: there is no run in the folder."""
+        directory = RunDirectory(path=folder)
+        if not (directory.config.is_file() or directory.metrics.is_file()):
+            raise InputError(
+                f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the --output_dir of a run"
+            )
+        text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.is_file() else ""
+        try:
+            config = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InputError(f"{directory.config} cannot be read as YAML: {error}") from error
+        config = config if isinstance(config, dict) else {}
+        return cls(
+            name=folder.resolve().name,
+            folder=folder,
+            config=config,
+            made_with=tuple(line.removeprefix("# ") for line in text.partition("\n\n")[0].splitlines()),
+            rows=list(rows_of(directory.metrics)),
+            evaluations=list(rows_of(directory.evaluations)),
+            layout=_object_in(directory.layout, OF_LAYOUT),
+            plan=_object_in(directory.plan, OF_PLAN),
+            num_steps=_num_steps(config),
+            has_ended=directory.hf_model.exists() or directory.adapter.exists(),
+        )
+
+    def numbers(self, name: str) -> list[float]:
+        """A column of the steps, without what is missing or not finite."""
+        return [row[name] for row in self.rows if is_number(row.get(name))]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
+    """Flags that all runs have and not all have alike, with the value of each."""
+    for name in runs[0].config:
+        values = [run.config[name] for run in runs if name in run.config]
+        if len(values) == len(runs) and any(value != values[0] for value in values):
+            yield name, values
+
+
+def _num_steps(config: Mapping[str, Any]) -> int | None:
+    """Where the flags alone say it."""
+    try:
+        if config.get("total_episodes"):
+            a_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
+            return max(1, config["total_episodes"] // a_step)
+        return config.get("max_train_steps")
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+def _object_in(path: Path, keys: frozenset[str]) -> dict[str, Any]:
+    """Nothing where it is of a version that wrote less."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) and keys <= value.keys() else {}

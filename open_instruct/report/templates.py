@@ -1,0 +1,56 @@
+"""What the pages share: their templates, which are escaped throughout, and the drawing of a layout's nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from open_instruct.parallel.wording import counted, group_name
+from open_instruct.planning.shown import units
+from open_instruct.planning.shown.summary import LETTERS
+
+NUM_COLOURS = len(LETTERS)
+MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
+MAX_RANKS_DRAWN = 16
+PAGE_WIDTH = 880
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page of this folder with `values` in it."""
+    folder = Path(__file__).parent
+    pages = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    pages.filters["thousands"] = "{:,.0f}".format
+    pages.filters["counted"] = counted
+    pages.filters["with_flags"] = _with_flags
+    colours = {label: index for index, label in enumerate(LETTERS)}
+    pages.globals |= {"num_colours": NUM_COLOURS, "page_width": PAGE_WIDTH, "units": units, "part_colours": colours}
+    return pages.get_template(template).render(values)
+
+
+def _with_flags(text: str) -> Markup:
+    """Flags as code, which no line end cuts."""
+    return Markup(re.sub(r"--\w+", r"<code>\g<0></code>", str(escape(text))))
+
+
+def nodes_drawn(gpus_per_node: Sequence[int], shard_groups: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """Of each node its title, and its first ranks with the number and the letters of their shard group."""
+    groups = {rank: index for index, group in enumerate(shard_groups) for rank in group}
+    nodes = [range(start, stop) for start, stop in pairwise(accumulate(gpus_per_node, initial=0))]
+    drawn = list(range(len(nodes)))
+    if len(drawn) > MAX_NODES_DRAWN:
+        drawn = [*drawn[:NODES_DRAWN_FIRST], drawn[-1]]
+    for node in drawn:
+        ranks = nodes[node]
+        more = f", {len(ranks) - MAX_RANKS_DRAWN} more not drawn" if len(ranks) > MAX_RANKS_DRAWN else ""
+        yield {
+            "title": f"node {node}: ranks {ranks[0]} to {ranks[-1]}{more}",
+            "ranks": [(rank, groups[rank], group_name(groups[rank])) for rank in ranks[:MAX_RANKS_DRAWN]],
+        }

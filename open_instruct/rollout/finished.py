@@ -1,0 +1,46 @@
+"""A run that has taken all its steps: its model is written from its last checkpoint, and no fleet is started."""
+
+from __future__ import annotations
+
+import torch
+
+from open_instruct.checkpoints.saved_weights import SavedWeights
+from open_instruct.checkpoints.step_folder import (
+    candidates,
+    damage_of,
+    read_manifest,
+    refuse_another_start_model,
+    step_of,
+)
+from open_instruct.learner.export import write_model
+from open_instruct.models.load import parameter_shapes
+from open_instruct.parallel.peers import doing
+from open_instruct.rollout.checked_run import RolloutRun
+from open_instruct.run.start_model import fingerprint_of
+
+
+def export_finished(run: RolloutRun) -> bool:
+    """Write OUT/hf_model if there is nothing left to be learned; whether it did.
+
+    It does not where learners know better: a checkpoint that is damaged, adapters to add, or float16, in which a weight
+    may be too large.
+
+    Raises:
+        InputError: the start model was changed in place.
+        RunError: the disk filled up or failed; an earlier export is unharmed.
+    """
+    found, config = candidates(run.directory.path), run.config
+    is_safe = run.pretrained.dtype_named(config.run.export_dtype) != torch.float16
+    if not found or step_of(found[0]) < config.num_steps or config.adapters is not None or not is_safe:
+        return False
+    doing("exporting the trained model")
+    if damage_of(found[0]):
+        return False
+    refuse_another_start_model(found[0], read_manifest(found[0]).start_model, fingerprint_of(run.pretrained))
+    run.console.say(f"all {config.num_steps:,} steps were taken: exporting the model of {found[0]}")
+    model = run.pretrained.build(init_device="meta")
+    weights = SavedWeights(found[0], parameter_shapes(model))
+    write_model(
+        model, weights, run.pretrained, directory=run.directory, console=run.console, config=config, trained_by="grpo"
+    )
+    return True

@@ -1,0 +1,143 @@
+"""`open-instruct export`: a model in Hugging Face format from a checkpoint of a run, without the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import yaml
+
+from open_instruct.config.flags import flags_of
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import flag
+from open_instruct.config.training import LearnerConfig
+from open_instruct.data.foreign_json import one_line
+from open_instruct.errors import InputError
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.run.run_directory import RunDirectory, card_of
+
+if TYPE_CHECKING:
+    from open_instruct.objectives.objective import Objective
+
+
+@dataclass(kw_only=True)
+class ExportSection:
+    """What is written, and where"""
+
+    output_dir: str = flag("where the model goes: a new folder, or an earlier export, which is replaced")
+    step: int | None = flag("of the checkpoint; default: the newest", None, minimum=0)
+    export_dtype: Literal["bfloat16", "float32", "source"] | None = flag("of what is written; default: the run's", None)
+
+
+@dataclass(kw_only=True)
+class ExportFlags:
+    """Write the weights in a checkpoint of RUN, the --output_dir of a run, as a Hugging Face folder; adapters are added
+    to the model. Needs one process, whatever the run had, and no more memory than the largest tensor.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = ("open-instruct export runs/first --step 200 --output_dir step200",)
+
+    export: ExportSection
+
+
+def export_command(words: Sequence[str]) -> int:
+    """:raises InputError: the folder holds no run, or no such checkpoint, or the model it began with has gone."""
+    if asks_for_help(words):
+        print_help(ExportFlags, "open-instruct export RUN")
+        return 0
+    if not words or words[0].startswith("-"):
+        raise InputError("the first word is the folder of a run: open-instruct export RUN --output_dir DIR")
+    run, flags = Path(words[0]), parse(ExportFlags, words[1:]).export
+    config, objective = settings_of(run)
+
+    from open_instruct.checkpoints.saved_weights import SavedWeights
+    from open_instruct.checkpoints.step_folder import read_manifest, refuse_another_start_model, step_of
+    from open_instruct.models.export import export_hf
+    from open_instruct.models.lora.adapters import MergedWeights, adapt
+    from open_instruct.models.names import LM_HEAD, clean_name
+    from open_instruct.models.shards import Held
+    from open_instruct.run.pretrained import open_pretrained
+    from open_instruct.run.start_model import fingerprint_of
+
+    folder, lora = checkpoint_of(run, flags.step), config.adapters
+    pretrained = open_pretrained(
+        config.model,
+        max_seq_length=1,
+        export_folder=Path(flags.output_dir),
+        head="vocabulary" if objective is None else objective.head,
+        seed=config.optim.seed,
+        data=config.data,
+    )
+    dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
+    model = pretrained.build(init_device="meta")
+    if lora is not None:
+        adapt(model, lora, dtype=dtype)
+    trained = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    of_step = SavedWeights(folder, trained)
+    weights: Mapping[str, Held] = of_step
+    if lora is not None:
+        refuse_another_start_model(folder, read_manifest(folder).start_model, fingerprint_of(pretrained))
+        plain = {name: pretrained.files.read(hf_name) for name, hf_name in pretrained.names}
+        plain |= {LM_HEAD: of_step[LM_HEAD]} if LM_HEAD in of_step else {}
+        weights = MergedWeights(plain, of_step, scale=lora.scale)
+    trained_by = objective.name if objective else "grpo"
+    with pretrained.files:
+        report = export_hf(
+            model.to(dtype),
+            pretrained.hf_config,
+            pretrained.names,
+            source_folder=pretrained.folder,
+            tokenizer_folder=pretrained.tokenizer_folder,
+            out_folder=flags.output_dir,
+            dtype=dtype,
+            chat_template=pretrained.chat_template,
+            card=partial(card_of, RunDirectory(path=run), trained_by=trained_by, until=step_of(folder)),
+            more_config=objective.exported(config, pretrained.tokenizer, pretrained.hf_config) if objective else None,
+            weights=weights,
+        )
+    print(f"{folder} is in {report.folder} ({report.num_bytes / 1e6:,.1f} MB)")
+    return 0
+
+
+def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
+    """What the run was asked for, and its objective, if that was an offline one.
+
+    :raises InputError: there is no such run, or it had an objective of one's own, or flags of another version.
+    """
+    path = RunDirectory(path=run).config
+    try:
+        named = set(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, TypeError) as error:
+        raise InputError(f"{run} is not the --output_dir of a run: {path} cannot be read ({one_line(error)})") from None
+    if named == set(flags_of(GRPOConfig)):
+        return parse(GRPOConfig, [str(path)]), None
+    for name in OBJECTIVES:
+        objective = objective_named(name)
+        if named == set(flags_of(objective.config_class)):
+            return parse(objective.config_class, [str(path)]), objective
+    raise InputError(
+        f"{path} has other flags than any command of this version: give the command of the run again, with the version "
+        "that wrote it, to end it with an export"
+    )
+
+
+def checkpoint_of(run: Path, step: int | None) -> Path:
+    """The folder of that step, or of the newest.
+
+    :raises InputError: there is none, or it is damaged.
+    """
+    from open_instruct.checkpoints.step_folder import damage_of, find_checkpoints
+
+    found = {path.name: path for path in find_checkpoints(run)}
+    name = f"step{step}" if step is not None else next(reversed(found), "")
+    if name not in found:
+        there = f"has {', '.join(found)}" if found else "has no checkpoint"
+        raise InputError(f"{run} {there}" + (f", and not step {step}" if step is not None else ""))
+    if told := damage_of(found[name]):
+        raise InputError(f"the checkpoint {found[name]} is damaged: {told[0]}; take another step of the run")
+    return found[name]

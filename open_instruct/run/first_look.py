@@ -1,0 +1,96 @@
+"""What is refused before torch is loaded: files and folders that are not there, and chat templates that are none.
+
+Nothing here is the last word: what opens a model, its tokenizer and the rows checks them whole.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from open_instruct.config.resolved import as_flat_dict
+from open_instruct.config.training import LearnerConfig
+from open_instruct.data.chat import check_tokenizer_folder
+from open_instruct.data.chat_templates import template_text
+from open_instruct.data.files.names import refuse_missing_file
+from open_instruct.errors import InputError
+from open_instruct.models.hf_config import config_fields
+
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def look_at(config: LearnerConfig) -> None:
+    """Look for everything that the flags name.
+
+    Raises:
+        InputError: the first thing that will not do, and what would.
+    """
+    for flag, value in as_flat_dict(config).items():
+        if flag.endswith("model_name_or_path") and value is not None and (folder := given_folder(value)) is not None:
+            config_fields(folder)
+        elif flag.endswith(("mixer_list", "mixer_eval_list")):
+            for name in value[::2]:
+                refuse_missing_file(name, flag=f"--{flag}")
+    tokenizer = given_folder(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
+    if tokenizer is not None:
+        check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
+    name = config.data.chat_template_name
+    if name is not None:
+        _check_syntax(f"{name} chat template", template_text(name))
+    elif tokenizer is not None and (text := _own_template(tokenizer)) is not None:
+        _check_syntax("the tokenizer's own chat template", text)
+
+
+def given_folder(name_or_path: str, *, revision: str | None = None) -> Path | None:
+    """The folder itself; None for the name of a hub repository.
+
+    Raises:
+        InputError: it is neither, or a revision is asked of a folder.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        if revision not in (None, "main"):
+            raise InputError(
+                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave the flag out"
+            )
+        return path
+    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
+        raise InputError(f"{name_or_path}: there is no such folder; give the folder that holds config.json")
+    return None
+
+
+def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
+    """The folder itself, or the local copy of a hub repository in that revision, downloaded if need be."""
+    if (path := given_folder(name_or_path, revision=revision)) is not None:
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=DOWNLOADED))
+    except Exception as error:
+        raise InputError(
+            f"{name_or_path}: there is no such folder, and the hub did not give it ({type(error).__name__}); "
+            "give a local folder, or check the name and the network"
+        ) from error
+
+
+def _own_template(folder: Path) -> str | None:
+    """Of a tokenizer that has one, in a file of its own or in its settings, as text."""
+    with suppress(OSError, ValueError):
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    with suppress(OSError, ValueError, AttributeError):
+        text = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        return text if isinstance(text, str) else None
+    return None
+
+
+def _check_syntax(what: str, text: str) -> None:
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if "generation" in text.replace("add_generation_prompt", ""):
+        return  # may be a tag of transformers' own
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(text)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{what}, line {error.lineno}: {error.message}") from error

@@ -1,0 +1,76 @@
+"""A learner or an engine that takes longer than the others for the same work: seen in the metrics twice, told once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+# Steps between looks. Within as many a hiccup is no more than one of many.
+WINDOW = 10
+# The same work on the same devices differs by a few hundredths.
+TIMES = 1.5
+# Of a learner's time, what it may wait for its rows beyond what the others do.
+LATE = 0.2
+WAITING = {"learner": "all others wait for it in every step", "engine": "long completions wait for it"}
+
+
+def slowest(what: str, token_s: Sequence[float | None]) -> dict[str, float]:
+    """What a row of metrics has of the slowest of several, by index, given the seconds that each takes for a token.
+
+    None is one that is not known. With fewer than two that are, nothing.
+    """
+    known = {index: seconds for index, seconds in enumerate(token_s) if seconds}
+    if len(known) < 2:
+        return {}
+    slow = max(known, key=lambda index: known[index])
+    others = median(seconds for index, seconds in known.items() if index != slow)
+    return {f"slowest_{what}": float(slow), f"slowest_{what}/times": known[slow] / others, f"{what}s/token_s": others}
+
+
+def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
+    """The same of the learner that waits for its rows for the greatest share of its time."""
+    if len(shares) < 2:
+        return {}
+    slow = max(range(len(shares)), key=lambda index: shares[index])
+    others = median(share for index, share in enumerate(shares) if index != slow)
+    return {"slowest_loader": float(slow), "slowest_loader/share": shares[slow], "loaders/share": others}
+
+
+class SlownessWatch:
+    """Looks at what `slowest` and `slowest_loader` have put into rows.
+
+    What is slow in one look only is not told of: on a machine with more processes than cores any may be.
+    """
+
+    def __init__(self) -> None:
+        self._told, self._slow_before = set[str](), set[str]()
+
+    def after_step(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """What people should be told of after this step; of learners, of loaders and of engines at most once."""
+        for what, words in _looks(row):
+            if words and what in self._slow_before - self._told:
+                self._told.add(what)
+                yield words
+            (self._slow_before.add if words else self._slow_before.discard)(what)
+
+
+def _looks(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Of what this row looks at, what there is to say of the slowest: nothing where it is hardly slower than others."""
+    if "slowest_loader" in row:
+        share, others = row["slowest_loader/share"], row["loaders/share"]
+        words = (
+            f"learner-{row['slowest_loader']:.0f} waits for its own rows for {share:.0%} of its time (the others' "
+            f"median is {others:.0%}), and all others wait for it. See on its node whether its CPU cores are taken by "
+            "other programs, and whether the disk that the token cache is on is slow"
+        )
+        yield "loader", words if share > others + LATE else ""
+    for what in (what for what in WAITING if f"slowest_{what}" in row):
+        times, others = row[f"slowest_{what}/times"], row[f"{what}s/token_s"]
+        words = (
+            f"{what}-{row[f'slowest_{what}']:.0f} takes {times:.1f} times as long as the other {what}s for a token "
+            f"({1000 * times * others:.3g} ms, their median {1000 * others:.3g}): {WAITING[what]}. "
+            "See on its node whether other programs take its GPUs or CPU cores, and whether they are throttled "
+            "(nvidia-smi -q -d PERFORMANCE); where it stays so, leave that node out"
+        )
+        yield what, words if times >= TIMES else ""

@@ -1,0 +1,72 @@
+"""The receiving end where an engine is sent adapters alone: what vLLM adds to its workers then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from open_instruct.engines.held_adapter import ADAPTER_ID
+from open_instruct.errors import RunError
+from open_instruct.weights.receiver import WeightReceiver
+
+
+class AdapterReceiver(WeightReceiver):
+    """In the place of a model's weights it takes those of one adapter, which every request names.
+
+    The model stays as it is, so an update that failed before it was put in place leaves the adapter before it.
+    """
+
+    def adapted_layers(self: Any) -> list[str]:
+        """The layers that can have an adapter, by Hugging Face's names: `model.layers.3.self_attn.q_proj`."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        return [part for layer in manager.modules for part in manager.packed_modules.get(layer, [layer])]
+
+    def hold_no_adapter(self: Any) -> None:
+        """Name one that adds nothing, which vLLM has for warming up."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        self.put_in_place(manager.create_dummy_lora(ADAPTER_ID, rank=1, embedding_modules={}))
+
+    def hold_adapter(self: Any, tensors: dict[str, torch.Tensor]) -> None:
+        """Compute with these matrices from now on, by the names of an adapter's file.
+
+        Raises:
+            RunError: there is a layer that the engine has not; names it.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        rank = next(whole.shape[0] for name, whole in tensors.items() if ".lora_A." in name)
+        renames = getattr(self.get_model(), "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            tensors,
+            PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # B has its factor already
+            device=str(self.device),
+            dtype=self.vllm_config.lora_config.lora_dtype,
+            weights_mapper=renames and renames.get_rename_mapper(),
+        )
+        if unknown := sorted(adapter.loras.keys() - set(self.adapted_layers())):
+            raise RunError(f"an engine can hold no adapter for {unknown[0]}: use --lora_sync merged")
+        self.put_in_place(adapter)
+
+    def put_in_place(self: Any, adapter: Any) -> None:
+        """Of the one before."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+
+    def start_update(self: Any) -> None:
+        """The adapter is replaced once the whole of the next one is there."""
+
+    def receive_weights(self: Any) -> None:
+        """Take one version, and compute with it."""
+        try:
+            self.hold_adapter({name: whole for part in self.incoming_weights.buckets() for name, whole in part})
+        except Exception as error:
+            self.incoming_weights.fail(error)
+            raise
+
+    def finish_update(self: Any) -> None:
+        """Nothing was taken apart."""

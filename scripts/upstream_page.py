@@ -1,0 +1,102 @@
+"""`docs/upstream.md` on stdout: what becomes of upstream's flags and defaults, from the tables that commands read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from open_instruct.config.upstream_flags import Entry, upstream_behaviours, upstream_reasons, upstream_table
+from open_instruct.migrate.launch import TRAINERS
+from open_instruct.migrate.migration import default_differences
+
+HEAD = """\
+# From open-instruct
+
+Written by `python scripts/upstream_page.py > docs/upstream.md`; a test holds it up to date.
+
+`open-instruct migrate-args` tells a launch of [allenai/open-instruct](https://github.com/allenai/open-instruct) in the
+flags of this project. It starts nothing and loads no torch.
+
+```
+open-instruct migrate-args dpo -- --model_name_or_path allenai/OLMo-2-1124-7B-SFT --mixer_list pairs.jsonl 1.0 \\
+    --max_seq_length 2048 --dpo_beta 5 --gradient_checkpointing --push_to_hub false
+```
+
+- The words behind `--` may be the flags alone, a YAML file and flags, or the whole line with its launcher
+  (`accelerate launch … open_instruct/dpo_tune_cache.py …`). The trainer is read from the script's name; without one it
+  is {trainers}.
+- It prints the command here, with the flags that bring upstream's defaults; what is called otherwise; what is left out,
+  and why nothing is learned differently; what cannot be had; and every default that differs.
+- The exit code is 0 where the run is the same, 2 where something cannot be had. The same means: the same rows, loss,
+  schedule and rewards. Order of rows, rounding and sampled tokens differ.
+- `--json` prints `arguments` (a list), `renamed`, `dropped` and `refused` (a sentence a flag) and `defaults` (a flag's
+  `upstream` and `here`, and what differs by no flag).
+
+Training commands take the flags of the table below too: a renamed one as ours, and one that is not needed is left out,
+which one line says. One that cannot be had is refused with its sentence.
+
+## Defaults
+
+**A flag that has upstream's name and meaning has upstream's default, but where this table gives a reason.**
+
+| flag | upstream | here | why |
+|---|---|---|---|
+"""
+
+BEHAVIOURS = """
+By no flag:
+
+| command | what | upstream | here |
+|---|---|---|---|
+"""
+
+FLAGS = """
+## Flags
+
+`every` are those of all commands; where another section has the same flag, that counts for its command.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    trainers = ", ".join(f"`{names[0]}.py` for `{command}`" for command, names in TRAINERS.items())
+    parts = [HEAD.format(trainers=trainers)]
+    reasons = upstream_reasons()
+    for name, places in sorted(default_differences().items()):
+        for (theirs, ours), commands in places.items():
+            cells = f"`{theirs}` | `{ours}`"
+            parts.append(f"| `--{name}` ({', '.join(commands)}) | {cells} | {reasons[name]} |\n")
+    parts.append(BEHAVIOURS)
+    for command in TRAINERS:
+        for what, (theirs, ours) in upstream_behaviours(command).items():
+            parts.append(f"| {command} | {what} | {theirs} | {ours} |\n")
+    parts.append(FLAGS)
+    for section in ("every", *TRAINERS):
+        parts.append(f"\n### {section}\n\n| flag | |\n|---|---|\n")
+        parts += [f"| `--{name}` | {_told(entry)} |\n" for name, entry in sorted(upstream_table(section).items())]
+    return "".join(parts)
+
+
+def _told(entry: Entry) -> str:
+    return " ".join(part.replace("|", "\\|") for part in _sentences(entry))
+
+
+def _sentences(entry: Entry) -> Iterator[str]:
+    if entry.ours is not None:
+        yield f"is `--{entry.ours}`" + (f", times {entry.times}" if entry.times != 1 else "")
+        for theirs, ours in entry.values.items():
+            yield f"(`{theirs}`: {'left out' if ours is None else f'`{ours}`'})"
+    if entry.unneeded is not None:
+        yield f"not needed: {entry.unneeded}"
+    if entry.refused is not None:
+        yield entry.refused + (
+            f" (nothing is asked with {' or '.join(f'`{v}`' for v in entry.unless)})" if entry.unless else ""
+        )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

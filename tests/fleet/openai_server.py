@@ -1,0 +1,28 @@
+"""vLLM's OpenAI server on loopback, as the docs start it: python tests/fleet/openai_server.py MODEL PORT PID_FILE"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from open_instruct.engines.vllm_core import engine_environment
+
+if __name__ == "__main__":
+    model, port, pid_file = sys.argv[1:]
+    os.environ.update(engine_environment(on_cuda=False))
+    # The server's engine is a process of its own, forked, for all is imported.
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+    Path(pid_file).write_text(str(os.getpid()))
+    sys.argv = ["api_server", "--model", model, "--served-model-name", "mine", "--host", "127.0.0.1", "--port", port]
+    sys.argv += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "128",
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
+        "--enforce-eager",
+    ]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

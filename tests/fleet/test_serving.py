@@ -1,0 +1,105 @@
+"""What an export is for: vLLM's server, asked as OpenAI's is, and lm-eval where that is installed (docs/after.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct import cli
+from open_instruct.toys.tiny import write_tiny_model
+from tests.fleet.forked_workers import python_that_forks
+from tests.ranks.train_case import free_ports
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300
+QUESTION = "What is 2 + 2?"
+NUM_TOKENS = 12
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a template that is not the tokenizer's own."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("served") / "hf_model", family="olmo2")
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}asked: {{ message.content }}{% endfor %} so"
+    )
+    return folder
+
+
+@pytest.fixture
+def address(model: Path, tmp_path: Path) -> Iterator[str]:
+    pytest.importorskip("vllm", reason="needs vLLM")
+    (port,) = free_ports(1)
+    program, pid_file = str(REPOSITORY / "tests" / "fleet" / "openai_server.py"), tmp_path / "pid"
+    with (tmp_path / "log").open("w") as log:
+        command = [python_that_forks(), program, str(model), str(port), str(pid_file)]
+        server = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+    deadline = time.monotonic() + TIMEOUT_S
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5)
+                break
+            except OSError:
+                assert time.monotonic() < deadline and server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+                time.sleep(0.2)
+        yield address
+    finally:
+        if pid_file.exists():
+            os.kill(int(pid_file.read_text()), signal.SIGTERM)
+        server.wait(60)
+
+
+def test_vllm_serves_an_export(model: Path, address: str) -> None:
+    """And says what `open-instruct chat` says."""
+    asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": NUM_TOKENS}
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions",
+        data=json.dumps({"model": "mine"} | asked).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        reply: dict[str, Any] = json.load(answer)
+    chat = [python_that_forks(), str(Path(cli.__file__)), "chat", str(model), "--temperature", "0"]
+    said = subprocess.run(
+        [*chat, "--max_tokens", str(NUM_TOKENS)], input=QUESTION, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert said.stdout, said.stderr
+    assert reply["choices"][0]["message"]["content"] == said.stdout.removesuffix("\n")
+    assert reply["usage"]["completion_tokens"] == NUM_TOKENS
+
+
+def test_lm_eval_scores_an_export(model: Path, tmp_path: Path) -> None:
+    """By the command of the docs, on a task of two rows that needs no network."""
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    rows = [{"question": "1 + 1 =", "answer": 0}, {"question": "1 + 2 =", "answer": 1}]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": f"{tmp_path}/sums.jsonl"}},
+    }
+    task |= {"test_split": "test", "output_type": "multiple_choice", "doc_to_choice": ["2", "3"]}
+    task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "sums.yaml").write_text(json.dumps(task))
+    words = ["--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--apply_chat_template"]
+    words += ["--tasks", "sums", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "scores")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-m", "lm_eval", *words], env=environment, check=True, timeout=300, cwd=tmp_path)
+    (scores,) = (tmp_path / "scores").rglob("results_*.json")
+    told = json.loads(scores.read_text())
+    assert told["results"]["sums"]["acc,none"] in (0.0, 0.5, 1.0)
+    assert told["chat_template"] == (model / "chat_template.jinja").read_text()

@@ -1,0 +1,164 @@
+"""The commands of README and docs are run as they stand, on tiny models and rows; trainings take two steps.
+
+Those that cannot be are named with the reason, and parsed by tests/house/test_docs_commands.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from open_instruct.objectives.registry import OBJECTIVES
+from open_instruct.toys.synthetic import write_synthetic_preferences
+from tests.house.test_docs_commands import PAGES, commands_of
+from tests.ranks.fork_server import Forked
+from tests.ranks.jobs.docs_commands import run_all
+from tests.ranks.shallow import write_shallow_model
+from tests.unit.fake_hub import fake_hub
+
+pytestmark = pytest.mark.slow
+
+# What is not run here, by how its command begins or what is in it, and why.
+NOT_RUN = {
+    r"open-instruct grpo |grpo_fast\.py|grpo_olmo_core_actor\.py": "tests/fleet walks whole runs, README's too",
+    r"open-instruct replay": "needs a GRPO run with traces: tests/ranks/test_replay.py",
+    r"--engine vllm": "a process of its own: tests/fleet/test_vllm_engine.py",
+    r"--follow": "serves until it is stopped: tests/unit/test_report.py",
+    r"--(nproc_per_node|num_processes) 8|sbatch|launch_multi_node\.sh": "GPUs, or a cluster",
+    r"benchmarks/": "minutes, and TRL: their own tests run the parts",
+    r"dpo\|kto": "a pattern of commands",
+}
+SHORT = {"--max_train_steps": "2", "--per_device_train_batch_size": "2", "--max_seq_length": "96"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A command of a page, to be run in `folder`."""
+
+    page: Path
+    command: str
+    folder: Path
+    words: list[str]
+    stdin: str = ""
+
+
+def reason_of(command: str) -> str | None:
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
+
+
+def words_of(command: str, folder: Path) -> tuple[list[str], str]:
+    """Behind `open-instruct`, with tiny things in the place of those that stand for some; and stdin."""
+    program, *words = shlex.split(command.replace(" [RUN ...]", ""), comments=True)
+    assert program == "open-instruct", command
+    stdin = "Name a prime."
+    if "<" in words:
+        words, name = words[: words.index("<")], words[-1]
+        stdin = (folder / name).read_text()
+    stands_for = {"DIR": "tiny", "MODEL_DIR": "tiny", "/tmp/tiny": "tiny_too"}
+    words = [stands_for.get(word, word) for word in words]
+    more: dict[str, str] = {}
+    if words[0] in OBJECTIVES or words[0] == "train":
+        more = SHORT
+    elif words[0] == "chat":
+        more = {"--max_tokens": "8"}
+    for flag, value in more.items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+        else:
+            words += [flag, value]
+    return words, stdin
+
+
+def lay_out(folder: Path, model: Path) -> None:
+    """Every file that a page speaks of."""
+    shutil.copytree(model, folder / "tiny")
+    pairs = folder / "pairs.jsonl"
+    write_synthetic_preferences(pairs, num_rows=8, seed=1)
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    chats = [{"messages": row["chosen"]} for row in rows]
+    of_page = {"after": chats, "your_own_loss": [{"question": "One?", "answer": str(n)} for n in range(8)]}
+    steps = [
+        {"prompt": "1 + 2?\n", "completions": ["1 + 2 = 3", "so 3"], "labels": [True, n % 2 == 0]} for n in range(4)
+    ]
+    for name, lines in {
+        "rows.jsonl": of_page.get(folder.name, rows),
+        "chats.jsonl": chats,
+        "labelled.jsonl": [chat | {"label": n % 2 == 0} for n, chat in enumerate(chats)],
+        "steps.jsonl": steps,
+        "solutions.jsonl": [{name: row[name] for name in ("prompt", "completions")} for row in steps],
+    }.items():
+        (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "pairs.json").write_text(json.dumps(rows))
+    (folder / "question.txt").write_text("Name\na prime.")
+    tables = {
+        "chats.csv": [{"dialogue": json.dumps(chat["messages"])} for chat in chats],
+        "prompts.csv": [{"prompt": "1 + 1?", "ground_truth": "2", "dataset": "gsm8k"}] * 8,
+    }
+    for name, lines in tables.items():
+        with (folder / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+
+
+def prepared(folder: Path, page: Path) -> list[list[str]]:
+    """What a page takes for done: models to score with, a run that has ended, a class in a file."""
+    trained = ["--model_name_or_path", "tiny", *(word for pair in SHORT.items() for word in pair)]
+    if page.stem == "prm":
+        return [["prm", *trained, "--mixer_list", "steps.jsonl", "1.0", "--output_dir", "runs/prm"]]
+    if page.stem == "reward_model":
+        held_out = ["--eval_mixer_list", "rows.jsonl", "4"]
+        return [["reward_model", *trained, "--mixer_list", "rows.jsonl", "1.0", *held_out, "--output_dir", "runs/rm"]]
+    if page.stem in ("report", "after"):
+        out = "RUN" if page.stem == "report" else "OUT"
+        return [["sft", *trained, "--mixer_list", "chats.jsonl", "1.0", "--output_dir", out]]
+    if page.stem == "your_own_loss":
+        (folder / "mine.py").write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
+    return []
+
+
+def test_every_command_that_can_be_is_run(tmp_path: Path) -> None:
+    model = write_shallow_model(tmp_path / "model", family="olmo2")
+    shown: list[Shown] = []
+    for page in PAGES:
+        commands = [command for command in commands_of(page) if reason_of(command) is None]
+        folder = tmp_path / page.stem
+        if commands:
+            lay_out(folder, model)
+        for words in prepared(folder, page) if commands else []:
+            shown.append(Shown(page=page, command=shlex.join(words), folder=folder, words=words))
+        for command in commands:
+            words, stdin = words_of(command, folder)
+            if page.stem == "after" and words[0] == "sft":
+                words[words.index("OUT")] = "PUSHED"  # there is a run in OUT, to talk to
+            if words[:2] == ["tiny-model", "tiny"]:
+                words[1] = "tiny_by_itself"
+            shown.append(Shown(page=page, command=command, folder=folder, words=words, stdin=stdin))
+    out = tmp_path / "outcomes.json"
+    with fake_hub() as hub:
+        environment = {"HF_TOKEN": "hf_of_a_test", "OPEN_INSTRUCT_CACHE": str(tmp_path / "cache"), "COLUMNS": "100"}
+        asked = [(str(each.folder), each.words, each.stdin) for each in shown]
+        process = Forked(run_all, asked, hub.endpoint, out, environment=environment, cwd=tmp_path)
+        told, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, told[-4000:]
+    outcomes = json.loads(out.read_text())
+    assert len(outcomes) == len(shown) > 30
+    for each, (code, said, _) in zip(shown, outcomes, strict=True):
+        # A refusal is right where the page shows it.
+        sentence = said.strip().splitlines()[-1] if said.strip() else ""
+        assert code == 0 or (code == 2 and sentence in each.page.read_text()), (
+            f"{each.page.name}: {each.command}\n{said}"
+        )
+    assert "us/mine" in hub.files
+
+
+def test_a_reason_is_given_for_nothing_that_is_not_there() -> None:
+    commands = [command for page in PAGES for command in commands_of(page)]
+    assert [pattern for pattern in NOT_RUN if not any(re.search(pattern, command) for command in commands)] == []

@@ -1,0 +1,25 @@
+"""Muon on shards is Muon on whole matrices; also where there are fewer rows than shards, as of narrow heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Rows, replicas, shards and tensor ranks; then the rows that each of four ranks holds of a matrix, and of one that
+# tensor parallelism splits by columns.
+CASES = {
+    (5, 1, 4, 1): ([2, 2, 1, 0], [2, 2, 1, 0]),
+    (3, 1, 4, 1): ([1, 1, 1, 0], [1, 1, 1, 0]),
+    (1, 1, 4, 1): ([1, 0, 0, 0], [1, 0, 0, 0]),
+    (1, 2, 2, 1): ([1, 0, 1, 0], [1, 0, 1, 0]),
+    (4, 4, 1, 1): ([4, 4, 4, 4], [4, 4, 4, 4]),
+    (6, 1, 2, 2): ([2, 2, 1, 1], [3, 3, 3, 3]),
+    (2, 2, 1, 2): ([1, 1, 1, 1], [2, 2, 2, 2]),
+}
+
+
+def test_a_step_on_shards_is_torchs_on_whole_matrices(run_ranks: Any) -> None:
+    results = run_ranks(4, "tests.ranks.jobs.muon:each", timeout_s=60, cases=list(CASES))
+    for index, (case, rows_of_kinds) in enumerate(CASES.items()):
+        for rank, (rows, *are_same) in enumerate(of_rank[index] for of_rank in results):
+            assert rows[:2] == [of_kind[rank] for of_kind in rows_of_kinds], case
+            assert are_same == [True, True], f"{case}, rank {rank}"

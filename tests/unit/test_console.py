@@ -1,0 +1,30 @@
+"""What a run shows on a terminal while it counts and trains."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console as RichConsole
+
+from open_instruct.run.console import Console
+
+
+def test_rows_are_counted_below_the_bar_of_the_training() -> None:
+    """A terminal has room for one live drawing: two of them are an error of rich's."""
+    console = Console(speaks=True)
+    console.rich = RichConsole(file=io.StringIO(), record=True, force_terminal=True, width=100, soft_wrap=True)
+    with console.training(first_step=0, num_steps=4) as show:
+        for step in (1, 2):
+            show(step, "loss 0.69")
+            with console.counting(f"held-out pairs at step {step}") as on_progress:
+                on_progress(3, 6)
+                on_progress(6, 6)
+            console.say(f"held-out accuracy at step {step}: 0.5")
+        show(4, "loss 0.5")
+    with console.counting("exported") as on_progress:
+        on_progress(2, 2)
+    text = console.rich.export_text()
+    assert "held-out accuracy at step 2: 0.5" in text
+    assert "training" in text and "4/4" in text
+    last = text.splitlines()[-1]
+    assert last.startswith("exported") and "2/2" in last

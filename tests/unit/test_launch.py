@@ -1,0 +1,66 @@
+"""How many ranks a command starts by itself, and what it says of GPUs that stay idle."""
+
+from __future__ import annotations
+
+import pytest
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.parser import parse
+from open_instruct.config.sections import RanksSection
+from open_instruct.errors import InputError
+from open_instruct.parallel import launch
+from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number, world_of
+from open_instruct.parallel.node_sizes import node_sizes_from_environment
+
+REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "num_gpus", "number"),
+    [
+        (None, {}, 8, None),
+        ("4", {}, 0, 4),
+        ("1", {}, 8, None),
+        ("auto", {}, 8, 8),
+        ("auto", {}, 1, None),
+        ("auto", {}, 0, None),
+        ("4", {"WORLD_SIZE": "4"}, 8, None),  # a rank itself
+    ],
+)
+def test_who_starts_ranks(
+    asked: str | None, environ: dict[str, str], num_gpus: int, number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_num_gpus", lambda: num_gpus)
+    assert num_to_start(asked, environ) == number
+
+
+def test_the_layout_is_checked_for_the_ranks_that_will_be() -> None:
+    assert node_sizes_from_environment(world_of(6)) == (6,)
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "many", "1.5", "1025"])
+def test_a_number_of_processes_that_cannot_be(asked: str) -> None:
+    with pytest.raises(InputError, match=f"--num_processes {asked}: takes 'auto', or a whole number from 1 to"):
+        validate_dpo(parse(DPOConfig, [*REQUIRED, f"--num_processes={asked}"]))
+
+
+def test_a_launcher_that_started_another_number() -> None:
+    for asked in (None, "auto", "2"):
+        refuse_other_number(asked, 2)
+    with pytest.raises(InputError, match="--num_processes 4: this run was started on 1 process of this machine"):
+        refuse_other_number("4", 1)
+
+
+def test_gpus_that_stay_idle_are_told_of_once_nobody_has_said_that_one_is_meant() -> None:
+    told = idle_gpus(RanksSection(), num_ranks=1, num_gpus=8)
+    assert told is not None and told.startswith("this machine has 8 GPUs") and "--num_processes auto" in told
+    told = idle_gpus(RanksSection(num_processes="auto"), num_ranks=1, num_gpus=8)
+    assert told is not None and "WORLD_SIZE is set" in told
+    for parallel, num_ranks, num_gpus in (
+        (RanksSection(), 1, 1),
+        (RanksSection(), 1, 0),
+        (RanksSection(), 2, 8),
+        (RanksSection(num_processes="1"), 1, 8),
+        (RanksSection(single_gpu_mode=True), 1, 8),
+    ):
+        assert idle_gpus(parallel, num_ranks=num_ranks, num_gpus=num_gpus) is None

@@ -1,0 +1,275 @@
+"""Launches of open-instruct in our flags: what is the same run, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.cli import main
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.flags import flags_of
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.config.upstream_flags import upstream_defaults, upstream_reasons, upstream_table
+from open_instruct.errors import InputError
+from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
+from open_instruct.migrate.migration import Migration, default_differences, migrate
+from open_instruct.objectives.registry import objective_named
+
+DPO = "--model_name_or_path m --mixer_list rows.jsonl 1.0 --max_seq_length 512"
+SFT = "--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --max_seq_length 512"
+GRPO = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0"
+
+
+def of(command: str, words: str) -> Migration:
+    return migrate(command, read_launch(command, words.split()))
+
+
+def grpo_config(words: str) -> GRPOConfig:
+    """The run that a launch becomes."""
+    migration = of("grpo", f"{GRPO} {words}")
+    assert migration.refused == {}
+    return parse(GRPOConfig, migration.arguments)
+
+
+class TestDefaults:
+    def test_those_of_dpo_that_differ_are_told_and_set(self) -> None:
+        migration = of("dpo", DPO)
+        assert migration.is_equivalent
+        assert {name: tuple(both.values()) for name, both in migration.defaults.items()} == {
+            "output_dir": ("output/", None),
+            "packing": (False, True),
+            "learning_rate": (2e-5, 5e-7),
+            "warmup_ratio": (0.1, 0.03),
+            "max_grad_norm": (0.0, 1.0),
+            "upload": ("to the hub unless --push_to_hub is false", "to the hub with --push_to_hub alone"),
+        }
+        config = parse(DPOConfig, migration.arguments)
+        assert (config.optim.learning_rate, config.optim.warmup_ratio, config.data.packing) == (2e-5, 0.1, False)
+
+    def test_those_of_grpo_that_differ_are_told_and_set(self) -> None:
+        defaults = of("grpo", GRPO).defaults
+        expected = {
+            "beta": (0.05, 0.0),
+            "clip_higher": (0.272, 0.2),
+            "verification_reward": (10.0, 1.0),
+            "async_steps": (8, 1),
+            "advantage_normalization_type": ("centered", "standard"),
+            "several_verifiers": ("sum", "mean"),
+            "learning_rate": (2e-5, 5e-7),
+            "warmup_ratio": (0.0, 0.03),
+        }
+        assert {name: tuple(defaults[name].values()) for name in expected} == expected
+        config = grpo_config("")
+        assert (config.loss.beta, config.rollout.async_steps, config.reward.verification_reward) == (0.05, 8, 10.0)
+
+    def test_a_flag_that_is_given_has_no_default(self) -> None:
+        assert "warmup_ratio" not in of("dpo", f"{DPO} --warmup_ratio 0.1").defaults
+
+    def test_upstream_has_one_beta_and_we_one_for_each_loss(self) -> None:
+        assert "beta" not in of("dpo", f"{DPO} --loss_type dpo_norm").defaults
+        assert of("dpo", f"{DPO} --loss_type dpo").defaults["beta"] == {"upstream": 5.0, "here": 0.1}
+
+    def test_the_two_trainers_of_sft_have_their_own(self) -> None:
+        assert of("sft", SFT).defaults["num_epochs"] == {"upstream": 2, "here": 1}
+        other = of("sft", f"open_instruct/olmo_core_finetune.py {DPO}")
+        assert other.defaults["num_epochs"] == {"upstream": 3, "here": 1}
+        assert "counts windows" in other.refused["per_device_train_batch_size"]
+        assert of("sft", DPO).defaults["num_epochs"]["upstream"] == 3  # by the name of its mixer list
+
+    @pytest.mark.parametrize(
+        "trainer", sorted({DEFAULTS_OF.get(name, name) for names in TRAINERS.values() for name in names})
+    )
+    def test_each_default_is_of_a_flag_that_is_known(self, trainer: str) -> None:
+        command = next(name for name, names in TRAINERS.items() if trainer in names)
+        config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
+        known = {*flags_of(config_class), *upstream_table(command), *upstream_table()}
+        assert set(upstream_defaults(trainer)) <= known
+
+
+def test_every_default_that_differs_has_a_reason_and_no_other() -> None:
+    assert set(default_differences()) == set(upstream_reasons())
+
+
+class TestFlags:
+    @pytest.mark.parametrize(
+        ("command", "words", "flag", "value"),
+        [
+            ("dpo", f"{DPO} --with_tracking", "report_to", ["wandb"]),
+            ("dpo", f"{DPO} --with_tracking --report_to tensorboard", "report_to", ["tensorboard"]),
+            ("dpo", f"{DPO} --gradient_checkpointing", "activation_checkpointing", "full"),
+            ("dpo", f"{DPO} --profiling", "profile_steps", [9, 11]),
+            (
+                "dpo",
+                f"{DPO} --push_to_hub --hf_entity us --hf_repo_id it --hf_repo_revision a",
+                "hub_model_id",
+                "us/it",
+            ),
+            ("dpo", f"{DPO} --push_to_hub --hf_entity us --exp_name mine", "hub_model_id", "us/mine"),
+            ("dpo", f"{DPO} --push_to_hub true --hf_entity us", "hub_model_id", None),
+            ("dpo", f"{DPO} --hf_entity us --hf_repo_id it", "push_to_hub", False),
+            ("dpo", f"{DPO} --context_parallel_degree 2", "packing", True),
+            ("sft", f"{SFT} --lr_scheduler_type constant", "warmup_ratio", 0.0),
+            ("sft", f"{SFT} --checkpointing_steps epoch", "checkpointing_steps", 0),
+            ("sft", f"{SFT} --num_train_epochs 4", "num_epochs", 4),
+            ("sft", f"{SFT} --use_lora --lora_rank 8", "lora_r", 8),
+            ("sft", f"{SFT} --use_lora", "lora_dropout", 0.1),
+            ("grpo", f"{GRPO} --use_rho_correction False", "rho_correction", "none"),
+            ("grpo", f"{GRPO} --rho_clamp_upper_bound 5.0", "rho_cap", 5.0),
+            ("grpo", f"{GRPO} --rho_mask_upper_bound 3 --rho_mask_sequence_level", "rho_level", "sequence"),
+            ("grpo", f"{GRPO} --rho_mask_upper_bound 3", "rho_clamp_upper", 2.0),
+            ("grpo", f"{GRPO} --apply_r1_style_format_reward", "r1_style_format_reward", 0.0),
+            ("grpo", f"{GRPO} --beta 0.1 --kl_estimator kl3", "kl_estimator", "2"),
+            ("grpo", f"{GRPO} --no_filter_zero_std_samples", "filter_zero_std_samples", False),
+            (
+                "grpo",
+                f"{GRPO} --dataset_mixer_eval_list e 8 --eval_pass_at_k 32",
+                "eval_pass_at_k",
+                [1, 2, 4, 8, 16, 32],
+            ),
+            ("grpo", f"{GRPO} --dataset_mixer_eval_list e 8 --temperature 0.7", "eval_temperature", 0.7),
+            ("grpo", f"{GRPO} --dataset_mixer_eval_list e 8 --eval_top_p 0.95", "eval_top_p", 0.95),
+            ("grpo", f"{GRPO} --dataset_mixer_eval_list e 8", "dataset_mixer_eval_list_splits", ["test"]),
+            ("grpo", f"{GRPO} --save_freq 40", "checkpointing_steps", 40),
+            (
+                "grpo",
+                f"{GRPO} --save_freq 40 --checkpoint_state_dir d --checkpoint_state_freq 10",
+                "checkpointing_steps",
+                10,
+            ),
+            ("grpo", f"{GRPO} --load_ref_policy false --beta 0.0", "beta", 0.0),
+            ("grpo", f"{GRPO} --backend_timeout 60", "dist_timeout_s", 3600),
+            ("reward_model", f"{SFT} --max_token_length 64", "max_seq_length", 64),
+            ("reward_model", SFT, "adam_epsilon", 1e-5),
+            ("reward_model", SFT, "weight_decay", 0.01),
+            ("reward_model", SFT, "weight_decay_on", "all"),
+            ("reward_model", f"{SFT} --eps 1e-6 --weight_decay 0", "adam_epsilon", 1e-6),
+            ("dpo", f"{DPO} --weight_decay 0.1", "weight_decay_on", "all"),
+            ("sft", f"{SFT} --weight_decay 0.1", "weight_decay_on", "matrices"),
+            ("grpo", f"{GRPO} --weight_decay 0.1", "weight_decay_on", "matrices"),
+            ("grpo", f"{GRPO} --weight_decay 0.1 --set_weight_decay_on_bias_and_norm false", "weight_decay_on", "all"),
+        ],
+    )
+    def test_they_mean_the_same_here(self, command: str, words: str, flag: str, value: Any) -> None:
+        migration = of(command, words)
+        assert migration.refused == {}
+        config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
+        config = parse(config_class, migration.arguments)
+        assert getattr(getattr(config, flags_of(config_class)[flag].section), flag) == value
+
+    @pytest.mark.parametrize(
+        ("command", "words", "flag"),
+        [
+            ("dpo", f"{DPO} --hf_entity us --hf_repo_id it --hf_repo_revision one", "hf_entity"),
+            ("dpo", f"{DPO} --zero_stage 3", "zero_stage"),
+            ("dpo", f"{DPO} --lora_rank 64 --use_lora false", "lora_rank"),
+            ("dpo", f"{DPO} --exp_name mine", "exp_name"),
+            ("dpo", f"{DPO} --chat_template_name nobodys", "chat_template_name"),
+            ("dpo", f"{DPO} --model_name_or_path /models/m --model_revision main", "model_revision"),
+            ("grpo", f"{GRPO} --deepspeed_stage 3", "deepspeed_stage"),
+            ("grpo", f"{GRPO} --max_token_length 512", "max_token_length"),
+            ("grpo", f"{GRPO} --kl_estimator 2 --beta 0", "kl_estimator"),
+            ("grpo", f"{GRPO} --non_stop_penalty False --non_stop_penalty_value 0.0", "non_stop_penalty_value"),
+            ("grpo", f"{GRPO} --local_eval_every 5", "local_eval_every"),
+            ("grpo", f"{GRPO} --tool_parser_type legacy", "tool_parser_type"),
+            ("reward_model", f"{SFT} --eval_freq 50", "eval_freq"),
+        ],
+    )
+    def test_those_that_change_nothing_are_dropped_with_the_reason(self, command: str, words: str, flag: str) -> None:
+        migration = of(command, words)
+        assert migration.refused == {}
+        assert migration.dropped[flag]
+        assert f"--{flag}" not in migration.arguments
+
+    @pytest.mark.parametrize(
+        ("command", "words", "flag", "part"),
+        [
+            ("dpo", f"{DPO} --trust_remote_code", "trust_remote_code", "no code from a checkpoint is ever run"),
+            ("dpo", f"{DPO} --chat_template_name assistant_message_only", "chat_template_name", "not among"),
+            ("dpo", "--model_name_or_path m --mixer_list r 1.0", "max_seq_length", "is left out"),
+            ("dpo", f"{DPO} --resume_from_checkpoint other", "resume_from_checkpoint", "the same command resumes"),
+            ("dpo", f"{DPO} --no_such_flag 1", "no_such_flag", "neither of upstream's nor here"),
+            ("dpo", f"{DPO} --learning_rate fast", "learning_rate", "takes a number"),
+            ("sft", f"{SFT} --lr_scheduler_type polynomial", "lr_scheduler_type", "takes one of linear"),
+            ("grpo", f"{GRPO} --tools search", "tools", "not had yet"),
+            ("grpo", f"{GRPO} --llm_judge_model gpt", "llm_judge_model", "not had yet"),
+            ("grpo", f"{GRPO} --loss_denominator 4096", "loss_denominator", "use token"),
+            ("grpo", f"{GRPO} --vllm_top_p 0.9", "vllm_top_p", "biased"),
+            ("grpo", f"{GRPO} --remap_verifier general_rubric=rubric", "remap_verifier", "not had yet"),
+        ],
+    )
+    def test_those_that_cannot_be_had_are_refused_with_the_reason(
+        self, command: str, words: str, flag: str, part: str
+    ) -> None:
+        migration = of(command, words)
+        assert not migration.is_equivalent
+        assert part in migration.refused[flag]
+
+    def test_a_number_of_rows_becomes_an_amount(self) -> None:
+        words = "--model_name_or_path m --max_seq_length 8 --max_train_samples 500"
+        for rows in ("--dataset_name rows", "--mixer_list rows 1.0", "--dataset_mixer_list rows 1.0"):
+            migration = of("dpo", f"{words} {rows}")
+            assert migration.is_equivalent and "--mixer_list rows 500" in " ".join(migration.arguments)
+        refused = of("dpo", f"{words} --mixer_list a 1.0 b 1.0").refused
+        assert "--mixer_list NAME COUNT" in refused["max_train_samples"]
+
+    def test_a_mixture_in_yaml_becomes_a_list(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_text("model_name_or_path: m\nmax_seq_length: 8\ndataset_mixer:\n  a: 1.0\n  b: 500\n")
+        assert "--mixer_list a 1.0 b 500" in " ".join(of("sft", str(path)).arguments)
+        assert "--seed 7" in " ".join(of("sft", f"{path} --seed 7").arguments)
+
+
+class TestCommand:
+    def test_a_whole_line_of_a_launcher_may_be_given(self, capsys: pytest.CaptureFixture[str]) -> None:
+        line = f"accelerate launch --num_processes 8 open_instruct/dpo_tune_cache.py {DPO} --push_to_hub false && ls"
+        assert main(["migrate-args", "dpo", "--", *line.split()]) == 0
+        told = capsys.readouterr().out
+        assert told.startswith("open-instruct dpo \\\n    --model_name_or_path m")
+        assert "--push_to_hub false" in told and "num_processes" not in told
+        assert "--warmup_ratio: 0.1 upstream, 0.03 here" in told
+
+    def test_json_has_all_of_it_and_the_exit_code_says_whether_it_is_the_same(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["migrate-args", "grpo", "--json", "--", *GRPO.split(), "--tools", "search"]) == 2
+        told = json.loads(capsys.readouterr().out)
+        assert list(told) == ["arguments", "renamed", "dropped", "refused", "defaults"]
+        assert told["defaults"]["beta"] == {"upstream": 0.05, "here": 0.0}
+        assert list(told["refused"]) == ["tools"]
+
+    @pytest.mark.parametrize(
+        ("words", "part"),
+        [
+            (["ppo", "--", "--seed", "1"], "'ppo' has no launches upstream; use one of dpo, sft, grpo, reward_model"),
+            (["dpo", "--seed", "1"], "stands before --"),
+            (["dpo", "--", "rows.jsonl"], "'rows.jsonl': expected a flag"),
+            (["dpo", "--", "open_instruct/grpo_fast.py"], "use migrate-args grpo"),
+            (["dpo", "--", "open_instruct/ppo.py"], "no command here that does the same"),
+            (["dpo", "none.yaml"], "none.yaml: no such file"),
+        ],
+    )
+    def test_what_is_no_launch_is_refused(
+        self, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["migrate-args", *words]) == 2
+        assert part in capsys.readouterr().err
+
+    def test_it_answers_without_torch(self) -> None:
+        program = (
+            "import sys; from open_instruct.cli import main; "
+            f"code = main(['migrate-args', 'grpo', '--', *{GRPO.split()}]); "
+            "sys.exit(9 if {'torch', 'transformers', 'pyarrow'} & set(sys.modules) else code)"
+        )
+        assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+    def test_a_yaml_file_that_is_no_mapping_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "list.yaml"
+        path.write_text("- 1\n")
+        with pytest.raises(InputError, match="expected lines of 'flag: value'"):
+            read_launch("dpo", [str(path)])

@@ -1,0 +1,61 @@
+"""Which files a model is opened from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from open_instruct.config.dpo import DPOConfig, validate_dpo
+from open_instruct.config.parser import parse
+from open_instruct.errors import InputError
+from open_instruct.run import pretrained
+from open_instruct.run.pretrained import local_folder, open_pretrained
+
+REQUIRED = ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out", "--model_name_or_path"]
+
+
+def test_of_the_hub_the_revision_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(name: str, *, revision: str | None, **_: Any) -> str:
+        asked.append((name, revision))
+        return str(tmp_path)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(folder: str) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(pretrained, "load_hf_config", stop)
+    for words in (
+        ["org/model"],
+        ["org/model", "--model_revision", "step5"],
+        ["org/model", "--model_revision", "step5", "--tokenizer_name_or_path", "org/words"],
+        ["org/model", "--tokenizer_name_or_path", "org/words", "--tokenizer_revision", "v2"],
+    ):
+        config = parse(DPOConfig, [*REQUIRED, *words])
+        validate_dpo(config)
+        with pytest.raises(Stopped):
+            open_pretrained(config.model, max_seq_length=8, export_folder=tmp_path / "out")
+    assert asked == [
+        ("org/model", None),
+        ("org/model", "step5"),
+        *[("org/model", "step5"), ("org/words", "step5")],
+        *[("org/model", None), ("org/words", "v2")],
+    ]
+
+
+def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
+    assert local_folder(str(tmp_path), revision="main") == tmp_path
+    with pytest.raises(InputError, match=r"--model_revision v2: .* is a folder, which has none"):
+        local_folder(str(tmp_path), revision="v2")
+
+
+def test_a_revision_of_no_tokenizer_is_refused() -> None:
+    with pytest.raises(InputError, match="--tokenizer_revision: the tokenizer is the model's"):
+        validate_dpo(parse(DPOConfig, [*REQUIRED, "m", "--tokenizer_revision", "v2"]))

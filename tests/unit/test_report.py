@@ -1,0 +1,538 @@
+"""`open-instruct report`: what the page has of a run, what it says of it, and that no text of a run is markup."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from open_instruct.cli import main
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.flags import flags_of
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import parse
+from open_instruct.config.resolved import write_config
+from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.report import health, page
+from open_instruct.report.health import Finding, findings_of, parts_of_step
+from open_instruct.report.histograms import histograms_of
+from open_instruct.report.rollouts import Rollouts, read_rollouts
+from open_instruct.report.run_files import RunFiles, differing_flags
+from open_instruct.report.series import MAX_POINTS, series_of
+from open_instruct.report.served import Pages, server_of
+from open_instruct.rollout.samples import RolloutStepBatch, training_samples
+from open_instruct.rollout.traces import write_traces
+from open_instruct.run.metrics_log import MetricsLog
+from open_instruct.run.run_directory import RunDirectory
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 <!-- \ud83d\ude00".encode(
+    "utf-16", "surrogatepass"
+).decode("utf-16")
+PROMPT = f"<|im_start|>user\nWhat is {EVIL}?<|im_end|>\n<|im_start|>assistant\n"
+NUM_STEPS = 3
+
+
+def grpo_config(folder: Path, *words: str) -> GRPOConfig:
+    needed = ["--model_name_or_path", EVIL, "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", str(folder)]
+    return parse(GRPOConfig, [*needed, "--total_episodes", "192", *words])
+
+
+def group_of(ticket: int, step: int, rewards: tuple[float, ...]) -> RolloutGroup:
+    size = len(rewards)
+    return RolloutGroup(
+        ticket=ticket,
+        prompt=Prompt(row_id=7, token_ids=(1, 2), text=PROMPT, checks=(Check(verifier="math", ground_truth="4"),)),
+        completions=tuple(
+            Completion(
+                token_ids=tuple(range(index + 1)),
+                logprobs=tuple(-0.125 * (place + 1) for place in range(index + 1)),
+                versions=(max(0, step - 2),) * index + (step - 1,),
+                text=f"{EVIL} answer {index}",
+                finish_reason="stop" if index else "length",
+                seed=index,
+            )
+            for index in range(size)
+        ),
+        verdicts=tuple(Verdict(reward=reward, scores={"math": reward}) for reward in rewards),
+    )
+
+
+def write_step(folder: Path, step: int, rewards: tuple[float, ...] = (0.0, 1.0, 1.0)) -> Path:
+    config = grpo_config(folder).rollout
+    batch = RolloutStepBatch(groups=(group_of(step, step, rewards),))
+    return write_traces(folder, step, batch, training_samples(batch, config=config, version=step - 1))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What a short GRPO run leaves, written by what runs write with."""
+    directory = RunDirectory(path=tmp_path / "run")
+    directory.create()
+    write_config(grpo_config(directory.path, "--beta", "0.5"), directory.config, {"world_size": 2, "evil": EVIL})
+    directory.write_layout(resolve_layout([2]))
+    parts = {"parameters": 2**20, "activations": 2**21}
+    phase = {"name": "backward", "total_bytes": 3 * 2**20, "parts": parts}
+    directory.write_plan({"memory_bytes": 2**30, "peak_phase": "backward", "phases": [phase]})
+    metrics = MetricsLog(directory.metrics)
+    for step in range(1, NUM_STEPS + 1):
+        times = {"time/generate": 1.0, "time/train": 2.0, "time/sync": 0.5, "time/step": 4.0}
+        row = {"step": step, "reward": 0.25 * step, "loss": math.nan if step == 2 else 0.5, "peak_memory_gib": 0.5}
+        metrics.write(row | times | {"rho/hist_0_to_0.5": 0.25, "rho/hist_0.5_to_inf": 0.75, "eval/reward": 0.5})
+        write_step(directory.path, step)
+    sample = {"row_id": 3, "prompt": PROMPT, "completion": EVIL, "ground_truth": [EVIL], "reward": 1.0, "scores": {}}
+    for step in (0, NUM_STEPS):
+        directory.write_evaluation({"step": step, "eval/pass_at_1": 0.25 + 0.1 * step, "samples": [sample]})
+    directory.hf_model.mkdir()
+    words = Tokenizer(WordLevel({"zero": 0, "one": 1, "two": 2}, unk_token="zero"))
+    words.save(str(directory.hf_model / "tokenizer.json"))
+    return directory.path
+
+
+class _Page(HTMLParser):
+    """The page as a browser's parser has it: every tag, and what is in each script by its id."""
+
+    VOID = ("meta", "input", "line", "br", "rect")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: dict[str | None, str] = {}
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self._script: str | None = None
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+        if tag == "script":
+            self._script = dict(attrs).get("id")
+            self.scripts[self._script] = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts[self._script] += data
+        else:
+            self.words.append(data)
+
+    def array(self, name: str, kind: str) -> list[int]:
+        return numpy.frombuffer(self.unpacked(name), kind).tolist()
+
+    def unpacked(self, name: str) -> bytes:
+        return gzip.decompress(base64.b64decode(self.scripts[f"run0-{name}"]))
+
+
+def page_of(*folders: Path, max_rollouts: int = 100) -> _Page:
+    return _Page(page.report_page(folders, max_rollouts=max_rollouts))
+
+
+class TestPage:
+    def test_nothing_that_a_run_wrote_is_markup(self, run: Path) -> None:
+        text = page.report_page([run], max_rollouts=100)
+        assert "alert(1)</script>" not in text and "<img" not in text
+        parsed = _Page(text)
+        assert f"evil: {' '.join(EVIL.split())}" in parsed.words  # of config.yaml's head
+        assert EVIL in parsed.words  # the flag --model_name_or_path
+        rows = json.loads(parsed.unpacked("text"))
+        assert rows["columns"]["completion"][:3] == [f"{EVIL} answer {index}" for index in range(3)]
+        assert rows["prompts"][0]["prompt"] == PROMPT
+
+    def test_one_script_can_run_and_nothing_is_fetched(self, run: Path) -> None:
+        parsed = page_of(run)
+        scripts = [attributes for tag, attributes in parsed.tags if tag == "script"]
+        assert [each for each in scripts if each.get("type") is None] == [{}]
+        assert {each.get("type") for each in scripts[:-1]} == {"application/json", "text/plain"}
+        digest = base64.b64encode(hashlib.sha256(parsed.scripts[None].encode()).digest()).decode()
+        policy = next(each["content"] for tag, each in parsed.tags if each.get("http-equiv"))
+        assert (
+            policy is not None and policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
+        )
+        names = {tag for tag, _ in parsed.tags}
+        assert not names & {"link", "img", "iframe"}
+        assert not [attributes for _, attributes in parsed.tags if attributes.keys() & {"src", "onclick", "onload"}]
+        assert "innerHTML" not in parsed.scripts[None] and "insertAdjacentHTML" not in parsed.scripts[None]
+
+    def test_every_id_that_the_script_asks_for_is_there(self, run: Path) -> None:
+        parsed = page_of(run)
+        ids = {attributes.get("id") for _, attributes in parsed.tags}
+        assert set(re.findall(r'byId\("([\w-]+)"\)', parsed.scripts[None])) <= ids
+
+    def test_curves_and_scores(self, run: Path) -> None:
+        data = json.loads(page_of(run).scripts["data"])
+        curves, held_out = data["runs"][0]["curves"], data["runs"][0]["held_out"]
+        assert curves["step"] == [1, 2, 3] and curves["columns"]["reward"] == [0.25, 0.5, 0.75]
+        assert curves["columns"]["loss"] == [0.5, None, 0.5]
+        assert "rho/hist_0_to_0.5" not in curves["columns"] and "eval/reward" not in curves["columns"]
+        assert held_out == {"step": [0, 3], "columns": {"eval/pass_at_1": [0.25, 0.55]}, "steps_in_a_point": 1}
+
+    def test_words_and_bars(self, run: Path) -> None:
+        words = " ".join(" ".join(page_of(run).words).split())
+        assert "step 3 of 3, ended" in words
+        assert "Planned 3.0 MiB, most in backward; measured 512.0 MiB; there are 1.0 GiB." in words
+        assert "1 replica of the model, shard degree 2" in words
+        assert "<code>--learning_rate</code>, or raise" in page.report_page([run], max_rollouts=0)  # in a remedy
+        assert "activations: 2.0 MiB" in words and "generate: 1.00 s" in words and "other: 500 ms" in words
+
+    def test_several_runs_are_compared(self, run: Path, tmp_path: Path) -> None:
+        other = tmp_path / "deeper" / "run"
+        shutil.copytree(run, other)
+        write_config(grpo_config(other, "--beta", "0.25"), other / "config.yaml")
+        parsed = page_of(run, other)
+        assert [each["name"] for each in json.loads(parsed.scripts["data"])["runs"]] == [str(run), str(other)]
+        words = [word for word in parsed.words if word.strip()]
+        differ = words[words.index("flags that differ") : words.index(f"all flags of {run}")]
+        place = differ.index("--beta")
+        assert differ[place + 1 : place + 3] == ["0.5", "0.25"] and "--learning_rate" not in differ
+        assert "run1-token_ids" in parsed.scripts
+
+    def test_flags_that_differ(self) -> None:
+        a = RunFiles(name="a", folder=Path(), config={"beta": None, "seed": 1, "loss_fn": "dapo"})
+        b = RunFiles(name="b", folder=Path(), config={"beta": 0.5, "seed": 1, "packing": True})
+        assert list(differing_flags([a, b])) == [("beta", [None, 0.5])]
+        assert list(differing_flags([a])) == []
+
+    def test_a_run_that_has_only_begun(self, tmp_path: Path) -> None:
+        write_config(grpo_config(tmp_path), tmp_path / "config.yaml")
+        words = " ".join(page_of(tmp_path).words)
+        assert "No step was taken yet." in words and "the run left no plan" in " ".join(words.split()).lower()
+
+    @pytest.mark.parametrize("plan", ["{", '{"phases": [{}]}', "[]"])
+    def test_a_layout_or_a_plan_of_another_version_is_none(self, run: Path, plan: str) -> None:
+        (run / "layout.json").write_text('{"gpus_per_node": [1], "shard_groups": [[0]]}')
+        (run / "plan.json").write_text(plan)
+        words = " ".join(page_of(run).words)
+        assert "The run left no layout." in words and "left no plan" in words
+
+    def test_damaged_files_are_passed_over(self, run: Path) -> None:
+        (run / "layout.json").write_text('{"gpus_per_node": 3}')
+        (run / "plan.json").write_text("{")
+        (run / "traces" / "step2.parquet").write_bytes(b"PAR1 no")
+        (run / "traces" / "stepX.parquet").write_bytes(b"")
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"step": 4, "los\xff')
+        parsed = page_of(run)
+        words = " ".join(parsed.words)
+        assert "traces/step2.parquet cannot be read" in words and "The run left no layout." in words
+        assert json.loads(parsed.unpacked("text"))["columns"]["step"][:6] == [1, 1, 1, 3, 3, 3]
+
+
+class TestRollouts:
+    def test_tokens_come_back(self, run: Path) -> None:
+        parsed = page_of(run)
+        text = json.loads(parsed.unpacked("text"))
+        columns = text["columns"]
+        assert columns["num_tokens"] == [1, 2, 3] * NUM_STEPS + [0, 0]
+        assert parsed.array("token_ids", "<u4") == [0, 0, 1, 0, 1, 2] * NUM_STEPS
+        assert parsed.array("logprobs", "<i2") == [-125, -125, -250, -125, -250, -375] * NUM_STEPS
+        assert parsed.array("versions", "<u4")[-6:] == [2, 1, 2, 1, 1, 2]
+        assert text["pieces"] == {"0": "zero", "1": "one", "2": "two"}
+        assert columns["advantage"][:3] == [pytest.approx(-math.sqrt(2)), *[pytest.approx(math.sqrt(0.5))] * 2]
+        assert columns["held_out"][-2:] == [True, True] and columns["step"][-2:] == [0, 3]
+        assert text["prompts"][columns["prompt"][-1]] == {"prompt": PROMPT, "checks": json.dumps([EVIL])}
+
+    def test_too_many_are_thinned_by_whole_steps_and_it_is_said(self, run: Path) -> None:
+        for step in range(4, 11):
+            write_step(run, step)
+        found = read_rollouts(run, most=9)
+        assert found.table is not None and set(found.table["step"].to_pylist()) == {2, 6, 10}
+        assert found.notes == ("9 rollouts of 30 are here: those of every 4th step; --max_rollouts takes more",)
+        assert read_rollouts(run, most=30).notes == ()
+        assert read_rollouts(run, most=0) == Rollouts()
+
+    def test_a_reward_that_is_no_number_is_none(self, run: Path) -> None:
+        RunDirectory(path=run).write_evaluation({"step": 4, "samples": [{"reward": math.nan, "completion": "?"}]})
+        assert json.loads(page_of(run).unpacked("text"))["columns"]["reward"][-1] is None
+
+    def test_foreign_files_are_left_out(self, run: Path) -> None:
+        from pyarrow import array, list_, parquet
+        from pyarrow import int32 as kind
+
+        file = run / "traces" / "step1.parquet"
+        table = parquet.ParquetFile(file).read()
+        place = table.column_names.index("versions")
+        parquet.write_table(table.set_column(place, "versions", array([[1]] * 3, list_(kind()))), file)
+        other = run / "traces" / "step2.parquet"
+        parquet.write_table(table.drop_columns("reward"), other)
+        found = read_rollouts(run, most=100)
+        assert set(found.notes) == {f"traces/{each.name} cannot be read, and is left out" for each in (file, other)}
+        assert found.table is not None and set(found.table["step"].to_pylist()) == {3}
+
+
+class TestHistograms:
+    def test_of_rollouts_and_ratios(self, run: Path) -> None:
+        titles = {each["title"].split(",")[0].split(":")[0]: each for each in shown_histograms(run)}
+        lengths = titles["length of a completion"]
+        assert lengths["labels"] == ["1", "2", "3"] and lengths["late"] == [pytest.approx(1 / 3, rel=1e-5)] * 3
+        # In step 1 all is fresh; in step 3 two of a group's three completions begin a step earlier: 3 tokens of 6.
+        behind = titles["staleness of a token"]
+        assert (behind["labels"], behind["early"], behind["late"]) == (["0", "1"], [1.0, 0.0], [0.5, 0.5])
+        ratio = titles["rho"]
+        assert (ratio["labels"], ratio["late"]) == (["0 to 0.5", "0.5 to inf"], [0.25, 0.75])
+
+    def test_many_values_share_bars(self) -> None:
+        import pyarrow
+
+        rewards = [index / 100 for index in range(101)]
+        lists = {name: [[0]] * 101 for name in ("token_ids", "versions", "logprobs")}
+        table = pyarrow.table({"step": [1] * 101, "reward": rewards, **lists})
+        of_rewards = histograms_of(RunFiles(name="a", folder=Path()), Rollouts(table=table))[1]
+        assert len(of_rewards["labels"]) == 24 and of_rewards["early"] is None
+        assert sum(of_rewards["late"]) == pytest.approx(1, abs=1e-4)
+
+
+def shown_histograms(run: Path) -> list[dict[str, Any]]:
+    return histograms_of(RunFiles.read(run), read_rollouts(run, most=100))
+
+
+def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
+    """A number, or a function of the step, for each column."""
+    return [
+        {"step": step} | {name: value(step) if callable(value) else value for name, value in columns.items()}
+        for step in range(1, num_steps + 1)
+    ]
+
+
+def said_of(rows: list[dict[str, Any]], **more: Any) -> list[Finding]:
+    return findings_of(RunFiles(name="a", folder=Path("a"), rows=rows, has_ended=True, **more))
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "not finite": ({"loss": lambda step: None if step == 7 else 0.5}, "loss was not finite in 1 step, first in step 7"),
+    "rising": ({"loss": lambda step: 0.5 + step / 100}, "The loss rose from"),
+    "nothing learned": ({"loss": 0.6931}, "Nothing was learned: the loss stayed"),
+    "jump": ({"grad_norm": lambda step: 50.0 if step == 30 else 1.0}, "its norm was 50 in step 30, and 1 in those"),
+    "pairs": ({"rewards/accuracy": 0.5, "rewards/margin": 0.0}, "50% of the last pairs are told apart"),
+    "all cut": ({"reward": 0.5, "truncated_fraction": 0.9}, "90% of the completions are cut off"),
+    "nothing right": ({"reward": 0.0, "zero_std_fraction": 1.0}, "Nothing was right"),
+    "all the same": ({"reward": 0.9, "zero_std_fraction": 0.9}, "90% of the last groups taught nothing"),
+    "flat": ({"reward": 0.5, "zero_std_fraction": 0.1}, "The reward is flat"),
+    "verifiers": ({"reward": 0.5, "num_verifier_problems": 3}, "Verifiers failed for 3 answers of a step"),
+    "clipped": ({"reward": lambda step: step / 40, "clip_fraction": 0.4}, "40% of the tokens were clipped"),
+    "apart": ({"logprob_diff/mean": 0.5}, "Learner and engine differ by 0.5"),
+    "one answer": ({"entropy": lambda step: 2.0 if step < 20 else 0.01}, "The policy has lost its variety"),
+    "starved": ({"reward": 0.5, "time/generate": 8.0, "time/step": 10.0}, "waits for completions for 80% of its time"),
+    "slower": ({"tokens_per_second": lambda step: 100 if step < 20 else 10}, "The run has become slower"),
+    "padding": ({"padding_fraction": 0.5}, "50% of what is computed is padding"),
+    "retries": ({"allocation_retries/max": 4}, "tried again, 4 times"),
+}
+
+
+class TestHealth:
+    @pytest.mark.parametrize("name", CASES)
+    def test_what_is_wrong_is_said_with_a_remedy(self, name: str) -> None:
+        columns, words = CASES[name]
+        found = [finding for finding in said_of(rows_with(**columns)) if words in finding.text]
+        assert len(found) == 1 and found[0].level != "good" and found[0].remedy
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_one_rule_does_not_speak_for_another(self, name: str) -> None:
+        _, words = CASES[name]
+        good = {"loss": lambda step: 1 / step, "grad_norm": 1.0, "reward": lambda step: step / 40}
+        assert not [finding for finding in said_of(rows_with(**good)) if words in finding.text]
+
+    def test_of_a_good_run(self) -> None:
+        found = said_of(rows_with(loss=lambda step: 1 / step, grad_norm=lambda step: 30 / step))
+        assert [finding.level for finding in found] == ["good"]
+
+    @pytest.mark.parametrize(
+        ("scores", "words"),
+        [
+            ((0.5, 0.75), ["accuracy on held-out pairs went from 0.5 to 0.75"]),
+            ((0.5, 0.9, 0.75), ["best in step 1 (0.9; 0.75 at the end)", "went from 0.5 to 0.75"]),
+            ((0.75, 0.5), ["did not improve (0.75 to 0.5)", "best in step 0 (0.75; 0.5 at the end)"]),
+        ],
+    )
+    def test_held_out_scores(self, scores: tuple[float, ...], words: list[str]) -> None:
+        evaluations = [{"step": step, "eval/preference_accuracy": score} for step, score in enumerate(scores)]
+        found = said_of(rows_with(num_steps=2), evaluations=evaluations)
+        assert len(found) == len(words) and all(
+            word in finding.text for word, finding in zip(words, found, strict=True)
+        )
+
+    def test_memory(self) -> None:
+        plan = {"memory_bytes": 80 * 2**30, "phases": [{"total_bytes": 40 * 2**30}]}
+        on_gpu = {"peak_reserved_gib": 60.0}
+        assert any(
+            "60.0 GiB, not 40.0" in f.text for f in said_of(rows_with(peak_memory_gib=60.0, **on_gpu), plan=plan)
+        )
+        assert any("nearly used up" in f.text for f in said_of(rows_with(peak_memory_gib=79.0, **on_gpu), plan=plan))
+        # Of a process on a CPU, libraries count too.
+        assert not any("planned" in f.text for f in said_of(rows_with(peak_memory_gib=60.0), plan=plan))
+
+    def test_flags_of_remedies_exist(self) -> None:
+        named = set(re.findall(r"--(\w+)", Path(health.__file__).read_text(encoding="utf-8")))
+        assert len(named) > 10
+        assert named <= flags_of(GRPOConfig).keys() | flags_of(DPOConfig).keys()
+
+    def test_parts_of_a_step_leave_the_first_out(self) -> None:
+        rows = rows_with(num_steps=3, **{"time/forward": lambda step: 9.0 if step == 1 else 1.0, "time/backward": 2.0})
+        assert parts_of_step(RunFiles(name="a", folder=Path(), rows=rows)) == {"forward": 1.0, "backward": 2.0}
+
+
+class TestSeries:
+    def test_long_columns_are_averaged(self) -> None:
+        rows = [{"step": step, "loss": float(step % 2), "word": "a"} for step in range(1, 2 * MAX_POINTS + 2)]
+        series = series_of(rows)
+        assert series["steps_in_a_point"] == 3 and series["step"][:2] == [3, 6] and series["step"][-1] == len(rows)
+        assert series["columns"].keys() == {"loss"} and series["columns"]["loss"][:2] == [0.666667, 0.333333]
+
+    def test_what_is_no_number_is_a_gap(self) -> None:
+        rows = [{"step": 1, "a": 1 / 3, "b": True}, {"step": 2, "a": None}, {"step": 3, "a": math.inf}]
+        assert series_of(rows)["columns"] == {"a": [0.333333, None, None]}
+        assert series_of([]) == {"step": [], "columns": {}, "steps_in_a_point": 1}
+
+
+class TestCommand:
+    def test_it_writes_into_the_run_or_where_it_is_told(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert main(["report", str(run)]) == 0
+        page = run / "report.html"
+        assert f"{page} ({page.stat().st_size / 1e6:.2f} MB, in " in capsys.readouterr().out
+        assert main(["report", str(run), str(run)]) == 0
+        assert main(["report", str(run), "--out", "other.html", "--max_rollouts", "3"]) == 0
+        texts = [path.read_text("utf-8") for path in (run / "report.html", Path("report.html"), Path("other.html"))]
+        assert all(text.startswith("<!doctype html>") for text in texts)
+        assert "3 rollouts of 9 are here" in texts[2] and "are here" not in texts[0]
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ([], "the first words are the folders of runs"),
+            (["--follow"], "the first words are the folders of runs"),
+            (["RUN/hf_model"], "holds no run: it has neither config.yaml nor metrics.jsonl"),
+            (["RUN", "--follow", "--out", "a.html"], "--follow writes no file"),
+            (["RUN", "--out", "RUN/none/a.html"], "name another file with --out"),
+            (["RUN", "--max_rollouts", "-1"], "--max_rollouts"),
+            (["RUN", "--open"], "--open"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(
+        self, words: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["report", *(word.replace("RUN", str(run)) for word in words)]) == EXIT_INPUT
+        assert said in capsys.readouterr().err
+
+    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["report", "--help"]) == 0
+        assert "open-instruct report RUN [RUN ...]" in capsys.readouterr().out
+
+
+class TestFollow:
+    @pytest.fixture
+    def address(self, run: Path) -> Iterator[str]:
+        pages = Pages([run], max_rollouts=10)
+        with server_of(pages, port=0) as server:
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+            thread.start()
+            try:
+                assert server.server_address[0] == "127.0.0.1"
+                yield f"http://127.0.0.1:{server.server_port}{pages.path}"
+            finally:
+                server.shutdown()
+                thread.join()
+
+    @staticmethod
+    def asked(address: str) -> str:
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            return answer.read().decode()
+
+    def test_the_page_and_its_mark_follow_the_run(self, address: str, run: Path) -> None:
+        data = json.loads(_Page(self.asked(address)).scripts["data"])
+        assert data["mark"] == self.asked(f"{address}mark") and len(data["runs"][0]["curves"]["step"]) == 3
+        MetricsLog(run / "metrics.jsonl").write({"step": 4, "reward": 1.0})
+        assert self.asked(f"{address}mark") != data["mark"]
+        data = json.loads(_Page(self.asked(address)).scripts["data"])
+        assert data["runs"][0]["curves"]["step"][-1] == 4
+        # A run that starts afresh has no files for a moment.
+        shutil.rmtree(run)
+        assert json.loads(_Page(self.asked(address)).scripts["data"]) == data
+
+    @pytest.mark.parametrize("path", ["/", "/mark", "//", "/x/", "OWN/run.log", "OWN/../metrics.jsonl"])
+    def test_nothing_else_is_served_and_to_nobody_else(self, address: str, path: str) -> None:
+        server, secret = address.removesuffix("/").rsplit("/", 1)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            self.asked(f"{server}{path.replace('OWN', f'/{secret}')}")
+        assert refused.value.code == 404 and len(secret) > 20
+        refused.value.close()
+
+    def test_a_port_that_is_taken(self, address: str, run: Path) -> None:
+        with pytest.raises(InputError, match="leave it out to take another"):
+            server_of(Pages([run], max_rollouts=10), port=int(address.split("/")[2].partition(":")[2]))
+
+
+# What a browser gives the script, as far as it is asked here.
+BROWSER = """
+global.document = { getElementById: id => id in blocks ? { textContent: blocks[id] } : null };
+global.IntersectionObserver = class {};
+"""
+QUESTIONS = """
+async function answers() {
+  const { rows } = await rolloutsOf(0);
+  await arraysOf(0);
+  const asked = (find, kind, order) => chosen(rows, { find, kind, order }).map(row => row.index);
+  const longest = rows[asked("", "all", "longest")[0]];
+  return {
+    tokens: tokensOf(longest, loaded.get(0)),
+    best: asked("", "used", "best"),
+    cut: asked("", "cut", "newest"),
+    found: asked(" Answer 2 ", "all", "step"),
+    none: asked("zebra", "all", "step"),
+    held_out: asked("", "held_out", "newest"),
+    turns: turnsOf(longest.given.prompt),
+    parts: partsOf("a<tool_call>b</tool_call>c<think>d").map(part => [part.kind, part.text]),
+    smoothed: smoothed([1, null, 3], 0.5),
+    path: pathOf({ steps: [0, 1, 2] }, [0, null, 4], step => step, value => value),
+  };
+}
+answers().then(said => console.log(JSON.stringify(said)));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's script")
+def test_the_script_reads_what_the_page_has(run: Path) -> None:
+    parsed = page_of(run)
+    script, num_starts = re.subn(r"\nstart\(\);\s*$", "\n", parsed.scripts.pop(None))
+    assert num_starts == 1
+    program = f"const blocks = {json.dumps(parsed.scripts)};{BROWSER}{script}{QUESTIONS}"
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [(token["id"], token["piece"], token["logprob"], token["version"]) for token in said["tokens"]] == [
+        (0, "zero", -0.125, 0),
+        (1, "one", -0.25, 0),
+        (2, "two", -0.375, 0),
+    ]
+    assert said["best"] == [1, 2, 4, 5, 7, 8, 0, 3, 6]
+    assert said["cut"] == [6, 3, 0] and said["found"] == [2, 5, 8] and said["none"] == []
+    assert said["held_out"] == [10, 9]
+    assert said["turns"] == [{"role": "user", "text": f"What is {EVIL}?"}]
+    assert said["parts"] == [["", "a"], ["tool_call", "b"], ["", "c"], ["think", "d"]]
+    assert said["smoothed"] == [1, None, pytest.approx((0.5 * 1 * 0.5 + 3 * 0.5) / 0.75)]
+    assert said["path"] == "M0.0 0.0L2.0 4.0"

@@ -1,0 +1,117 @@
+"""The forms of rows that people have: all of them are the same conversation, prompt or pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from open_instruct.data.messages import Message
+from open_instruct.data.preference_rows import parse_preference_row
+from open_instruct.data.row_forms import conversation_of, prompt_of
+from open_instruct.data.rows import MalformedRow
+from open_instruct.objectives.kto import parse_labelled_row
+
+
+def turn(role: str, content: str) -> Any:
+    return {"role": role, "content": content}
+
+
+def said(speaker: str, value: str) -> Any:
+    return {"from": speaker, "value": value}
+
+
+SYSTEM, ASKED, REPLY, OTHER = turn("system", "s"), turn("user", "q"), turn("assistant", "a"), turn("assistant", "b")
+CONVERSATION: tuple[Message, ...] = (SYSTEM, ASKED, REPLY)
+
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [SYSTEM, ASKED, REPLY], "system": "another", "prompt": "another"},
+    "sharegpt": {"conversations": [said("system", "s"), said("human", "q"), said("gpt", "a")]},
+    "sharegpt with a system prompt": {"conversations": [said("human", "q"), said("gpt", "a")], "system": "s"},
+    "sharegpt under messages": {"messages": [said("system", "s"), said("user", "q"), said("chatgpt", "a")]},
+    "texts": {"prompt": "q", "completion": "a", "system": "s", "messages": None},
+    "prompt of messages": {"prompt": [SYSTEM, ASKED], "completion": [REPLY], "system": "another"},
+    "one message": {"prompt": [SYSTEM, ASKED], "completion": REPLY},
+    "alpaca": {"instruction": "q", "input": "", "output": "a", "system": "s"},
+}
+
+
+@pytest.mark.parametrize("form", CONVERSATIONS)
+def test_conversations(form: str) -> None:
+    assert conversation_of(CONVERSATIONS[form]) == CONVERSATION
+    assert parse_labelled_row(CONVERSATIONS[form] | {"label": "False"}) == (CONVERSATION, False)
+    assert prompt_of(CONVERSATIONS[form]) == CONVERSATION[:2]
+
+
+def test_alpaca_with_an_input_and_a_history() -> None:
+    row = {"instruction": "Add.", "input": "2 and 3", "output": "5", "history": [["hi", "hello"]]}
+    assert [message["content"] for message in conversation_of(row)] == ["hi", "hello", "Add.\n2 and 3", "5"]
+    assert [message["role"] for message in prompt_of(row)] == ["user", "assistant", "user"]
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "whole": {"chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER], "prompt": "another", "system": "another"},
+    "texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "prompt of messages": {"prompt": [ASKED], "chosen": [REPLY], "rejected": [OTHER]},
+    "mixed": {"prompt": [ASKED], "chosen": "a", "rejected": [OTHER]},
+    "sharegpt": {"conversations": [said("human", "q")], "chosen": said("gpt", "a"), "rejected": said("gpt", "b")},
+    "alpaca": {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+    "transcripts": {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_pairs(form: str) -> None:
+    pair = parse_preference_row(PAIRS[form])
+    assert (pair.prompt, pair.chosen, pair.rejected) == ((ASKED,), "a", "b")
+
+
+def test_a_transcript_of_several_turns_and_a_reply_that_only_looks_like_one() -> None:
+    before = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: q\nwith two lines\n\nAssistant:"
+    pair = parse_preference_row({"chosen": f"{before} a", "rejected": f"{before} b"})
+    assert [message["content"] for message in pair.prompt] == ["hi", "hello", "q\nwith two lines"]
+    pair = parse_preference_row({"prompt": "Who?", "chosen": "Human: he", "rejected": "she"})
+    assert pair.chosen == "Human: he"
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "told"),
+    [
+        ({"conversations": [said("alien", "q"), said("gpt", "a")]}, "unknown_role", "unknown role 'alien'"),
+        ({"conversations": [said("human", "q"), {"from": "gpt"}]}, "bad_message", "'conversations', turn 2: no 'con"),
+        ({"conversations": "q"}, "not_messages", "'conversations' must be a list of messages, not a string"),
+        ({"instruction": 3, "output": "a"}, "bad_message", "'content' must be text, not a number"),
+        ({"instruction": "q", "output": "a", "history": ["q"]}, "not_messages", "'history' must be a list of pairs"),
+        ({"prompt": "q", "completion": [REPLY, OTHER]}, "not_messages", "'completion' must be one message"),
+        ({"prompt": "q", "completion": 4}, "bad_message", "'content' must be text"),
+        ({"prompt": "q", "completion": " "}, "empty_reply", "the reply in 'prompt + completion' is empty"),
+        ({"prompt": "q", "response": "a"}, "missing_key", "'prompt' with 'completion'"),
+    ],
+)
+def test_malformed_forms(row: dict[str, Any], kind: str, told: str) -> None:
+    with pytest.raises(MalformedRow) as caught:
+        conversation_of(row)
+    assert (caught.value.kind, told in caught.value.reason) == (kind, True), caught.value.reason
+
+
+KEYS = ["messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system"]
+ANY = st.recursive(
+    st.none() | st.integers() | st.text(max_size=2) | st.sampled_from([ASKED, REPLY, said("human", "q"), "Human: q"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(row=st.dictionaries(st.sampled_from([*KEYS, "chosen", "rejected"]), ANY, max_size=6))
+def test_any_row_is_read_or_malformed(row: dict[str, Any]) -> None:
+    for parse in (conversation_of, prompt_of, parse_preference_row):
+        try:
+            parsed: Any = parse(row)
+        except MalformedRow:
+            continue
+        assert parsed

@@ -1,0 +1,223 @@
+"""`open-instruct chat`: what it says is what the model says, in the words it was trained with, and it ends cleanly."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from open_instruct.chat.folder import TalkingFolder, talking_folder
+from open_instruct.chat.talk import converse
+from open_instruct.cli import main
+from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.parallel import peers
+from open_instruct.toys.tiny import write_tiny_model
+
+QUESTION = "What is\n2 + 2?"
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As an export lies in a run's folder, with a template that is not the tokenizer's own."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("run") / "hf_model", family="olmo2")
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.role }} said {{ message.content }}{{ eos_token }}{% endfor %}answer:"
+    )
+    # Of an engine's own settings: none of it is to count.
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 9.0, "max_new_tokens": 1}')
+    return folder
+
+
+def likeliest(folder: Path, prompt: str) -> str:
+    """What follows on `prompt`, token by token, each time from the whole text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    start = len(ids)
+    with torch.no_grad():
+        for _ in range(NUM_TOKENS):
+            ids.append(network(torch.tensor([ids])).logits[0, -1].argmax().item())
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+    text: str = tokenizer.decode(ids[start:], skip_special_tokens=True)
+    return text
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, stdin: str = QUESTION
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    code = main(["chat", *words, "--temperature", "0", "--max_tokens", str(NUM_TOKENS)])
+    return code, *capsys.readouterr()
+
+
+def test_a_pipe_is_one_question_in_the_exports_own_words(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = asked(monkeypatch, capsys, str(model.parent), "--system_prompt", "Be brief.")
+    eos = AutoTokenizer.from_pretrained(model).eos_token
+    said = likeliest(model, f"system said Be brief.{eos}user said {QUESTION}{eos}answer:")
+    assert (code, out) == (0, said + "\n")
+    assert len(said) > 3
+
+
+def test_an_adapter_talks_as_the_model_that_it_is_merged_into(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, fields = tmp_path / "adapter", json.loads((model / "config.json").read_text())
+    adapter.mkdir()
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["down_proj"], "base_model_name_or_path": str(model)}
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"lora_A": (4, fields["intermediate_size"]), "lora_B": (fields["hidden_size"], 4)}
+    matrices = {
+        f"base_model.model.model.layers.{layer}.mlp.down_proj.{name}.weight": torch.randn(size, generator=generator)
+        for layer in range(fields["num_hidden_layers"])
+        for name, size in sizes.items()
+    }
+    save_file(matrices, adapter / "adapter_model.safetensors")
+    words = ["--model_name_or_path", str(model), "--adapter_name_or_path", str(adapter)]
+    assert main(["merge", *words, "--output_dir", str(tmp_path / "merged")]) == 0
+    capsys.readouterr()
+    by_itself = asked(monkeypatch, capsys, str(tmp_path))[1]  # of a run that wrote nothing else
+    assert by_itself == asked(monkeypatch, capsys, str(tmp_path / "merged"))[1]
+    assert by_itself != asked(monkeypatch, capsys, str(model))[1]
+    code, _, told = asked(monkeypatch, capsys, str(adapter), "--engine", "vllm")
+    assert code == 2 and f"--adapter_name_or_path {adapter} --output_dir DIR" in told
+    save_file(
+        {name: matrix[:, :-1].clone() for name, matrix in matrices.items()}, adapter / "adapter_model.safetensors"
+    )
+    code, _, told = asked(monkeypatch, capsys, str(adapter))
+    assert code == 2 and f"{adapter} cannot be added to its model" in told
+
+
+def test_what_is_no_model_that_talks_is_told_in_a_sentence(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, run, reward = (tmp_path / name for name in ("empty", "run", "reward"))
+    for folder in (empty, run / "step3", reward):
+        folder.mkdir(parents=True)
+    (run / "step3" / "checkpoint.json").write_text("{}")
+    fields = json.loads((model / "config.json").read_text())
+    reward_fields = fields | {"architectures": ["Olmo2ForSequenceClassification"]}
+    (reward / "config.json").write_text(json.dumps(reward_fields))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone/away"}')
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for words, sentence in {
+        (): "the first word is the folder of a model",
+        ("/no/such",): "/no/such: there is no such folder",
+        (str(model / "config.json"),): "config.json is a file",
+        (str(empty),): "a checkpoint folder needs the config.json it was saved with",
+        (str(run),): f"write one with open-instruct export {run} --output_dir DIR",
+        (str(reward),): f"is a reward model, which writes nothing: open-instruct score {reward} FILE",
+        (str(tmp_path),): f"{tmp_path} is an adapter of /gone/away, which is not there",
+        (str(model), "--engine", "vllm"): "pip install 'open-instruct[vllm]'",
+        (str(model), "--top_p", "0"): "--top_p 0",
+    }.items():
+        code, _, told = asked(monkeypatch, capsys, *words)
+        assert (code, sentence in told) == (2, True), told
+    code, _, told = asked(monkeypatch, capsys, str(model), stdin=" \n")
+    assert code == 2 and "there is no question on stdin" in told
+
+
+def test_a_model_that_lacks_a_tensor_does_not_talk(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would draw it, and the model talk nonsense."""
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    code, out, told = asked(monkeypatch, capsys, str(tmp_path))
+    assert (code, out) == (2, "") and "model.layers.0" in told
+
+
+class Parrot:
+    """Says the turns that it was asked with again; Ctrl-C comes within a reply to `stop`."""
+
+    max_tokens = 200
+    pieces: tuple[str, ...] = ("one ", "two")
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self.heard: list[str] = []
+
+    def say(self, token_ids: Sequence[int], write: Callable[[str], None]) -> None:
+        self.heard.append(self.chat.tokenizer.decode(token_ids))
+        for piece in self.pieces:
+            write(piece)
+            if self.heard[-1].endswith("stop<|eot|>answer:"):
+                peers.stop = KeyboardInterrupt()
+                raise peers.stop
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def parrot(model: Path) -> Parrot:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    return Parrot(ChatFormat(tokenizer, choose_chat_template(tokenizer, None)))
+
+
+def test_a_conversation_goes_on_until_its_end(
+    parrot: Parrot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eos = parrot.chat.tokenizer.eos_token
+    questions = ["first", "", "please stop", "third", "word " * 300, "anew"]
+    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(questions)))
+    monkeypatch.setattr(parrot.chat.tokenizer, "decode", lambda ids, **_: spoken(parrot, ids).replace(eos, "<|eot|>"))
+    converse(parrot, parrot.chat, system_prompt=None)
+    assert parrot.heard == [
+        "user said first<|eot|>answer:",
+        "user said first<|eot|>assistant said one two<|eot|>user said please stop<|eot|>answer:",
+        # What came before Ctrl-C was said.
+        "user said first<|eot|>assistant said one two<|eot|>user said please stop<|eot|>assistant said one <|eot|>"
+        "user said third<|eot|>answer:",
+        "user said anew<|eot|>answer:",
+    ]
+    out = capsys.readouterr().out
+    assert out.count("model> one two\n") == 3 and "model> one \n" in out
+    assert "tokens, and the model takes 200; beginning anew\n" in out
+    assert out.endswith("you> \n") and peers.stop is None
+
+
+def test_what_a_model_says_does_not_steer_the_terminal(
+    parrot: Parrot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parrot.pieces = ("\x1b[2J", "\tyes\n")
+    monkeypatch.setattr(sys, "stdin", Terminal("first"))
+    converse(parrot, parrot.chat, system_prompt=None)
+    assert "model> \\x1b[2J\tyes\n" in capsys.readouterr().out
+
+
+def spoken(parrot: Parrot, token_ids: Sequence[int]) -> str:
+    text: str = parrot.chat.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    return text
+
+
+def test_ctrl_c_at_a_question_ends_it(
+    parrot: Parrot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(prompt: str) -> str:
+        peers.stop = KeyboardInterrupt()
+        raise peers.stop
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    converse(parrot, parrot.chat, system_prompt="Be brief.")
+    assert peers.stop is None and capsys.readouterr().out == "\n"
+
+
+def test_a_folder_of_a_model_is_itself(model: Path) -> None:
+    assert talking_folder(str(model)) == talking_folder(str(model.parent)) == TalkingFolder(model=model)
