@@ -113,7 +113,7 @@ def run(program: str, *arguments: str, environment: dict[str, str] | None = None
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | (environment or {}),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -336,7 +336,6 @@ class TestWhoMayTalkToRay:
             head.wait(60)
             shutil.rmtree(folder, ignore_errors=True)
 
-    @pytest.mark.timeout(300)
     @pytest.mark.parametrize(
         ("given", "said"),
         [

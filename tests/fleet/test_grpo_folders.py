@@ -27,7 +27,6 @@ def block_of_readme() -> str:
     return block.replace("\nopen-instruct grpo ", "\nexec open-instruct grpo ").replace(" 1600 ", " 128 ")
 
 
-@pytest.mark.timeout(300)
 def test_only_caches_are_left_in_home_and_in_a_deep_folder_for_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

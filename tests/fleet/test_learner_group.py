@@ -25,7 +25,7 @@ from tests.fleet.forked_workers import OF_RAY, python_that_forks
 from tests.fleet.learners import Recruit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 600.0
 SHAPE = FleetShape(learners_per_node=(2,), num_engines=1, devices_per_engine=1, shares_device=False)
 
 

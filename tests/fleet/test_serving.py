@@ -21,7 +21,7 @@ from tests.fleet.forked_workers import python_that_forks
 from tests.ranks.train_case import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 QUESTION = "What is 2 + 2?"
 NUM_TOKENS = 12
 

@@ -34,7 +34,7 @@ from tests.fleet.vllm_session import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SESSION_TIMEOUT_S = 200
+SESSION_TIMEOUT_S = 600
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 

@@ -49,7 +49,6 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
         differences, _ = run_ranks(
             2,
             "tests.ranks.jobs.weight_sync:feed_engine",
-            timeout_s=150,
             folder=str(tmp_path),
             source=str(learners_model),
             layout=FSDP_2,
@@ -57,7 +56,7 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
             adapter_alone=is_adapter,
             num_versions=num_versions,
         )
-        output, _ = engine.communicate(timeout=30)
+        output, _ = engine.communicate(timeout=300)
     finally:
         engine.kill()
     assert output, (tmp_path / "engine.log").read_text()[-4000:]

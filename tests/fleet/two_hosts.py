@@ -19,7 +19,7 @@ from torch import nn
 from open_instruct.models.names import TensorNames
 from tests.fleet.learners import Recruit
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 BACKEND = "gloo"
 
 

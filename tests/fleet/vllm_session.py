@@ -40,7 +40,7 @@ EOS = 2
 STOP_TOKEN_IDS = (EOS, *range(20, 512, 80))
 STEPS_BEFORE_UPDATE = 10
 RECEIVER = "tests.fleet.folder_receiver.FolderReceiver"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 class HaltingCore(VLLMCore):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "apart.sh"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.ranks.train_case import NUM_ROWS, TrainCase
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list[Any]]:
-    """`run_ranks(num_ranks, "package.module:function", timeout_s=..., **arguments) -> list of results`."""
+    """`run_ranks(num_ranks, "package.module:function", **arguments) -> list of results`."""
     return start
 
 

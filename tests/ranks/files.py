@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-FILE_TIMEOUT_S = 100.0
+FILE_TIMEOUT_S = 600.0
 
 
 def tell(path: Path, info: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class GRPOCase:
         return {"flags": words, "completions": completions} | job
 
     def run(self, run_ranks: RunRanks, num_ranks: int, cases: dict[str, dict], *, job: str = JOB) -> dict[str, Rows]:
-        results = run_ranks(num_ranks, job, timeout_s=240, cases=list(cases.values()), ports=free_ports(len(cases)))
+        results = run_ranks(num_ranks, job, cases=list(cases.values()), ports=free_ports(len(cases)))
         for rank in range(1, num_ranks):
             for ours, first in zip(results[rank], results[0], strict=True):
                 # Every rank tells the same, but for what tensor-parallel ranks measure of themselves.

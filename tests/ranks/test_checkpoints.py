@@ -58,7 +58,7 @@ Results = list[list[dict[str, Any]]]
 def call(job: str, num_ranks: int, cases: list[list[str]], **arguments: Any) -> Results:
     """For each case, what every rank returned."""
     ports = free_ports(len(cases))
-    of_ranks = run_ranks(num_ranks, f"{JOBS}:{job}", timeout_s=300, cases=cases, ports=ports, **arguments)
+    of_ranks = run_ranks(num_ranks, f"{JOBS}:{job}", cases=cases, ports=ports, **arguments)
     return [list(of_case) for of_case in zip(*of_ranks, strict=True)]
 
 
@@ -194,7 +194,7 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
 @pytest.mark.parametrize("in_background", ["off", "on"])
 def test_what_fails_on_one_rank_fails_on_all(grpo_case: GRPOCase, in_background: str) -> None:
     flags = with_layout(flags_of(grpo_case, f"faults_{in_background}", async_checkpoints=in_background), FSDP_2)
-    of_ranks = run_ranks(2, f"{JOBS}:faults_of_one_rank", timeout_s=120, flags=flags)
+    of_ranks = run_ranks(2, f"{JOBS}:faults_of_one_rank", flags=flags)
     assert of_ranks[0] == of_ranks[1]
     written, read, step, left = of_ranks[0]
     assert "the checkpoint of step 2 cannot be written" in written and "rank 1: " in written
@@ -214,7 +214,7 @@ def test_those_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) ->
 
 def test_many_saves_on_four_ranks(grpo_case: GRPOCase) -> None:
     flags = with_layout(flags_of(grpo_case, "many", async_checkpoints="on", keep_last_n_checkpoints=2), HSDP_2X2)
-    left = run_ranks(4, f"{JOBS}:save_many", timeout_s=300, flags=flags, num_saves=30)
+    left = run_ranks(4, f"{JOBS}:save_many", flags=flags, num_saves=30)
     assert left[0] == ["step29", "step30"], "rank 0 removes the older ones"
 
 

@@ -35,7 +35,7 @@ def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
 
 def run(runs: list[dict[str, Any]], *, ranks: int) -> list[Any]:
     """Runs of `a_run`, one after the other in the same ranks. Returns what each rank was told of each."""
-    return run_ranks(ranks, JOB, timeout_s=60 + 40 * len(runs), runs=runs, ports=free_ports(len(runs)))
+    return run_ranks(ranks, JOB, runs=runs, ports=free_ports(len(runs)))
 
 
 def a_run(case: TrainCase, name: str, flags: dict[str, Any], *, readers: int, **settings: Any) -> dict[str, Any]:

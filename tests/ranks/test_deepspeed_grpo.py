@@ -113,7 +113,7 @@ def differing(
         case = grpo_case.case(f"sync_{num_learners}_{number}", flags=flags)
         cases.append({"flags": case["flags"], "way": way, "dtype": dtype})
     arguments = {"cases": cases, "ports": free_ports(len(cases)), "num_learners": num_learners, "folder": str(folder)}
-    *_, of_receiver = run_ranks(num_learners + 1, f"{JOBS}:sync", timeout_s=180, **arguments)
+    *_, of_receiver = run_ranks(num_learners + 1, f"{JOBS}:sync", **arguments)
     return of_receiver
 
 
@@ -122,7 +122,7 @@ def test_a_stopped_run_goes_on_bitwise(grpo_case: GRPOCase) -> None:
     case = grpo_case.case("stopped", flags=flags)
     num_steps = 4
     for of_rank in run_ranks(
-        2, f"{JOBS}:stop_and_go_on", timeout_s=120, flags=case["flags"], ports=free_ports(2), num_steps=num_steps
+        2, f"{JOBS}:stop_and_go_on", flags=case["flags"], ports=free_ports(2), num_steps=num_steps
     ):
         rows = of_rank["rows"]
         assert rows[: num_steps // 2] == rows[num_steps // 2 :]

@@ -103,7 +103,7 @@ class Measured:
             job |= {"num_tokens": NUM_TOKENS, "num_microbatches": NUM_MICROBATCHES, "bucket_bytes": BUCKET_BYTES}
             jobs.append(job)
         target, ports = "tests.ranks.jobs.deepspeed_plan:measure_each", free_ports(len(jobs))
-        of_ranks = run_ranks(NUM_RANKS, target, timeout_s=300, cases=jobs, ports=ports)
+        of_ranks = run_ranks(NUM_RANKS, target, cases=jobs, ports=ports)
         return {
             name: [found for found in each if found]
             for name, each in zip(CASES, zip(*of_ranks, strict=True), strict=True)

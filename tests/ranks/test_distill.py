@@ -28,7 +28,7 @@ LORA: dict[str, Any] = {"use_lora": "true", "lora_r": 4, "learning_rate": 5e-3}
 
 def train(num_ranks: int, *commands: list[str]) -> None:
     ports = free_ports(len(commands))
-    run_ranks(num_ranks, JOB, timeout_s=240, commands=list(commands), ports=ports, entry="distill")
+    run_ranks(num_ranks, JOB, commands=list(commands), ports=ports, entry="distill")
 
 
 @pytest.fixture(scope="module")

@@ -38,8 +38,8 @@ def test_families(cases: dict[str, TrainCase], run_ranks: Callable[..., list[Any
         for family, case in cases.items()
         for name in ("tensor", "context")
     ]
-    run_ranks(1, JOB, timeout_s=120, commands=alone, ports=free_ports(len(alone)))
-    run_ranks(2, JOB, timeout_s=240, commands=sharded + split, ports=free_ports(len(sharded + split)))
+    run_ranks(1, JOB, commands=alone, ports=free_ports(len(alone)))
+    run_ranks(2, JOB, commands=sharded + split, ports=free_ports(len(sharded + split)))
     for family, case in cases.items():
         expected = case.trajectory(f"{family}_alone")
         assert len(expected) == 3 and expected[-1][0] < expected[0][0]

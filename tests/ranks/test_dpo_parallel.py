@@ -49,7 +49,7 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
             for name in ("skip_step_adamw", "muon", "adamw")
         ),
     ]
-    run_ranks(1, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+    run_ranks(1, JOB, commands=commands, ports=free_ports(len(commands)))
     return dpo_case
 
 
@@ -140,7 +140,7 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
             "context_2_full", ranks=1, **EPOCH, context_parallel_degree=2, activation_checkpointing="full"
         ),
     ]
-    run_ranks(2, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+    run_ranks(2, JOB, commands=commands, ports=free_ports(len(commands)))
     for name in ("fsdp_2", "replicas_2", "tensor_2", "context_2", "context_2_unshared", "context_2_full"):
         assert_same_trajectory(one_process, name)
 
@@ -154,7 +154,7 @@ def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("context_2_replicas_2", ranks=2, **EPOCH, context_parallel_degree=2, fsdp_num_replicas=2),
         one_process.command("muon_hsdp_2x2", ranks=4, **EPOCH, fsdp_shard_degree=2, optimizer="muon", weight_decay=0.1),
     ]
-    run_ranks(4, JOB, timeout_s=400, commands=commands, ports=free_ports(6))
+    run_ranks(4, JOB, commands=commands, ports=free_ports(6))
     for name in ("hsdp_2x2", "fsdp_4", "tensor_2_fsdp_2", "context_2_fsdp_2", "context_2_replicas_2"):
         assert_same_trajectory(one_process, name)
     # What differs in the last bits of a gradient is, here and there, another bit of a bfloat16.
@@ -169,8 +169,8 @@ def test_rows_and_matrices_both_split(
     model = write_shallow_model(tmp_path / "model", family="olmo2")
     case = replace(one_process, model=model, folder=tmp_path)
     degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
-    run_ranks(1, JOB, timeout_s=120, commands=[case.command("alone", prefix_sharing="off")], ports=free_ports(1))
-    run_ranks(4, JOB, timeout_s=240, commands=[case.command("split", **EPOCH, **degrees)], ports=free_ports(1))
+    run_ranks(1, JOB, commands=[case.command("alone", prefix_sharing="off")], ports=free_ports(1))
+    run_ranks(4, JOB, commands=[case.command("split", **EPOCH, **degrees)], ports=free_ports(1))
     assert_same_trajectory(case, "split", "alone")
 
 
@@ -179,4 +179,4 @@ def test_heads_that_cannot_be_shared_out(one_process: TrainCase, run_ranks: RunR
 
     degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
     with pytest.raises(RanksFailed, match="= 4 does not divide the 4 query heads and 2 key-value heads"):
-        run_ranks(4, JOB, timeout_s=120, commands=[one_process.command("too_few", **degrees)], ports=free_ports(1))
+        run_ranks(4, JOB, commands=[one_process.command("too_few", **degrees)], ports=free_ports(1))

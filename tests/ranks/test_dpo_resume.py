@@ -15,7 +15,7 @@ from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.train_case import TrainCase, free_ports
 
 NUM_STEPS = 12
-TIMEOUT_S = 150.0
+TIMEOUT_S = 600.0
 ENTRY = str(REPOSITORY / "open_instruct" / "dpo.py")
 
 

@@ -25,9 +25,9 @@ from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.train_case import TrainCase, free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 # A run that takes long enough to be met anywhere in it.
 MANY_STEPS = 4000
 # From the line that tells of a long pass into the pass itself.

@@ -39,7 +39,7 @@ def test_they_are_the_same(dpo_case: TrainCase, run_ranks: RunRanks, tmp_path: P
         out.mkdir()
         commands.append(dpo_case.command(name, output_dir=out, gradient_reduction="last", **flags))
     job = "tests.ranks.jobs.gradient_reduction:compare_each"
-    of_ranks = run_ranks(num_ranks, job, timeout_s=200, cases=commands, ports=free_ports(len(commands)))
+    of_ranks = run_ranks(num_ranks, job, cases=commands, ports=free_ports(len(commands)))
     for name, *of_case in zip(CASES[num_ranks], *of_ranks, strict=True):
         # Tensor ranks add up their gradients of norms in the dtype that they have: bfloat16, or float32 if last.
         within = 1e-2 if "tensor 2, bfloat16" in name else 1e-6

@@ -67,7 +67,7 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("resumed", **resumes, max_train_steps=2),
         case.command("resumed", **resumes),
     ]
-    start(1, JOB, timeout_s=400, commands=commands, ports=free_ports(len(commands)), entry="kto")
+    start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="kto")
     return case
 
 
@@ -96,7 +96,7 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2, batch=4),
         one_process.command("context_2", ranks=1, context_parallel_degree=2),
     ]
-    run_ranks(2, JOB, timeout_s=300, commands=commands, ports=free_ports(len(commands)), entry="kto")
+    run_ranks(2, JOB, commands=commands, ports=free_ports(len(commands)), entry="kto")
     for name in ("fsdp_2", "tensor_2", "context_2"):
         assert_same(one_process, name)
 
@@ -107,7 +107,7 @@ def test_four_ranks_of_which_some_have_no_rows(one_process: TrainCase, run_ranks
         one_process.command("fsdp_4_padded", ranks=4, packing=False),
         one_process.command("apo_4", ranks=4, loss_type="apo_zero_unpaired"),
     ]
-    run_ranks(4, JOB, timeout_s=300, commands=commands, ports=free_ports(len(commands)), entry="kto")
+    run_ranks(4, JOB, commands=commands, ports=free_ports(len(commands)), entry="kto")
     for name in ("hsdp_2x2", "fsdp_4_padded"):
         assert_same(one_process, name)
     assert_same(one_process, "apo_4", "apo")

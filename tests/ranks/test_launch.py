@@ -8,7 +8,7 @@ from tests.ranks.launch import RanksFailed
 
 
 def test_results_come_back_in_rank_order(run_ranks):
-    results = run_ranks(4, "tests.ranks.jobs.launching:all_reduced", num_nodes=2, timeout_s=60, scale=3)
+    results = run_ranks(4, "tests.ranks.jobs.launching:all_reduced", num_nodes=2, scale=3)
     assert [result["sum"] for result in results] == [30] * 4
     assert [result["local_rank"] for result in results] == ["0", "1", "0", "1"]
     assert {result["num_nodes"] for result in results} == {"2"}
@@ -16,7 +16,7 @@ def test_results_come_back_in_rank_order(run_ranks):
 
 def test_a_failing_rank_ends_all_and_shows_its_error(run_ranks):
     with pytest.raises(RanksFailed, match=r"rank 1 ---[\s\S]*rank one says no"):
-        run_ranks(2, "tests.ranks.jobs.launching:one_rank_raises", timeout_s=60)
+        run_ranks(2, "tests.ranks.jobs.launching:one_rank_raises")
 
 
 def test_a_hang_is_killed_and_shows_where(run_ranks):

@@ -72,10 +72,10 @@ def runs(cases: dict[str, TrainCase]) -> dict[str, TrainCase]:
         case.command("elastic", ranks=4, lr_scheduler_type="constant"),
     ]
     for num_ranks, commands in ((1, alone), (2, two), (4, four)):
-        codes = start(num_ranks, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+        codes = start(num_ranks, JOB, commands=commands, ports=free_ports(len(commands)))
         assert set(codes[0]) == {0}
     commands = [replace(case, own_flags=LORA).command("reward", ranks=2, max_train_steps=3, chat_template_name="tulu")]
-    start(2, JOB, timeout_s=120, commands=commands, ports=free_ports(1), entry="reward_model")
+    start(2, JOB, commands=commands, ports=free_ports(1), entry="reward_model")
     return cases
 
 

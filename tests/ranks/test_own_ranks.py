@@ -14,7 +14,7 @@ from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.test_faults import MANY_STEPS, once, pids_of, rows_in, running, said_by
 from tests.ranks.train_case import TrainCase
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.slow
 
 
 def start(command: list[str]) -> Forked:

@@ -49,7 +49,7 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
             }.items()
         ),
     ]
-    run_ranks(1, JOB, timeout_s=500, commands=commands, ports=free_ports(len(commands)))
+    run_ranks(1, JOB, commands=commands, ports=free_ports(len(commands)))
     return dpo_case
 
 
@@ -107,6 +107,6 @@ def test_sums_that_count_tokens_differently_are_kept_apart(one_process: TrainCas
 def test_ranks(one_process: TrainCase, run_ranks: RunRanks, ranks: int) -> None:
     names = list(CASES) if ranks == 2 else ["aot", "aot_unpaired"]
     commands = [one_process.command(f"{name}_{ranks}", ranks=ranks, **LONG, **CASES[name]) for name in names]
-    run_ranks(ranks, JOB, timeout_s=300, commands=commands, ports=free_ports(len(commands)))
+    run_ranks(ranks, JOB, commands=commands, ports=free_ports(len(commands)))
     for name in names:
         assert_same_trajectory(one_process, f"{name}_{ranks}", f"{name}_base")

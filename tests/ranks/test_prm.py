@@ -60,7 +60,7 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("resumed", **constant),
         case.command("whole_data", max_train_steps=1, per_device_train_batch_size=NUM_ROWS, learning_rate=1e-9),
     ]
-    start(1, JOB, timeout_s=200, commands=commands, ports=free_ports(len(commands)), entry="prm")
+    start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="prm")
     return case
 
 
@@ -83,14 +83,14 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("fsdp_2", ranks=2),
         one_process.command("context_2", ranks=1, context_parallel_degree=2, batch=4),
     ]
-    run_ranks(2, JOB, timeout_s=200, commands=commands, ports=free_ports(2), entry="prm")
+    run_ranks(2, JOB, commands=commands, ports=free_ports(2), entry="prm")
     for name in ("fsdp_2", "context_2"):
         assert_same(one_process, name)
 
 
 def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     command = one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1)
-    run_ranks(4, JOB, timeout_s=200, commands=[command], ports=free_ports(1), entry="prm")
+    run_ranks(4, JOB, commands=[command], ports=free_ports(1), entry="prm")
     assert_same(one_process, "hsdp_2x2")
 
 

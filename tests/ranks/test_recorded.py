@@ -87,7 +87,7 @@ def test_dpo_with_shared_prompts_on_two_ranks_and_its_resume(dpo_case: TrainCase
     }
     flags |= {"eval_mixer_list": [dpo_case.rows, "6"]}
     command = dpo_case.command("recorded_dpo", ranks=2, batch=2, **flags)
-    run_ranks(2, TRAIN, timeout_s=200, commands=[command], ports=free_ports(1))
+    run_ranks(2, TRAIN, commands=[command], ports=free_ports(1))
     rows, digest = dpo_case.metrics("recorded_dpo"), dpo_case.weights_digest("recorded_dpo")
     check("dpo", rows, digest)
     assert dpo_case.is_exported_again("recorded_dpo")
@@ -95,7 +95,7 @@ def test_dpo_with_shared_prompts_on_two_ranks_and_its_resume(dpo_case: TrainCase
     stopped = dpo_case.folder / "recorded_dpo_resumed"
     shutil.copytree(dpo_case.folder / "recorded_dpo", stopped, ignore=shutil.ignore_patterns("step5", "hf_model"))
     command = dpo_case.command(stopped.name, ranks=2, batch=2, **flags)
-    run_ranks(2, TRAIN, timeout_s=200, commands=[command], ports=free_ports(1))
+    run_ranks(2, TRAIN, commands=[command], ports=free_ports(1))
     check("dpo", dpo_case.metrics(stopped.name), dpo_case.weights_digest(stopped.name))
 
 
@@ -106,7 +106,7 @@ def test_sft(dpo_case: TrainCase, tmp_path: Path, run_ranks: RunRanks) -> None:
             file.write(json.dumps({"messages": json.loads(line)["chosen"]}) + "\n")
     case = TrainCase(model=dpo_case.model, rows=rows_file, folder=tmp_path, own_flags={"optimizer": "skip_step_adamw"})
     command = case.command("run", batch=2, eval_mixer_list=[rows_file, "5"])
-    run_ranks(1, TRAIN, timeout_s=200, commands=[command], ports=free_ports(1), entry="sft")
+    run_ranks(1, TRAIN, commands=[command], ports=free_ports(1), entry="sft")
     check("sft", case.metrics("run"), case.weights_digest("run"))
 
 
@@ -124,7 +124,7 @@ def test_grpo_from_saved_rollouts(grpo_case: GRPOCase, dpo_case: TrainCase, run_
         "record_entropy": True,
     }
     case = grpo_case.case("recorded", flags=flags)
-    (rows,) = run_ranks(1, GRPO, timeout_s=200, flags=case["flags"], num_steps=NUM_GRPO_STEPS, export=True)
+    (rows,) = run_ranks(1, GRPO, flags=case["flags"], num_steps=NUM_GRPO_STEPS, export=True)
     assert (grpo_case.folder / "recorded" / "traces" / f"step{NUM_GRPO_STEPS}.parquet").exists()
     exported = TrainCase(model=grpo_case.model, rows=dpo_case.rows, folder=grpo_case.folder, own_flags={})
     check("grpo", rows, exported.weights_digest("recorded"))

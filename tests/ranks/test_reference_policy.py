@@ -48,7 +48,7 @@ def results(layout: str, grpo_case: GRPOCase) -> dict[str, list[Rows]]:
         "moved/rest": moved,
     }
     num_ranks = LAYOUTS[layout]["num_learners_per_node"]
-    of_ranks = run_ranks(num_ranks, JOB, timeout_s=240, cases=list(cases.values()), ports=free_ports(len(cases)))
+    of_ranks = run_ranks(num_ranks, JOB, cases=list(cases.values()), ports=free_ports(len(cases)))
     return {name: [rows[index] for rows in of_ranks] for index, name in enumerate(cases)}
 
 

@@ -70,7 +70,7 @@ def replays(grpo_case: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Re
     }
     out = tmp_path_factory.mktemp("reports")
     words = [[*map(str, command), "--json", str(out / name)] for name, command in commands.items()]
-    (printed,) = run_ranks(1, REPLAY, timeout_s=240, commands=words, ports=free_ports(len(words)))
+    (printed,) = run_ranks(1, REPLAY, commands=words, ports=free_ports(len(words)))
     return Replays(
         plain=plain,
         was_left_alone=files_of(plain) == before and "traces/step2.parquet" in before,
@@ -81,7 +81,7 @@ def replays(grpo_case: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Re
 
 def run_of(grpo_case: GRPOCase, name: str, **flags: Any) -> Path:
     case = grpo_case.case(name, flags=FLAGS | flags)
-    run_ranks(flags.get("num_learners_per_node", 1), RUN, timeout_s=120, flags=case["flags"], num_steps=NUM_STEPS)
+    run_ranks(flags.get("num_learners_per_node", 1), RUN, flags=case["flags"], num_steps=NUM_STEPS)
     return grpo_case.folder / name
 
 

@@ -72,7 +72,7 @@ def one_process(case: TrainCase) -> TrainCase:
             for family in OTHER_FAMILIES
         ),
     ]
-    start(1, JOB, timeout_s=300, commands=commands, ports=free_ports(len(commands)), entry="reward_model")
+    start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="reward_model")
     return case
 
 
@@ -97,7 +97,7 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("fsdp_2", ranks=2),
         one_process.command("context_2", ranks=1, context_parallel_degree=2, batch=4),
     ]
-    run_ranks(2, JOB, timeout_s=200, commands=commands, ports=free_ports(2), entry="reward_model")
+    run_ranks(2, JOB, commands=commands, ports=free_ports(2), entry="reward_model")
     for name in ("fsdp_2", "context_2"):
         assert_same(one_process, name)
 
@@ -107,7 +107,7 @@ def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1),
         one_process.command("bfloat16_4", ranks=4, param_dtype="bfloat16", max_train_steps=1),
     ]
-    run_ranks(4, JOB, timeout_s=250, commands=commands, ports=free_ports(2), entry="reward_model")
+    run_ranks(4, JOB, commands=commands, ports=free_ports(2), entry="reward_model")
     assert_same(one_process, "hsdp_2x2")
     # Rewards in bfloat16 would have 8 bits: here they differ from those in float32 by the model's rounding alone.
     loss, exact = (one_process.metrics(name)[0]["loss"] for name in ("bfloat16_4", "base"))

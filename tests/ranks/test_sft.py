@@ -55,7 +55,7 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("padded_accumulated", packing=False, batch=2),
         case.command("whole_data", max_train_steps=1, per_device_train_batch_size=NUM_ROWS, learning_rate=1e-9),
     ]
-    start(1, JOB, timeout_s=120, commands=commands, ports=free_ports(len(commands)), entry="sft")
+    start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="sft")
     return case
 
 
@@ -79,7 +79,7 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("fsdp_2", ranks=2),
         one_process.command("tensor_2", ranks=1, tensor_parallel_degree=2, batch=4),
     ]
-    run_ranks(2, JOB, timeout_s=120, commands=commands, ports=free_ports(2), entry="sft")
+    run_ranks(2, JOB, commands=commands, ports=free_ports(2), entry="sft")
     for name in ("fsdp_2", "tensor_2"):
         assert_same(one_process, name)
 
@@ -93,7 +93,7 @@ def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks
         ),
     ]
     job = JOB.replace("run_each", "run_with_a_slow_rank")
-    run_ranks(2, job, timeout_s=120, commands=commands, ports=free_ports(2), slow_rank=1)
+    run_ranks(2, job, commands=commands, ports=free_ports(2), slow_rank=1)
     for name in ("slow", "slow_tensor"):
         rows, log = one_process.metrics(name), (one_process.folder / name / "run.log").read_text().splitlines()
         assert [row["step"] for row in rows if "slowest_learner" in row] == [10, 20]
@@ -112,7 +112,7 @@ def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         one_process.command("hsdp_2x2", ranks=4, fsdp_shard_degree=2, batch=1),
         one_process.command("fsdp_4_padded", ranks=4, packing=False),
     ]
-    run_ranks(4, JOB, timeout_s=150, commands=commands, ports=free_ports(2), entry="sft")
+    run_ranks(4, JOB, commands=commands, ports=free_ports(2), entry="sft")
     for name in ("hsdp_2x2", "fsdp_4_padded"):
         assert_same(one_process, name)
 
@@ -172,7 +172,7 @@ def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
         one_process.command("resumed", **flags, max_train_steps=2),
         one_process.command("resumed", **flags),
     ]
-    start(1, JOB, timeout_s=120, commands=commands, ports=free_ports(3), entry="sft")
+    start(1, JOB, commands=commands, ports=free_ports(3), entry="sft")
     assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
     assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
     held_out = read(one_process.folder / "resumed" / "eval.jsonl")

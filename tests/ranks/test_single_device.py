@@ -38,7 +38,7 @@ def trained(dpo_case: TrainCase) -> TrainCase:
         dpo_case.command("bf16_resumed", **single),
         dpo_case.command("bf16_single_full", **single, activation_checkpointing="full"),
     ]
-    run_ranks(1, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+    run_ranks(1, JOB, commands=commands, ports=free_ports(len(commands)))
     return dpo_case
 
 

@@ -134,7 +134,7 @@ def test_replay(grpo_case: GRPOCase, tmp_path: Path, run_ranks: RunRanks) -> Non
         "cache_dir": tmp_path / "cache",
     }
     case = grpo_case.case("replayed_streams", flags=flags)
-    run_ranks(1, RUN, timeout_s=120, flags=case["flags"], num_steps=2)
+    run_ranks(1, RUN, flags=case["flags"], num_steps=2)
     run = grpo_case.folder / "replayed_streams"
     changes = {
         "as_it_was": [],
@@ -142,7 +142,7 @@ def test_replay(grpo_case: GRPOCase, tmp_path: Path, run_ranks: RunRanks) -> Non
         "own": ["--loss_fn", f"{own}:squared", "--advantages", f"{own}:signs"],
     }
     commands = [[str(run), "--step", "2", *words, "--json", str(tmp_path / name)] for name, words in changes.items()]
-    run_ranks(1, REPLAY, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+    run_ranks(1, REPLAY, commands=commands, ports=free_ports(len(commands)))
     reports = {name: json.loads((tmp_path / name).read_text()) for name in changes}
     for report in reports.values():
         for name in ("loss", "grad_norm", "ce", "policy_loss"):

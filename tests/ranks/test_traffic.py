@@ -246,7 +246,7 @@ class Counted:
                 job["gpus_per_node"] = nodes_of(case)
             jobs.append(job)
         target, ports = ("count_pretended", {}) if is_pretended else ("count_each", {"ports": free_ports(len(jobs))})
-        results = run_ranks(num_processes, f"{JOBS}:{target}", timeout_s=300, cases=jobs, **ports)
+        results = run_ranks(num_processes, f"{JOBS}:{target}", cases=jobs, **ports)
         return [dict(zip(cases, of_rank, strict=True)) for of_rank in results]
 
 

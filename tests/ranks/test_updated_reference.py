@@ -33,7 +33,7 @@ def runs(dpo_case: TrainCase) -> TrainCase:
         dpo_case.command("half_sorted", **HALF, loss_type="aot"),
         dpo_case.command("half_sorted_cut", **HALF, loss_type="aot", batch=1),
     ]
-    run_ranks(1, JOB, timeout_s=240, commands=commands, ports=free_ports(len(commands)))
+    run_ranks(1, JOB, commands=commands, ports=free_ports(len(commands)))
     return dpo_case
 
 
@@ -72,5 +72,5 @@ def test_it_is_resumed_bitwise(runs: TrainCase) -> None:
 
 
 def test_two_ranks(runs: TrainCase, run_ranks: RunRanks) -> None:
-    run_ranks(2, JOB, timeout_s=120, commands=[runs.command("half_2", ranks=2, **HALF)], ports=free_ports(1))
+    run_ranks(2, JOB, commands=[runs.command("half_2", ranks=2, **HALF)], ports=free_ports(1))
     assert_same(runs, "half_2", "half")

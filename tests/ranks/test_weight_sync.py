@@ -79,7 +79,6 @@ def test_receivers_get_what_an_export_holds(run_ranks, models, tmp_path, num_lea
     results = run_ranks(
         num_learners + num_receivers,
         f"{JOB}:sync",
-        timeout_s=120,
         cases=cases,
         num_learners=num_learners,
         num_receivers=num_receivers,
@@ -103,7 +102,6 @@ def test_who_is_missing_is_named_on_every_side(run_ranks, models, tmp_path, back
     results = run_ranks(
         4,
         f"{JOB}:go_missing",
-        timeout_s=60,
         environment={MARK_VARIABLE: f"open_instruct-test-{os.getpid()}"},
         folder=str(tmp_path),
         source=str(models["llama"]),

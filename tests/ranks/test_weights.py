@@ -138,7 +138,7 @@ def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, nu
         }
         for number, (name, layout) in enumerate(IMPORTS[num_ranks])
     ]
-    of_ranks = run_ranks(num_ranks, f"{JOB}:import_and_export", timeout_s=100, cases=cases)
+    of_ranks = run_ranks(num_ranks, f"{JOB}:import_and_export", cases=cases)
     for number, (name, layout) in enumerate(IMPORTS[num_ranks]):
         results = [of_rank[number] for of_rank in of_ranks]
         dtype = STORED[name.split("_")[-1]]
@@ -159,7 +159,7 @@ def test_dtypes_and_chunks_do_not_matter(run_ranks, checkpoints, tmp_path):
         {"folder": str(folder), "out": str(tmp_path / "0"), "layout": FSDP_2, "dtype": "bfloat16", "chunk_bytes": 1},
         {"folder": str(folder), "out": str(tmp_path / "1"), "layout": computing_in_bf16, "chunk_bytes": 10**9},
     ]
-    results = run_ranks(2, f"{JOB}:import_and_export", timeout_s=60, cases=cases)
+    results = run_ranks(2, f"{JOB}:import_and_export", cases=cases)
     assert [case["differing"] for of_rank in results for case in of_rank] == [[]] * 4
     check_export(tmp_path / "0", folder, torch.bfloat16, None)  # stored as the parameters are
     check_export(tmp_path / "1", folder, torch.float32, None)  # master weights, not the bf16 ones computed with
@@ -175,9 +175,7 @@ def test_damaged_data_is_one_error_on_all_ranks(run_ranks, checkpoints, tmp_path
     tensors = load_file(head / SINGLE_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, head / SINGLE_NAME, metadata={"format": "pt"})
-    first, second = run_ranks(
-        2, f"{JOB}:damaged", timeout_s=60, nan_folder=str(nan), head_folder=str(head), layout=FSDP_2
-    )
+    first, second = run_ranks(2, f"{JOB}:damaged", nan_folder=str(nan), head_folder=str(head), layout=FSDP_2)
     assert first == second
     assert "model.layers.1.mlp.up_proj.weight" in first[0] and "NaN" in first[0]
     assert "lm_head.weight" in first[1] and "tie_word_embeddings" in first[1]
@@ -186,7 +184,7 @@ def test_damaged_data_is_one_error_on_all_ranks(run_ranks, checkpoints, tmp_path
 def test_failed_export_leaves_the_earlier_one(run_ranks, checkpoints, tmp_path):
     folder, out = checkpoints["llama_fp32"], tmp_path / "runs" / "hf_model"
     arguments = {"folder": str(folder), "out": str(out), "layout": FSDP_2, "break_disk_on": 1}
-    first, second = run_ranks(2, f"{JOB}:export_twice", timeout_s=60, **arguments)
+    first, second = run_ranks(2, f"{JOB}:export_twice", **arguments)
     assert first == second and first[0] == "exported"
     assert "model-00002-of" in first[1] and "File too large" in first[1]
     check_export(out, folder, torch.float32, None)

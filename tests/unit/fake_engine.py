@@ -18,7 +18,7 @@ from open_instruct.records import Completion
 
 MAX_NUM_SEQS = 4
 MAX_PROMPT_LENGTH = 16
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 SETTINGS = EngineSettings(
     model_folder="model",

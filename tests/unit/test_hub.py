@@ -77,7 +77,7 @@ def test_an_upload_that_fails_is_told_with_what_tries_again(
         hub.answers.clear()
         program = str(Path(sys.executable).with_name(again[0]))
         environment = {**os.environ, **hub.environment}
-        subprocess.run([program, *again[1:]], env=environment, check=True, timeout=120, capture_output=True)
+        subprocess.run([program, *again[1:]], env=environment, check=True, timeout=300, capture_output=True)
         assert hub.files == {"me/run": FILES}
 
 

@@ -315,7 +315,7 @@ def test_whole_numbers_may_come_as_floats() -> None:
     assert score("* a\n* b", {"func_name": "verify_bullet_points", "N": 2.0}) == 1.0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("piece", ["*** ", "*** .\n", "***", ". "])
 def test_a_postscript_is_sought_once(piece: str) -> None:
     """Many markers with no word behind any of them: each used to look at all that follows."""

@@ -264,7 +264,7 @@ def test_the_passes_of_a_whole_model(
 def test_a_step_is_what_pytorch_tracks(case: Case) -> None:
     """In a process of its own, since a process has one fake process group."""
     process = Forked(print_tracked, case)
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     assert max(predicted(case).values()) == pytest.approx(int(said.split()[-1]), rel=0.05)
 

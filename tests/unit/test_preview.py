@@ -236,7 +236,7 @@ def test_the_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == f"the page is in {page}"

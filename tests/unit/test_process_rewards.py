@@ -265,7 +265,7 @@ def test_steps_of_a_file_and_of_a_completion_are_scored(folder: Path, tmp_path: 
 
     # A process that loads torch and the model for each, so each word is asked for in one case.
     word, reward = ("product", math.prod(expected)) if placeholder is None else ("min", min(expected))
-    pool = VerifierPool([f"prm:{model},{word}"], num_processes=1, timeout_s=60)
+    pool = VerifierPool([f"prm:{model},{word}"], num_processes=1, timeout_s=300)
     try:
         check = Check(verifier="prm", ground_truth=None)
         found = pool.score(check, "\n".join(lines), prompt=prompt)

@@ -521,7 +521,7 @@ def test_the_script_reads_what_the_page_has(run: Path) -> None:
     script, num_starts = re.subn(r"\nstart\(\);\s*$", "\n", parsed.scripts.pop(None))
     assert num_starts == 1
     program = f"const blocks = {json.dumps(parsed.scripts)};{BROWSER}{script}{QUESTIONS}"
-    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert [(token["id"], token["piece"], token["logprob"], token["version"]) for token in said["tokens"]] == [

@@ -350,7 +350,7 @@ def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path, tmp_p
     asked = AutoTokenizer.from_pretrained(judge).apply_chat_template(
         row["messages"][:1], add_generation_prompt=True, tokenize=False
     )
-    pool = VerifierPool([f"reward_model:{judge}"], num_processes=1, timeout_s=60)
+    pool = VerifierPool([f"reward_model:{judge}"], num_processes=1, timeout_s=300)
     try:
         check = Check(verifier="reward_model", ground_truth=None)
         outcome = pool.score(check, "It is, surely.", prompt=asked)

@@ -402,7 +402,7 @@ print("TOLD", run, [(row["step"], row["rewards/margin"]) for row in SQLiteStorag
 """
     (tmp_path / "run").mkdir()
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert "TOLD run [(1, 0.25), (2, 0.5)]" in done.stdout, done.stdout + done.stderr
 
 

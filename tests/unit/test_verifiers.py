@@ -99,7 +99,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def pool(user_module: str) -> Iterator[VerifierPool]:
     """Nothing in it is taken for what does not end, also on a machine that is busy."""
-    pool = VerifierPool([f"{user_module}:Odd", f"{user_module}:Inline"], num_processes=2, timeout_s=20)
+    pool = VerifierPool([f"{user_module}:Odd", f"{user_module}:Inline"], num_processes=2, timeout_s=60)
     yield pool
     pool.close()
 
@@ -202,7 +202,6 @@ class TestPool:
         assert outcome.problem.startswith(problem)
         assert hasty_pool.score(check("odd"), "0.5").score == 0.5
 
-    @pytest.mark.timeout(60)
     def test_what_a_verifier_has_started_ends_with_it(
         self, hasty_pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -210,18 +209,16 @@ class TestPool:
         assert hasty_pool.score(check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
         assert_ends(int(Path("spinning").read_text()))
 
-    @pytest.mark.timeout(60)
     @pytest.mark.parametrize("completion", ["twins", "forge", "read"])
     def test_an_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
         """Not that of a child that came back, nor what a verifier wrote wherever it could."""
-        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=20)
+        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=60)
         scores = [pool.score(check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
         pool.close()
         assert scores == [0.25, 0.75, 1, 0.25, 0, 1]
 
-    @pytest.mark.timeout(60)
     def test_a_long_completion_arrives_whole(self, user_module: str) -> None:
-        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=20)
+        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=60)
         outcome = pool.score(check("odd"), "x" * 3_000_000)
         pool.close()
         assert outcome.problem is not None and outcome.problem.startswith("odd: ValueError")
@@ -231,7 +228,7 @@ class TestPool:
     def test_the_first_problem_is_told_once_with_its_traceback(self, user_module: str, kind: str) -> None:
         said: list[str] = []
         words = [f"{user_module}:Odd", f"{user_module}:Inline"]
-        pool = VerifierPool(words, num_processes=1, timeout_s=20, say=said.append)
+        pool = VerifierPool(words, num_processes=1, timeout_s=60, say=said.append)
         for completion in ("good luck", "0.5", "worse luck"):
             pool.score(check(kind), completion)
         pool.close()
@@ -268,7 +265,7 @@ import os, signal, threading, time
 from open_instruct.records import Check
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import VerifierPool
-pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=60)
+pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=300)
 odd = Check(verifier="odd", ground_truth=None)
 print(round(1 / pool.score(odd, "pid").score), flush=True)
 if {completion!r}:
@@ -299,7 +296,7 @@ print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
         assert run.stdout.strip().isdecimal(), run.stderr
         assert_ends(int(run.stdout))
 
@@ -343,7 +340,7 @@ def test_the_form_is_what_a_pattern_says_slowly(text: str) -> None:
     assert has_r1_format(text) == (re.fullmatch(pattern, text, flags=re.DOTALL) is not None)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("piece", [" ", "<think>", "</think>", "</think><answer>", "</answer> ", "<answer>"])
 def test_the_form_of_long_texts_takes_no_time(piece: str) -> None:
     assert not has_r1_format(piece * 1_000_000)
@@ -359,7 +356,7 @@ class TestOwnFiles:
 
     @pytest.mark.parametrize("word", ["mine.py:Odd", "./mine.py:Odd", "mine:Odd"])
     def test_a_file_of_the_working_folder(self, word: str) -> None:
-        pool = VerifierPool([word, word.replace("Odd", "Inline")], num_processes=1, timeout_s=20)
+        pool = VerifierPool([word, word.replace("Odd", "Inline")], num_processes=1, timeout_s=60)
         assert [pool.score(check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
         pool.close()
         assert "mine" not in sys.modules
@@ -378,7 +375,7 @@ class TestOwnFiles:
         Path("x.jsonl").touch()
         flags = f"--verifier {word} --model_name_or_path ./no_weights --dataset_mixer_list x.jsonl 1.0"
         words = [*entry, *flags.split(), "--output_dir", "out"]
-        run = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+        run = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300)
         # What is looked at next is not whole either.
         assert run.returncode == 2
         assert ("no_weights" in run.stderr) == ("Odd" in word), run.stderr
@@ -398,7 +395,7 @@ class TestOwnFiles:
 
     def test_a_worker_says_why_it_did_not_start(self) -> None:
         said: list[str] = []
-        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=20, say=said.append)
+        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=60, say=said.append)
         Path("mine.py").unlink()
         outcomes = [pool.score(check("odd"), "0.5") for _ in range(2)]
         pool.close()
@@ -415,7 +412,7 @@ class TestOwnFiles:
             monkeypatch.delenv("PYTHONPATH", raising=False)
         else:
             monkeypatch.setenv("PYTHONPATH", paths)
-        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=60)
+        pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=300)
         outcomes = [pool.score(check("math", "2x"), r"\boxed{x + x}"), pool.score(check("odd"), "1")]
         pool.close()
         assert not Path("planted_ran").exists()

@@ -16,7 +16,7 @@ import pytest
 from open_instruct.cluster.watchdog import POLL_INTERVAL_S, SHARED_MEMORY, _keep_logs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason=f"no {SHARED_MEMORY} here")
 
