@@ -49,6 +49,8 @@ export RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0
 # When Ray is told to end, the run has ended: there is nothing to drain, and no time for it before a time limit.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+# Learners and engines give way to nothing else on a node.
+export RAY_worker_niceness=0
 # Short: the sockets in it must fit into 107 characters. Ray opens its own folder to all users, so that one lies within
 # a folder that is this user's alone; where another user has made it before, this fails.
 folder=/tmp/ray-$SLURM_JOB_ID

@@ -67,6 +67,8 @@ def start_cluster(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # When a learner dies, the failures of its peers are never asked for.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Ray's workers else give way to all that runs beside them, and they are the run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if fleet.ray_address is not None:
         _join(fleet.ray_address)
         say(f"joined Ray at {fleet.ray_address}")
