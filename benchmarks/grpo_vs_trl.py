@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--first_step", type=int, default=3, help="that counts")
     parser.add_argument("--num_rounds", type=int, default=3)
     parser.add_argument("--num_learners", type=int, default=1, help="of one thread each, beside the one engine")
+    parser.add_argument("--num_threads", type=int, default=1, help="of our learners, and of our engine, each")
     parser.add_argument("--continuous_batching", action="store_true", help="TRL generates with transformers' engine")
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     args = parser.parse_args()
@@ -153,7 +154,7 @@ def run_ours(args: argparse.Namespace, model: Path, prompts: Path, out: Path) ->
         *("--warmup_ratio", 0, "--checkpointing_steps", args.num_steps + 1),
     ]
     program = REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py"
-    run([sys.executable, str(program), *map(str, flags)], num_threads=1)
+    run([sys.executable, str(program), *map(str, flags)], num_threads=args.num_threads)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     timed = rows[args.first_step - 1 : args.num_steps]  # one step more was taken
     return Speed(

@@ -98,22 +98,27 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         began_s = time.monotonic()
         doing("starting learners and engines")
         console.say(f"starting {counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}")
+        same_host = placement.whereabouts().share_memory()
         backend = choose_backend(
             config.fleet.weight_sync_backend,
             on_cuda=placement.on_gpus,
             single_device=shape.shares_device,
-            same_host=placement.whereabouts().share_memory(),
+            same_host=same_host,
         )
-        allocator = allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=backend == "ipc")
+        environment = allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=backend == "ipc")
+        if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
+            # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes
+            # both three times as slow (docs/benchmarks.md, "GRPO against TRL").
+            environment |= _threads_of_each(shape.num_cpu_slots)
         learners = LearnerGroup(
             learner_class,
             placement,
             arguments={"config": config, "weight_sync_backend": backend, "engine_dtype": engine_dtype(config)},
-            environment=allocator,
+            environment=environment,
             say=console.say,
         )
         stack.callback(learners.shutdown)
-        make_engine = partial(_start_engine, run=run, placement=placement, environment=allocator)
+        make_engine = partial(_start_engine, run=run, placement=placement, environment=environment)
         if shape.shares_device:
             # vLLM takes its share of what it finds free, and must not measure while another takes memory.
             learners.wait_ready(config.fleet.step_timeout_s)
@@ -163,6 +168,11 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         yield fleet
 
 
+def _threads_of_each(num_processes: int) -> dict[str, str]:
+    """Of as many as compute at the same time on this machine's cores; Ray would leave each one thread."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
+
+
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
     """The dtype that engines compute in, and that weights travel in."""
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
@@ -181,9 +191,7 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environm
         stop_token_ids=run.chat.turn_end_token_ids(),
         adapter=config.sent_adapter,
     )
-    environment = {**engine_environment(on_cuda=placement.on_gpus), **environment}
+    own = engine_environment(on_cuda=placement.on_gpus)
     if not placement.on_gpus:
-        # Ray would leave it one thread; learners and engines seldom compute at the same time.
-        num_threads = max(1, (os.cpu_count() or 1) // placement.shape.num_engines)
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(num_threads))
-    return RayEngine(index, settings, placement, environment=environment)
+        own |= _threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
+    return RayEngine(index, settings, placement, environment={**own, **environment})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +94,7 @@ def test_elsewhere_they_start_side_by_side_with_memory_that_grows(started: Any) 
 
 def test_on_a_cpu_nothing_of_this(started: Any) -> None:
     it = started(on_gpus=False)
-    assert it.learners["environment"] == {}
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in it.learners["environment"]
     ((settings, environment),) = it.engines
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     assert not settings.batching.schedules_ahead
@@ -105,3 +106,35 @@ def test_an_engine_holds_the_adapter_where_it_is_sent_alone(started: Any, flags:
     it = started(*flags.split(), on_gpus=False)
     ((settings, _),) = it.engines
     assert settings.adapter == (it.learners["arguments"]["config"].lora if is_held else None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_learners", "of_engines"),
+    [
+        ("", 4, 4),
+        ("--num_learners_per_node 2 --vllm_num_engines 2", 2, 2),
+        ("--num_learners_per_node 9", 1, 1),
+        ("--async_steps 0", None, 8),  # in turns: all cores for each; a group of learners divides them by itself
+        ("--async_steps 0 --vllm_num_engines 2 --vllm_tensor_parallel_size 2", None, 2),
+    ],
+)
+def test_what_computes_at_once_has_its_part_of_the_cores(
+    started: Any, monkeypatch: pytest.MonkeyPatch, flags: str, of_learners: int | None, of_engines: int
+) -> None:
+    """Two threads for each of two processes on two cores took three times as long as one each."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    it = started(*flags.split(), on_gpus=False)
+    told = it.learners["environment"].get("OMP_NUM_THREADS")
+    assert told == (of_learners and str(of_learners))
+    assert {environment["OMP_NUM_THREADS"] for _, environment in it.engines} == {str(of_engines)}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    it = started(*flags.split(), on_gpus=False)
+    assert it.learners["environment"].get("OMP_NUM_THREADS") == (of_learners and "3")  # else it has the run's
+    assert {environment["OMP_NUM_THREADS"] for _, environment in it.engines} == {"3"}
+
+
+def test_threads_on_gpus_are_left_alone(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    it = started()
+    assert "OMP_NUM_THREADS" not in it.learners["environment"] | it.engines[0][1]
