@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,7 @@ class VerifierPool:
     def _ask_worker(self, request: dict[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
-            worker = worker or _Worker(self._command, self._starter, start_timeout_s=self._start_timeout_s)
+            worker = worker or self._start_worker()
             answer = worker.ask(request, timeout_s=self._timeout_s)
             if answer is None:
                 worker.kill()
@@ -101,6 +101,14 @@ class VerifierPool:
         finally:
             self._places.put(worker)
         return answer
+
+    def _start_worker(self) -> _Worker:
+        # An empty entry would mean the working folder.
+        paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        # Judges compute at the same time: with a thread of each for every core they would wait for one another.
+        num_threads = max(1, (os.cpu_count() or 1) // self._num_places)
+        environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ, "PYTHONPATH": paths}
+        return _Worker(self._command, environment, self._starter, start_timeout_s=self._start_timeout_s)
 
     def _tell(self, name: str, text: str) -> None:
         with self._telling:
@@ -121,9 +129,14 @@ class VerifierPool:
 class _Worker:
     """A process with a session of its own, so that what a verifier has started can be ended with it."""
 
-    def __init__(self, command: Sequence[str], starter: ThreadPoolExecutor, *, start_timeout_s: float) -> None:
-        # An empty entry would mean the working folder.
-        paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        starter: ThreadPoolExecutor,
+        *,
+        start_timeout_s: float,
+    ) -> None:
         self._process = starter.submit(
             subprocess.Popen,
             command,
@@ -132,7 +145,7 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": paths},
+            env=environment,
         ).result()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()

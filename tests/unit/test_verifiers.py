@@ -58,6 +58,8 @@ class Odd(Verifier):
                 print(os.getpid(), file=open("spinning", "w"), flush=True)
                 time.sleep(600)
             return 1 / os.getpid()
+        if completion == "threads":
+            return 1 / int(os.environ["OMP_NUM_THREADS"])
         if completion == "twins":
             return 0.25 if os.fork() else 0.5
         if completion == "forge":
@@ -216,6 +218,19 @@ class TestPool:
         scores = [pool.score(check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
         pool.close()
         assert scores == [0.25, 0.75, 1, 0.25, 0, 1]
+
+    @pytest.mark.parametrize(("given", "num_threads"), [(None, 4), ("3", 3)])
+    def test_workers_divide_the_cores(
+        self, user_module: str, monkeypatch: pytest.MonkeyPatch, given: str | None, num_threads: int
+    ) -> None:
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        pool = VerifierPool([f"{user_module}:Odd"], num_processes=2, timeout_s=60)
+        outcome = pool.score(check("odd"), "threads")
+        pool.close()
+        assert outcome.score == 1 / num_threads
 
     def test_a_long_completion_arrives_whole(self, user_module: str) -> None:
         pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=60)
