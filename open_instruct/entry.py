@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import RanksSection, ShardingSection
+from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
@@ -136,7 +136,7 @@ def typed(script: str) -> str:
     return f"open-instruct {sys.argv[1]}" if is_command else script
 
 
-def check_layout(parallel: ShardingSection, environ: Mapping[str, str]) -> None:
+def check_layout(parallel: ParallelSection, environ: Mapping[str, str]) -> None:
     """Refuse sharding flags that cannot work on the nodes that the launcher tells of.
 
     Nodes of unequal size cannot be told from one process's environment; they are left to the

@@ -52,6 +52,7 @@ def main(words: Sequence[str]) -> int:
     from open_instruct.models.lora.adapters import MergedWeights
     from open_instruct.models.lora.files import open_adapter, read_settings
     from open_instruct.models.names import TensorNames
+    from open_instruct.models.shards import held
     from open_instruct.run.first_look import local_folder
 
     base, adapter_folder = local_folder(flags.model_name_or_path), local_folder(flags.adapter_name_or_path)
@@ -62,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         dtype = None if flags.export_dtype == "source" else getattr(torch, flags.export_dtype)
         model.to(dtype or next(iter(files.dtypes.values())))
         adapter = open_adapter(adapter_folder, model, names, lora)
-        stored = {name: files.read(hf_name) for name, hf_name in names}  # views: nothing is read before it is used
+        stored = {name: held(files.read(hf_name)) for name, hf_name in names}  # views: nothing is read before its use
         report = export_hf(
             model,
             hf_config,

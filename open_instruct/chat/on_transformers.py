@@ -24,6 +24,7 @@ from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.adapters import MergedWeights
 from open_instruct.models.lora.files import open_adapter, read_settings
 from open_instruct.models.names import TensorNames
+from open_instruct.models.shards import held
 
 
 class Written(TextStreamer):
@@ -104,9 +105,8 @@ def add_adapter(model: Any, folder: Path, names: TensorNames, built: Transformer
     """
     try:
         lora = LoRASection(**read_settings(folder))
-        plain = {name: model.get_parameter(hf_name) for name, hf_name in names}
-        merged = MergedWeights(plain, open_adapter(folder, built, names, lora), scale=lora.scale)
-        for name, weight in plain.items():
-            weight.copy_(merged[name])
+        plain = {name: held(model.get_parameter(hf_name)) for name, hf_name in names}
+        for name, merged in MergedWeights(plain, open_adapter(folder, built, names, lora), scale=lora.scale).items():
+            plain[name].local.copy_(merged.local)
     except Exception as error:  # of safetensors, of a name that is not there, of shapes
         raise InputError(f"{folder} cannot be added to its model: {type(error).__name__}: {error}") from None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import RunError
-from open_instruct.models.shards import held_of, local_part
+from open_instruct.models.shards import held_of
 
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 """About 2e19. The square of a larger one is no float32, and norms are computed from squares."""
@@ -23,7 +23,7 @@ def check_weights(model: Transformer, *, what: str, last_checkpoint: str, dtype:
     """
     limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
     held = [*held_of(model).values(), *held_of(model, of_adapters=True).values()]
-    shards = [shard for shard in map(local_part, held) if shard.numel()]
+    shards = [each.local for each in held if each.local.numel()]
     # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
     bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)
     is_broken = (~(bounds.abs().max() <= limit)).float().to(next(model.parameters()).device)

@@ -13,12 +13,13 @@ from open_instruct.checkpoints.step_folder import INDEX
 from open_instruct.errors import InputError
 from open_instruct.models.box_files import part_of, read_parts
 from open_instruct.models.checkpoint_files import DTYPES
+from open_instruct.models.shards import Held, held
 
 # Before the names of weights: in checkpoints of FSDP2, and of DeepSpeed, where each is flat.
 BACKENDS = ("model.", "zero.weights.")
 
 
-class SavedWeights(Mapping[str, torch.Tensor]):
+class SavedWeights(Mapping[str, Held]):
     """Those of a whole checkpoint by OLMo-core's names, each put together from all ranks' files when it is asked for.
 
     Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the CPU.
@@ -37,12 +38,12 @@ class SavedWeights(Mapping[str, torch.Tensor]):
                 "command of the run again to end it with an export"
             )
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Held:
         full_name = self._full_names[name]
         entry = self._index[full_name]
         whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
         read_parts(self._folder, self._index, {full_name: part_of(whole)})
-        return whole.view(self._shapes[name])
+        return held(whole.view(self._shapes[name]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._full_names)

@@ -211,7 +211,7 @@ class SFTOptimSection(OptimSection):
 
 
 @dataclass(kw_only=True)
-class ShardingSection:
+class ParallelSection:
     """Sharding"""
 
     fsdp_shard_degree: int | None = free_flag(
@@ -230,12 +230,6 @@ class ShardingSection:
         "every",
     )
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
-
-
-@dataclass(kw_only=True)
-class ParallelSection(ShardingSection):
-    """Sharding"""
-
     backend: Literal["olmo_core", "deepspeed"] = flag(
         "who holds the shards and steps the optimizer: OLMo-core on FSDP2, or DeepSpeed's ZeRO over all ranks",
         "olmo_core",

@@ -14,7 +14,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.lora import LoRASection, target_problems
-from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, PrefixSharing, ShardingSection
+from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection, PrefixSharing
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
@@ -91,7 +91,7 @@ def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterat
         yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
 
 
-def parallel_problems(parallel: ShardingSection) -> Iterator[str]:
+def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
     if parallel.single_gpu_mode:
         for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
@@ -190,10 +190,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
     if config.parallel.zero_stage is None and (idle := changed(config, *OF_DEEPSPEED)):
-        yield (
-            f"{', '.join(idle)}: not needed, FSDP2 shards weights, gradients and optimizer states; read only with "
-            "--backend deepspeed"
-        )
+        yield f"{', '.join(idle)}: not needed, FSDP2 shards all that is trained; read only with --backend deepspeed"
     if not config.run.push_to_hub:
         for given in changed(config, "hub_model_id", "hub_private"):
             yield f"{given} is read only with --push_to_hub"

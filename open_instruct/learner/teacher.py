@@ -26,7 +26,7 @@ from open_instruct.learner.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
-from open_instruct.models.shards import held, reshard, whole_of
+from open_instruct.models.shards import reshard, whole_of
 from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.parallel.wording import counted
@@ -113,10 +113,7 @@ def compare_with(
 
     if opened.teacher.keep is None:
         model = build()
-        weight = held(model.lm_head.w_out.weight)
-        if isinstance(weight, torch.Tensor):
-            weight = weight.detach().to(getattr(torch, config.model.param_dtype))
-        head_VD = whole_of(weight)
+        head_VD = whole_of(model.lm_head.w_out.weight, getattr(torch, config.model.param_dtype))
         return Comparison(opened=opened, model=model, head_VD=head_VD), rows, heldout
     folder, laid_out = cache_root(config.data.cache_dir), "packed" if scorer.shape.packing else "padded"
     words = (config.model.param_dtype, laid_out, opened.teacher.kept_as, str(opened.vocab_size))

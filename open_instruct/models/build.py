@@ -98,7 +98,7 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, held in held_of(model).items():
-        local = local_part(held)
+        local = held.local
         if local.numel() == 0:
             continue
         # The ends of the range pass NaN on, and need no mask of the tensor's size.

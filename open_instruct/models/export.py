@@ -44,7 +44,7 @@ from open_instruct.models.export_files import (
 from open_instruct.models.hf_config import without_code
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
 from open_instruct.models.names import HF_LM_HEAD, TensorNames
-from open_instruct.models.shards import Delivery, Held, deliver, held_of, local_part, reshard
+from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
 from open_instruct.parallel.wording import counted
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -166,12 +166,12 @@ def export_hf(
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     source, out = Path(source_folder), Path(out_folder).absolute()
     parameters = held_of(model)
-    dtypes = {name: dtype or local_part(parameter).dtype for name, parameter in parameters.items()}
+    dtypes = {name: dtype or parameter.local.dtype for name, parameter in parameters.items()}
     plan = plan_files(names, parameter_shapes(model), dtypes, max_file_bytes=max_file_bytes, num_ranks=num_ranks)
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
 
     raise_together(_prepare(source, out, num_bytes) if rank == 0 else [])
-    device = local_part(next(iter(parameters.values()))).device
+    device = next(iter(parameters.values())).local.device
     if device.type != "cpu" and dist.is_initialized():
         # NCCL makes its communicator in the first call, which every rank must enter; not all send in every round.
         dist.all_reduce(torch.zeros(1, device=device))

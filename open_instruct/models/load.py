@@ -23,7 +23,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.build import find_not_finite
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.names import EMBEDDINGS, HF_LM_HEAD, LM_HEAD, TensorNames, is_harmless_extra
-from open_instruct.models.shards import Held, held_of, local_part, own_values
+from open_instruct.models.shards import Held, held_of
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 8 * 2**20
@@ -42,7 +42,7 @@ class LoadReport:
 
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter by its OLMo-core name; works on meta and on sharded models."""
-    shapes = {name: tuple(held.shape) for name, held in held_of(model).items()}
+    shapes = {name: held.shape for name, held in held_of(model).items()}
     if getattr(model, "tie_word_embeddings", False):
         shapes.pop(LM_HEAD, None)
     return shapes
@@ -126,7 +126,7 @@ def stream_load(
     for name, held in held_of(model).items():
         if names.tied and name == LM_HEAD:
             continue
-        assert files.shapes[names.hf_name(name)] == tuple(held.shape), f"{name}: call check_cover first"
+        assert files.shapes[names.hf_name(name)] == held.shape, f"{name}: call check_cover first"
         for target, stored in _chunks(held, files, names.hf_name(name), chunk_bytes):
             target.copy_(stored)
             num_bytes_read += stored.numel() * stored.element_size()
@@ -151,10 +151,10 @@ def _chunks(
     held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs (some rows of the shard, the same rows in the file), of at most `chunk_bytes` but at least one row."""
-    local = local_part(held)
+    local = held.local
     if local.numel() == 0:
         return
-    stored = own_values(held, files.read(hf_name))
+    stored = held.values(files.read(hf_name))
     row_bytes = math.prod(local.shape[1:]) * max(local.element_size(), files.dtypes[hf_name].itemsize)
     num_rows = max(1, chunk_bytes // row_bytes)
     for start in range(0, local.shape[0], num_rows):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -49,17 +49,18 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
 
 
-def local_part(tensor: Held) -> torch.Tensor:
+def at(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """What is in `box` of `whole`. A box of one range is, of any tensor, a run of its values, counted row by row."""
+    return (whole if len(box) == whole.dim() else whole.view(-1))[box]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `tensor`; an ordinary tensor itself. Shares storage."""
-    if isinstance(tensor, FlatRange):
-        return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def own_box(tensor: Held) -> Box:
-    """The part of `tensor` that this rank holds: of an ordinary tensor, the whole. A range is one of a single row."""
-    if isinstance(tensor, FlatRange):
-        return (slice(*tensor.ranges[tensor.rank]),)
+def own_box(tensor: torch.Tensor) -> Box:
+    """The part of `tensor` that this rank holds: of an ordinary tensor, the whole."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -80,39 +81,57 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatRange:
-    """What this rank holds of a tensor of `shape`: a run of its values, counted row by row. `ranges` are all ranks'.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """What this rank holds of a tensor of `shape`: `local`, which is what is in `box` of it (see `at`).
 
-    A matrix may be cut along its columns into `num_slabs`, whose values are counted slab by slab.
+    A matrix may be cut along its columns into `num_slabs`, whose values lie one slab after the other then.
 
-    Example: the last two of three values on rank 1, `FlatRange(local=…, shape=(3,), ranges=((0, 1), (1, 3)), rank=1)`.
+    Example: row 1 of two, `Held(local=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), beside=…)`.
+
+    :param beside: given a rank, the box of every one that shares a copy of the tensor with it; see `boxes_beside`.
     """
 
     local: torch.Tensor
     shape: tuple[int, ...]
-    ranges: Sequence[tuple[int, int]]
-    rank: int
+    box: Box
+    beside: Callable[[int], Mapping[int, Box]]
     num_slabs: int = 1
 
-    def counted(self, whole: torch.Tensor) -> torch.Tensor:
-        """The values of `whole` in the order in which `ranges` count them."""
-        return whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0).reshape(-1)
+    def values(self, whole: torch.Tensor) -> torch.Tensor:
+        """Those of `whole`, which is contiguous, that go into `local`."""
+        slabs = whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0)
+        return at(slabs.reshape(whole.shape), self.box)
 
 
 def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
-    """Of values that were counted slab by slab the tensor; it has the shape already. Of a single slab a view."""
+    """Of values that lie slab after slab the tensor; it has the shape already. Of a single slab a view."""
     return values.view(num_slabs, *values.shape[:-1], -1).movedim(0, -2).reshape(values.shape)
 
 
-Held = torch.Tensor | FlatRange
-"""What a rank holds of a parameter: the whole, the box of a DTensor, or a range."""
-
-
 def held(parameter: torch.Tensor) -> Held:
-    """What this rank holds of a parameter: the parameter itself, or the `flat_range` that it has beside it."""
-    beside: Held = getattr(parameter, "flat_range", parameter)
-    return beside
+    """Of a parameter: its own part, or what was put beside it as its `held`, by who holds its values elsewhere."""
+    elsewhere: Held | None = getattr(parameter, "held", None)
+    if elsewhere is not None:
+        return elsewhere
+    beside = partial(boxes_beside, parameter)
+    return Held(local=local_part(parameter), shape=tuple(parameter.shape), box=own_box(parameter), beside=beside)
+
+
+def held_run(
+    local: torch.Tensor, shape: tuple[int, ...], ranges: Sequence[tuple[int, int]], *, rank: int, num_slabs: int = 1
+) -> Held:
+    """Of a tensor of which each rank has a run of values, `ranges[rank]`; some may have the same one.
+
+    Example: the last two of three values on rank 1, `held_run(…, (3,), ((0, 1), (1, 3)), rank=1)`.
+    """
+
+    def beside(owner: int) -> Mapping[int, Box]:
+        holder = {run: rank for rank, run in enumerate(ranges)} | {ranges[owner]: owner}
+        return {rank: (slice(*run),) for run, rank in holder.items()}
+
+    box = (slice(*ranges[rank]),)
+    return Held(local=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
 
 
 def held_of(model: nn.Module, *, of_adapters: bool = False) -> dict[str, Held]:
@@ -124,20 +143,16 @@ def held_of(model: nn.Module, *, of_adapters: bool = False) -> dict[str, Held]:
     return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == of_adapters}
 
 
-def own_values(tensor: Held, whole: torch.Tensor) -> torch.Tensor:
-    """Of `whole`, of which this rank holds `tensor`: the values that go there, in the shape of `local_part`."""
-    return (tensor.counted(whole) if isinstance(tensor, FlatRange) else whole)[own_box(tensor)]
-
-
-def whole_of(tensor: Held) -> torch.Tensor:
-    """The whole, on every rank, where it is held. Collective; of a range, no two ranks may hold the same values."""
-    if not isinstance(tensor, FlatRange):
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    assert sum(stop - start for start, stop in tensor.ranges) == math.prod(tensor.shape)
-    whole = tensor.local.new_zeros(math.prod(tensor.shape))
-    whole[own_box(tensor)] = tensor.local
-    dist.all_reduce(whole)
-    return in_order(whole.view(tensor.shape), tensor.num_slabs)
+def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole, on every rank, where it is held, cast to `dtype` before it travels. Collective."""
+    if isinstance(elsewhere := getattr(parameter, "held", None), Held):
+        whole = elsewhere.local.new_zeros(elsewhere.shape, dtype=dtype)
+        if dist.get_rank() in elsewhere.beside(0):
+            at(whole, elsewhere.box).copy_(elsewhere.local)
+        dist.all_reduce(whole)
+        return in_order(whole, elsewhere.num_slabs)
+    own = parameter.detach().to(dtype or parameter.dtype)
+    return own.full_tensor() if isinstance(own, DTensor) else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,27 +176,21 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
     assert len({delivery.owner for delivery in deliveries}) == len(deliveries), "one tensor an owner"
     rank = dist.get_rank() if dist.is_initialized() else 0
     whole: torch.Tensor | None = None
-    mine: Held | None = None
+    num_slabs = 1
     posted: list[dist.P2POp] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for delivery in deliveries:
         tensor = delivery.tensor
-        if not isinstance(tensor, DTensor | FlatRange):
-            if rank == delivery.owner:
-                whole = tensor.detach().to("cpu", delivery.dtype).contiguous()
-            continue
-        boxes = boxes_beside(tensor, delivery.owner)
+        boxes, local = tensor.beside(delivery.owner), tensor.local
         if rank not in boxes:
             continue
-        local = local_part(tensor)
         if rank != delivery.owner:
             if local.numel() > 0:
                 posted.append(dist.P2POp(dist.isend, _as_bytes(local.to(delivery.dtype).contiguous()), delivery.owner))
             continue
-        whole = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu")
-        target, mine = whole.view(-1) if isinstance(tensor, FlatRange) else whole, tensor
+        whole, num_slabs = torch.empty(tensor.shape, dtype=delivery.dtype, device="cpu"), tensor.num_slabs
         for peer, box in boxes.items():
-            part = target[box]
+            part = at(whole, box)
             if peer == rank:
                 part.copy_(local)
             elif part.numel() > 0:
@@ -195,19 +204,15 @@ def deliver(deliveries: Sequence[Delivery]) -> torch.Tensor | None:
             work.wait()
     for part, received in arriving:
         part.copy_(received)
-    return in_order(whole, mine.num_slabs) if isinstance(mine, FlatRange) and whole is not None else whole
+    return None if whole is None else in_order(whole, num_slabs)
 
 
-def boxes_beside(tensor: Held, owner: int) -> dict[int, Box]:
+def boxes_beside(tensor: torch.Tensor, owner: int) -> dict[int, Box]:
     """The box of every rank that shares one copy of `tensor` with `owner`; none if its mesh has no `owner`.
 
     (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and the
     owner gathers in its own.)
     """
-    if isinstance(tensor, FlatRange):
-        # Where ranks split other matrices, several hold the same values of this one.
-        holder = {both: rank for rank, both in enumerate(tensor.ranges)} | {tensor.ranges[owner]: owner}
-        return {rank: (slice(*both),) for both, rank in holder.items()}
     if not isinstance(tensor, DTensor):
         return {owner: own_box(tensor)}
     ranks = tensor.device_mesh.mesh

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd, isqrt
 
-from open_instruct.config.sections import ParallelSection, ShardingSection
+from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
 from open_instruct.parallel.wording import counted, one_of
@@ -80,12 +80,11 @@ def resolve_layout(
     )
 
 
-def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
     """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
     degrees = parallel.fsdp_shard_degree, parallel.fsdp_num_replicas
-    zero = parallel if isinstance(parallel, ParallelSection) and parallel.zero_stage is not None else None
-    if zero is not None:
-        degrees = (None, 1) if zero.zero_stage else (1, None)
+    if parallel.zero_stage is not None:
+        degrees = (None, 1) if parallel.zero_stage else (1, None)
     layout = resolve_layout(
         gpus_per_node,
         fsdp_shard_degree=degrees[0],
@@ -94,9 +93,9 @@ def layout_of(parallel: ShardingSection, gpus_per_node: Sequence[int]) -> ShardL
         context_parallel_degree=parallel.context_parallel_degree,
         single_device=parallel.single_gpu_mode,
     )
-    if zero is None:
+    if parallel.zero_stage is None:
         return layout
-    _check_divides("--deepspeed_zpg", zero.deepspeed_zpg, layout.gpus_per_node)
+    _check_divides("--deepspeed_zpg", parallel.deepspeed_zpg, layout.gpus_per_node)
     return replace(layout, warnings=())
 
 

@@ -6,14 +6,14 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 from rich.console import Console
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ShardingSection, flag
+from open_instruct.config.sections import ParallelSection, flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import layout_of
@@ -103,7 +103,8 @@ def _resolve(flags: LayoutSection) -> tuple[ShardLayout, float | None]:
         raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as '8 8'")
     if sum(gpus_per_node) > MAX_GPUS:
         raise InputError(f"--gpus_per_node names {sum(gpus_per_node)} GPUs in all; at most {MAX_GPUS} can be shown")
-    layout = layout_of(cast(ShardingSection, flags), gpus_per_node)  # flags of the same names
+    of_run = {each.name: getattr(flags, each.name) for each in fields(ParallelSection) if hasattr(flags, each.name)}
+    layout = layout_of(ParallelSection(**of_run), gpus_per_node)
     if flags.num_params is None:
         if flags.device_memory_gib is not None:
             raise InputError("--device_memory_gib is read only with --num_params; add that, or leave it out")

@@ -60,7 +60,7 @@ def export_command(words: Sequence[str]) -> int:
     from open_instruct.models.export import export_hf
     from open_instruct.models.lora.adapters import MergedWeights, adapt
     from open_instruct.models.names import LM_HEAD, clean_name
-    from open_instruct.models.shards import Held
+    from open_instruct.models.shards import Held, held
     from open_instruct.run.pretrained import open_pretrained
     from open_instruct.run.start_model import fingerprint_of
 
@@ -82,9 +82,9 @@ def export_command(words: Sequence[str]) -> int:
     weights: Mapping[str, Held] = of_step
     if lora is not None:
         refuse_another_start_model(folder, read_manifest(folder).start_model, fingerprint_of(pretrained))
-        plain = {name: pretrained.files.read(hf_name) for name, hf_name in pretrained.names}
+        plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
         plain |= {LM_HEAD: of_step[LM_HEAD]} if LM_HEAD in of_step else {}
-        weights = MergedWeights(plain, of_step, scale=lora.scale)
+        weights = MergedWeights(plain, {name: each.local for name, each in of_step.items()}, scale=lora.scale)
     trained_by = objective.name if objective else "grpo"
     with pretrained.files:
         report = export_hf(

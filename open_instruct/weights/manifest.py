@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.models.shards import Box, box_shape
+from open_instruct.models.shards import Box, at, box_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,8 @@ class Bucket:
             flat: bytes of the bucket, from `first_byte` on.
         """
         for name, part in self.parts.get(rank, {}).items():
-            whole = wholes[name] if len(part.box) == wholes[name].dim() else wholes[name].view(-1)
-            whole[part.box].copy_(part.view(flat, whole.dtype, first_byte))
+            whole = at(wholes[name], part.box)
+            whole.copy_(part.view(flat, whole.dtype, first_byte))
 
 
 class WeightManifest:

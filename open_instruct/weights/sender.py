@@ -32,7 +32,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models.lora.adapters import scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.names import TensorNames
-from open_instruct.models.shards import FlatRange, Held, boxes_beside, held_of, local_part, reshard
+from open_instruct.models.shards import Held, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.outgoing import Outgoing, PartBroadcaster, SharedMemoryWriter
@@ -109,11 +109,11 @@ class WeightSender:
             raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
         held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
         self.manifest = WeightManifest(
-            {name: tuple(tensor.shape) for name, tensor in held.items()},
-            {name: boxes_beside(tensor, HOST_RANK) for name, tensor in held.items()},
+            {name: each.shape for name, each in held.items()},
+            {name: each.beside(HOST_RANK) for name, each in held.items()},
             dtype=dtype,
             bucket_bytes=bucket_bytes,
-            slabs={name: tensor.num_slabs for name, tensor in held.items() if isinstance(tensor, FlatRange)},
+            slabs={name: each.num_slabs for name, each in held.items()},
         )
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
@@ -256,7 +256,7 @@ class LocalParts(Mapping[str, torch.Tensor]):
         self._weights, self._name_of = weights, name_of
 
     def __getitem__(self, hf_name: str) -> torch.Tensor:
-        return local_part(self._weights[self._name_of[hf_name]])
+        return self._weights[self._name_of[hf_name]].local
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._name_of)

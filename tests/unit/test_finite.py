@@ -20,7 +20,7 @@ from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.learner.olmo_core.train_module import MAX_LEFT_OUT, ObjectiveTrainModule
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.shards import FlatRange
+from open_instruct.models.shards import held_run
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.toys.tiny import Size, tiny_config
@@ -185,8 +185,8 @@ def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them() -> None:
             parameter.fill_(0.5)
     check_weights(model, what="it", last_checkpoint="")
     broken = next(parameter for name, parameter in model.named_parameters() if "lora_A" in name)
-    held = FlatRange(local=torch.tensor([math.nan]), shape=tuple(broken.shape), ranges=[(0, 1)], rank=0)
-    broken.flat_range = held  # type: ignore[attr-defined]
+    held = held_run(torch.tensor([math.nan]), tuple(broken.shape), [(0, 1)], rank=0)
+    broken.held = held  # type: ignore[attr-defined]
     broken.data = torch.empty(0)
     with pytest.raises(RunError, match="so it was not written"):
         check_weights(model, what="it", last_checkpoint="")

@@ -25,7 +25,7 @@ from open_instruct.models.lora.adapters import (
 )
 from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, file_name_of, open_adapter
 from open_instruct.models.names import TensorNames, clean_name
-from open_instruct.models.shards import FlatRange, held_of
+from open_instruct.models.shards import held_of, held_run
 from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,9 +61,10 @@ def test_switched_off_it_is_the_model_that_it_was() -> None:
     assert list(merged) == list(without)
     layer = model.blocks["1"].feed_forward.w2
     torch.testing.assert_close(
-        merged["blocks.1.feed_forward.w2.weight"], layer.weight + layer.scale * layer.lora_B @ layer.lora_A
+        merged["blocks.1.feed_forward.w2.weight"].local, layer.weight + layer.scale * layer.lora_B @ layer.lora_A
     )
-    assert merged["blocks.1.attention_norm.weight"] is without["blocks.1.attention_norm.weight"]
+    name = "blocks.1.attention_norm.weight"
+    assert merged[name].local.data_ptr() == without[name].local.data_ptr(), "what has no adapter is not copied"
 
 
 def test_ranks_that_hold_ranges_of_a_matrix_add_their_part() -> None:
@@ -72,14 +73,14 @@ def test_ranks_that_hold_ranges_of_a_matrix_add_their_part() -> None:
     layer = layers_of(model)[name.removesuffix(".weight")]
     with torch.no_grad():
         layer.lora_B.normal_(std=0.1)
-    whole, size = weights_of(model)[name], layer.weight.numel()
+    whole, size = weights_of(model)[name].local, layer.weight.numel()
     ranges = [(0, 5), (5, 5), (5, layer.in_features * 2), (layer.in_features * 2, size), (size, size)]
     for rank, (start, stop) in enumerate(ranges):
         local, shape = layer.weight.detach().flatten()[start:stop], tuple(layer.weight.shape)
-        layer.weight.flat_range = FlatRange(local=local, shape=shape, ranges=ranges, rank=rank)  # type: ignore[attr-defined]
+        layer.weight.held = held_run(local, shape, ranges, rank=rank)  # type: ignore[attr-defined]
         part = weights_of(model)[name]
-        assert isinstance(part, FlatRange) and part.ranges is ranges
-        torch.testing.assert_close(part.local, whole.flatten()[start:stop])  # type: ignore[union-attr]
+        assert part.box == (slice(start, stop),)
+        torch.testing.assert_close(part.local, whole.flatten()[start:stop])
 
 
 def test_only_adapters_are_trained_and_float32() -> None:

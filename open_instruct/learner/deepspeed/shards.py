@@ -1,7 +1,7 @@
 """What a rank holds under ZeRO: weights that are partitioned before they exist, and what the optimizer steps.
 
 What is trained are float32 weights that the optimizer holds flat, a range of each parameter on each rank. A parameter
-has its range beside it (`flat_range`), so that loading, saving and exporting read and write those, and never gather.
+has its range beside it (`held`), so that loading, saving and exporting read and write those, and never gather.
 What the forward pass computes with are copies of them, in its own dtype.
 """
 
@@ -21,7 +21,7 @@ from open_instruct.learner.deepspeed.tensor_parallel import UNCUT, Cut, split_ma
 from open_instruct.models.box_files import Part
 from open_instruct.models.build import warm_up_rope
 from open_instruct.models.names import clean_name
-from open_instruct.models.shards import FlatRange
+from open_instruct.models.shards import held_run
 from open_instruct.parallel.process import gathered
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -132,7 +132,7 @@ class Masters:
         for name in set[str]().union(*of_ranks):
             ranges, shape = [ranges.get(name, (0, 0)) for ranges in of_ranks], self.shapes[name]
             local, slabs = held[name][1] if name in held else nothing, cuts[name].degree if cuts[name].dim else 1
-            named[name].flat_range = FlatRange(local=local, shape=shape, ranges=ranges, rank=rank, num_slabs=slabs)
+            named[name].held = held_run(local, shape, ranges, rank=rank, num_slabs=slabs)
 
     def _master(self, flat: torch.Tensor, at: int, start: int, stop: int) -> Master:
         state = self._optimizer.state[flat]

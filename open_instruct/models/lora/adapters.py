@@ -27,13 +27,10 @@ from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.models.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
 from open_instruct.models.on_cpu.products import ChoosingLinear
 from open_instruct.models.shards import (
-    FlatRange,
     Held,
     held,
     held_of,
     local_part,
-    own_box,
-    own_values,
     reshard,
     whole_of,
 )
@@ -140,14 +137,13 @@ def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mappi
     layers = layers_of(model)
     for full_name, parameter in model.named_parameters():
         name, ours = clean_name(full_name), held(parameter)
-        part = local_part(ours)
         if start is not None and parameter.requires_grad:
-            part.copy_(own_values(ours, start[name]))
+            ours.local.copy_(ours.values(start[name]))
         elif name.endswith(A):
             layer = name.removesuffix(f".{A}")
-            part.copy_(own_values(ours, _drawn(layers[layer], layer, lora, seed)))
+            ours.local.copy_(ours.values(_drawn(layers[layer], layer, lora, seed)))
         elif name.endswith(B):
-            part.zero_()
+            ours.local.zero_()
 
 
 def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
@@ -167,14 +163,15 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     reshard(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield clean_name(name), whole_of(held(parameter))
+            yield clean_name(name), whole_of(parameter)
 
 
 @torch.no_grad()
-def scaled_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+def scaled_adapters(model: nn.Module) -> dict[str, Held]:
     """What this rank has of each matrix of the adapters, by OLMo-core's names: of A, and of the layer's `scale` x B."""
     scales = {f"{name}.{B}": layer.scale for name, layer in layers_of(model).items()}
-    return {name: local_part(each) * scales.get(name, 1) for name, each in held_of(model, of_adapters=True).items()}
+    held = held_of(model, of_adapters=True).items()
+    return {name: replace(each, local=each.local * scales.get(name, 1)) for name, each in held}
 
 
 @torch.no_grad()
@@ -186,10 +183,10 @@ def weights_of(model: nn.Module) -> Mapping[str, Held]:
     reshard(model)
     halves, scale = dict[str, torch.Tensor](), next(iter(layers.values())).scale
     for name, layer in layers.items():
-        halves[f"{name}.{A}"] = whole_of(held(layer.lora_A))
+        halves[f"{name}.{A}"] = whole_of(layer.lora_A)
         # A rank that has rows of a matrix has the same rows of this.
         is_cut = isinstance(layer.lora_B, DTensor)
-        halves[f"{name}.{B}"] = local_part(layer.lora_B) if is_cut else whole_of(held(layer.lora_B))
+        halves[f"{name}.{B}"] = local_part(layer.lora_B) if is_cut else whole_of(layer.lora_B)
     return MergedWeights(held_of(model), halves, scale=scale)
 
 
@@ -207,21 +204,16 @@ class MergedWeights(Mapping[str, Held]):
         plain, layer = self._plain[name], name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:
             return plain
-        local = local_part(plain)
-        a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(local.device, torch.float32) for half in ADAPTER)
-        if isinstance(plain, FlatRange):
-            return self._range(plain, a_RI, b_OR)
-        merged = local.float().addmm(b_OR, a_RI[:, own_box(plain)[1]], alpha=self._scale)
-        if not isinstance(plain, DTensor):
-            return merged
-        return DTensor.from_local(
-            merged, plain.device_mesh, plain.placements, run_check=False, shape=plain.shape, stride=plain.stride()
-        )
+        a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(plain.local.device, torch.float32) for half in ADAPTER)
+        if len(plain.box) == 1:
+            return self._run(plain, a_RI, b_OR)
+        merged = plain.local.float().addmm(b_OR, a_RI[:, plain.box[1]], alpha=self._scale)
+        return replace(plain, local=merged)
 
-    def _range(self, plain: FlatRange, a_RI: torch.Tensor, b_OR: torch.Tensor) -> FlatRange:
-        """Of the matrix's rows those that the range touches, of which the ends may be others'."""
+    def _run(self, plain: Held, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Held:
+        """Of the matrix's rows those that a run of its values touches, of which the ends may be others'."""
         assert plain.num_slabs == 1
-        (values,), width = own_box(plain), a_RI.shape[1]
+        (values,), width = plain.box, a_RI.shape[1]
         first, last = values.start // width, -(-values.stop // width)
         own = slice(values.start - first * width, values.stop - first * width)
         rows = plain.local.new_zeros((last - first) * width, dtype=torch.float32)

@@ -25,7 +25,7 @@ from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import whole_adapter
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.names import TensorNames
-from open_instruct.models.shards import held_of, local_part, own_box, reshard
+from open_instruct.models.shards import held_of, reshard
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
 from open_instruct.weights import receiver
@@ -130,7 +130,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
     sender.send(1)
     for name, held in sent.items():
         if not name.endswith(".lora_A"):  # of what an adapter adds, and so of its second matrix
-            local_part(held).mul_(2)
+            held.local.mul_(2)
     sender.send(2)
     sender.close()
 
@@ -156,7 +156,7 @@ def move(model: Any, version: int) -> None:
     reshard(model)
     for name, held in held_of(model, of_adapters=True).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
-        local_part(held).copy_(torch.randn(held.shape, generator=generator)[own_box(held)] * SPREAD * bool(version))
+        held.local.copy_(torch.randn(held.shape, generator=generator)[held.box] * SPREAD * bool(version))
 
 
 @torch.no_grad()

@@ -31,8 +31,8 @@ from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.names import TensorNames
-from open_instruct.models.shards import FlatRange, held_of, local_part, own_box
+from open_instruct.models.names import TensorNames, clean_name
+from open_instruct.models.shards import held_of, held_run, own_box
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 12
@@ -88,8 +88,8 @@ def in_ranges(hf_config: Any, *, dtype: str) -> Any:
     for parameter in model.parameters():
         ends = [parameter.numel() * index**2 // num_ranks**2 for index in range(num_ranks + 1)]
         local = torch.full((ends[rank + 1] - ends[rank],), float("nan"), dtype=getattr(torch, dtype))
-        parameter.flat_range = FlatRange(  # type: ignore[attr-defined]
-            local=local, shape=tuple(parameter.shape), ranges=list(itertools.pairwise(ends)), rank=rank
+        parameter.held = held_run(  # type: ignore[attr-defined]
+            local, tuple(parameter.shape), list(itertools.pairwise(ends)), rank=rank
         )
     return model
 
@@ -109,12 +109,14 @@ def _logits(model: Any) -> list[list[float]]:
 def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[str]:
     """Parameters whose own shard, or whose gathered whole, is not bit for bit what the file holds."""
     differing = []
-    for name, parameter in held_of(model).items():
+    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    for name, held in held_of(model).items():
         if names.tied and name == "lm_head.w_out.weight":
             continue
-        stored = files.read(names.hf_name(name)).to(local_part(parameter).dtype)
-        if isinstance(parameter, FlatRange):
-            differing += [] if torch.equal(parameter.local, stored.view(-1)[own_box(parameter)]) else [name]
+        stored = files.read(names.hf_name(name)).to(held.local.dtype)
+        parameter = parameters[name]
+        if hasattr(parameter, "held"):
+            differing += [] if torch.equal(held.local, stored.view(-1)[held.box]) else [name]
             continue
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -143,7 +145,7 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))
             differing = _differing(model, files, names)
             fingerprint = weights_fingerprint(files)
-        num_params = sum(local_part(held).numel() for held in held_of(model).values())
+        num_params = sum(held.local.numel() for held in held_of(model).values())
         logits = (
             None if layout == "ranges" else _logits(model)
         )  # also leaves FSDP's root module gathered, in the compute dtype
