@@ -8,14 +8,15 @@ import os
 import queue
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from open_instruct.records import Check
@@ -53,8 +54,13 @@ class VerifierPool:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.verifiers = known_verifiers(user_verifiers)
-        # By its path and with -P: neither the working folder nor ours is where its imports are looked for.
-        self._command = [sys.executable, "-P", str(WORKER), *user_verifiers]
+        # By its path and with -P: neither the working folder nor ours is where its imports are looked for. An empty
+        # entry would mean the working folder.
+        paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        # Judges compute at the same time: with a thread of each for every core they would wait for one another.
+        threads = str(max(1, (os.cpu_count() or 1) // num_processes))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": paths}
+        self._start = partial(Popen, [sys.executable, "-P", WORKER, *user_verifiers], env=environment)
         self._timeout_s = timeout_s
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
@@ -92,7 +98,7 @@ class VerifierPool:
     def _ask_worker(self, request: dict[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
-            worker = worker or self._start_worker()
+            worker = worker or _Worker(self._start, self._starter, start_timeout_s=self._start_timeout_s)
             answer = worker.ask(request, timeout_s=self._timeout_s)
             if answer is None:
                 worker.kill()
@@ -101,14 +107,6 @@ class VerifierPool:
         finally:
             self._places.put(worker)
         return answer
-
-    def _start_worker(self) -> _Worker:
-        # An empty entry would mean the working folder.
-        paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-        # Judges compute at the same time: with a thread of each for every core they would wait for one another.
-        num_threads = max(1, (os.cpu_count() or 1) // self._num_places)
-        environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ, "PYTHONPATH": paths}
-        return _Worker(self._command, environment, self._starter, start_timeout_s=self._start_timeout_s)
 
     def _tell(self, name: str, text: str) -> None:
         with self._telling:
@@ -130,22 +128,10 @@ class _Worker:
     """A process with a session of its own, so that what a verifier has started can be ended with it."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        starter: ThreadPoolExecutor,
-        *,
-        start_timeout_s: float,
+        self, start: Callable[..., Popen[Any]], starter: ThreadPoolExecutor, *, start_timeout_s: float
     ) -> None:
         self._process = starter.submit(
-            subprocess.Popen,
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-            env=environment,
+            start, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, bufsize=0, start_new_session=True
         ).result()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
