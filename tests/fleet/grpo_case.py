@@ -79,12 +79,7 @@ class GRPOCase:
         return words
 
     def start(self) -> Forked:
-        return programs.start(
-            self.command(),
-            environment={"PYTHONPATH": str(REPOSITORY), **OF_RAY},
-            cwd=self.output_dir.parent,
-            constants={"sys:executable": python_that_forks()},
-        )
+        return started(self.command(), cwd=self.output_dir.parent)
 
     def run(self) -> str:
         """To a good end; returns what it said."""
@@ -105,6 +100,16 @@ class GRPOCase:
             assert time.monotonic() < deadline_s, "the step did not come"
             time.sleep(0.02)
         then()
+
+
+def started(words: list[str], *, cwd: Path) -> Forked:
+    """`python WORDS` in `cwd`, whose Ray gets forks."""
+    return programs.start(
+        words,
+        environment={"PYTHONPATH": str(REPOSITORY), **OF_RAY},
+        cwd=cwd,
+        constants={"sys:executable": python_that_forks()},
+    )
 
 
 def finished(process: Process, *, exit_code: int) -> str:

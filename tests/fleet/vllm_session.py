@@ -7,6 +7,7 @@ Its own process, because vLLM and transformers' models do not go together in one
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,13 +16,14 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
+from open_instruct import cli
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines import vllm_core
 from open_instruct.engines.batching import Batching
@@ -30,6 +32,7 @@ from open_instruct.engines.requests import EngineSettings, GenerationRequest, Sa
 from open_instruct.engines.speaker import VLLMSpeaker
 from open_instruct.engines.vllm_core import VLLMCore, engine_environment
 from open_instruct.records import Completion
+from tests.house.test_docs_commands import commands_of
 
 TEMPERATURE = 0.7
 MAX_MODEL_LEN = 96
@@ -41,6 +44,8 @@ STOP_TOKEN_IDS = (EOS, *range(20, 512, 80))
 STEPS_BEFORE_UPDATE = 10
 RECEIVER = "tests.fleet.folder_receiver.FolderReceiver"
 TIMEOUT_S = 300.0
+# Of a conversation: what is asked, and how an answer is drawn.
+QUESTION, GREEDY = "Name a prime.", ["--temperature", "0", "--max_tokens", "16"]
 
 
 class HaltingCore(VLLMCore):
@@ -165,6 +170,17 @@ def pieces_said(model: Path) -> list[list[str]]:
     return said
 
 
+def chatted(model: Path) -> tuple[int, str]:
+    """Exit code and stdout of the command that docs/after.md shows, given `QUESTION`."""
+    page = Path(__file__).parents[2] / "docs" / "after.md"
+    (command,) = (line for line in commands_of(page) if "--engine" in line)
+    program, *words = command.replace("OUT", str(model)).split()
+    assert program == "open-instruct"
+    with patch.object(sys, "stdin", io.StringIO(QUESTION)), redirect_stdout(io.StringIO()) as stdout:
+        code = cli.main([*words, *GREEDY])
+    return code, stdout.getvalue()
+
+
 def main(model_folder: str, other_folder: str, out: Path) -> None:
     os.environ.update(engine_environment(on_cuda=False))
     began_s = time.monotonic()
@@ -211,7 +227,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     engine.cancel([0])
     answers["after_cancel"] = [asdict(completion) for completion in poll_all(engine, 1)]
     engine.shutdown()
-    answers["said"] = pieces_said(Path(model_folder))
+    answers |= {"said": pieces_said(Path(model_folder)), "chatted": chatted(Path(model_folder))}
     out.write_text(json.dumps(answers))
 
 

@@ -19,6 +19,7 @@ import yaml
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
+from tests.house.test_docs_commands import commands_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHELL_SCRIPTS = [*sorted(REPOSITORY.glob("scripts/*.sh")), REPOSITORY / ".ci" / "run"]
@@ -192,6 +193,26 @@ def test_slurm_runs_torchrun_on_every_node(stubs: Stubs) -> None:
             for node in (0, 1)
         ),
     ]
+
+
+def test_the_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
+    """As they stand there; sbatch does what Slurm does once it has the nodes."""
+    by_hand, by_slurm = (line for line in commands_of(REPOSITORY / "README.md") if "scripts/launch_" in line)
+    add_slurm(stubs)
+    stubs.add("torchrun")
+    stubs.add("sbatch", "[[ $1 == --nodes ]]", 'export SLURM_JOB_NUM_NODES=$2; exec bash "${@:3}"')
+    for command, num_nodes in ((by_hand, 1), (by_slurm, 2)):
+        stubs.calls_file.unlink(missing_ok=True)
+        given = stubs.environment | {name: value for name, value in JOB.items() if name != "SLURM_JOB_NUM_NODES"}
+        done = subprocess.run(
+            ["bash", "-ec", command], env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, done.stderr
+        started = [call for call in stubs.calls if call.startswith("torchrun ")]
+        assert len(started) == num_nodes
+        for node, call in enumerate(started):
+            assert call.startswith(f"torchrun --nnodes 2 --node_rank {node} --nproc_per_node gpu ")
+            assert call.endswith(" open_instruct/dpo.py FILE.yaml --output_dir OUT")
 
 
 def test_slurm_passes_on_how_the_run_ended(stubs: Stubs) -> None:

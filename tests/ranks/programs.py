@@ -49,14 +49,15 @@ def _with_constants(constants: dict[str, Any], words: list[str]) -> int:
 def _run_program(words: list[str]) -> int:
     SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign]
     if words[: len(TORCHRUN)] == TORCHRUN:
-        return _torchrun(words[len(TORCHRUN) :])
+        return torchrun(words[len(TORCHRUN) :])
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     runpy.run_path(words[0], run_name="__main__")
     return 0
 
 
-def _torchrun(words: list[str]) -> int:
+def torchrun(words: list[str]) -> int:
+    """What stands behind it, in this process; its ranks are forks once `_fork_rank` is there."""
     from torch.distributed import run
 
     run.main(words)

@@ -1,6 +1,7 @@
 """The commands of README and docs are run as they stand, on tiny models and rows; trainings take two steps.
 
-Those that cannot be are named with the reason, and parsed by tests/house/test_docs_commands.py.
+Those that are not are named with the reason, or with the test that runs them; tests/house/test_docs_commands.py parses
+all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from tests.house.test_docs_commands import PAGES, commands_of
-from tests.ranks.fork_server import Forked
+from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.jobs.docs_commands import run_all
 from tests.ranks.shallow import write_shallow_model
 from tests.unit.fake_hub import fake_hub
@@ -27,15 +28,20 @@ pytestmark = pytest.mark.slow
 
 # What is not run here, by how its command begins or what is in it, and why.
 NOT_RUN = {
-    r"open-instruct grpo |grpo_fast\.py|grpo_olmo_core_actor\.py": "tests/fleet walks whole runs, README's too",
+    r"grpo_fast\.py": "settings for 24 GPUs: tests/fleet/test_grpo.py runs it on two learners under stage 3",
+    r"open-instruct grpo |grpo_olmo_core_actor\.py": "a fleet: tests/fleet/test_grpo_docs.py and test_grpo_folders.py",
     r"open-instruct replay": "needs a GRPO run with traces: tests/ranks/test_replay.py",
     r"--engine vllm": "a process of its own: tests/fleet/test_vllm_engine.py",
     r"--follow": "serves until it is stopped: tests/unit/test_report.py",
-    r"--(nproc_per_node|num_processes) 8|sbatch|launch_multi_node\.sh": "GPUs, or a cluster",
-    r"benchmarks/": "minutes, and TRL: their own tests run the parts",
+    r"sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",
+    r"gpu_check": "minutes: tests/house/test_gpu_check.py runs it with other checks, and rehearses cheap ones",
+    r"benchmarks/": "minutes of measuring, often beside TRL: no test runs them",
     r"dpo\|kto": "a pattern of commands",
 }
 SHORT = {"--max_train_steps": "2", "--per_device_train_batch_size": "2", "--max_seq_length": "96"}
+# A file of settings is for models and rows of the hub, and a large batch.
+OF_A_FILE = {"--model_name_or_path": "tiny", "--mixer_list": "rows.jsonl 1.0", "--gradient_accumulation_steps": "1"}
+STANDS_FOR = {"DIR": "tiny", "MODEL_DIR": "tiny", "SMALL": "tiny", "LARGE": "tiny", "/tmp/tiny": "tiny_too"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,31 +60,32 @@ def reason_of(command: str) -> str | None:
 
 
 def words_of(command: str, folder: Path) -> tuple[list[str], str]:
-    """Behind `open-instruct`, with tiny things in the place of those that stand for some; and stdin."""
-    program, *words = shlex.split(command.replace(" [RUN ...]", ""), comments=True)
-    assert program == "open-instruct", command
+    """Tiny things stand for those that the page has, and two ranks for eight; and stdin."""
+    words = shlex.split(command.replace(" [RUN ...]", ""), comments=True)
     stdin = "Name a prime."
     if "<" in words:
         words, name = words[: words.index("<")], words[-1]
         stdin = (folder / name).read_text()
-    stands_for = {"DIR": "tiny", "MODEL_DIR": "tiny", "/tmp/tiny": "tiny_too"}
-    words = [stands_for.get(word, word) for word in words]
+    words = [STANDS_FOR.get(word, word) for word in words]
     more: dict[str, str] = {}
-    if words[0] in OBJECTIVES or words[0] == "train":
-        more = SHORT
-    elif words[0] == "chat":
+    if words[0] == "torchrun" or words[1] in OBJECTIVES or words[1] == "train":
+        more = {flag: "2" for flag in ("--nproc_per_node", "--num_processes") if flag in words}
+        more |= SHORT | (OF_A_FILE if any(word.startswith("configs/") for word in words) else {})
+    elif words[1] == "chat":
         more = {"--max_tokens": "8"}
     for flag, value in more.items():
         if flag in words:
-            words[words.index(flag) + 1] = value
+            words[words.index(flag) + 1 : words.index(flag) + 1 + len(value.split())] = value.split()
         else:
-            words += [flag, value]
+            words += [flag, *value.split()]
     return words, stdin
 
 
 def lay_out(folder: Path, model: Path) -> None:
-    """Every file that a page speaks of."""
+    """Every file that a page speaks of, beside what a checkout has."""
     shutil.copytree(model, folder / "tiny")
+    for name in ("configs", "open_instruct"):
+        (folder / name).symlink_to(REPOSITORY / name)
     pairs = folder / "pairs.jsonl"
     write_synthetic_preferences(pairs, num_rows=8, seed=1)
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
@@ -112,13 +119,14 @@ def prepared(folder: Path, page: Path) -> list[list[str]]:
     """What a page takes for done: models to score with, a run that has ended, a class in a file."""
     trained = ["--model_name_or_path", "tiny", *(word for pair in SHORT.items() for word in pair)]
     if page.stem == "prm":
-        return [["prm", *trained, "--mixer_list", "steps.jsonl", "1.0", "--output_dir", "runs/prm"]]
+        return [["open-instruct", "prm", *trained, "--mixer_list", "steps.jsonl", "1.0", "--output_dir", "runs/prm"]]
     if page.stem == "reward_model":
         held_out = ["--eval_mixer_list", "rows.jsonl", "4"]
-        return [["reward_model", *trained, "--mixer_list", "rows.jsonl", "1.0", *held_out, "--output_dir", "runs/rm"]]
+        rows = ["--mixer_list", "rows.jsonl", "1.0"]
+        return [["open-instruct", "reward_model", *trained, *rows, *held_out, "--output_dir", "runs/rm"]]
     if page.stem in ("report", "after"):
         out = "RUN" if page.stem == "report" else "OUT"
-        return [["sft", *trained, "--mixer_list", "chats.jsonl", "1.0", "--output_dir", out]]
+        return [["open-instruct", "sft", *trained, "--mixer_list", "chats.jsonl", "1.0", "--output_dir", out]]
     if page.stem == "your_own_loss":
         (folder / "mine.py").write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
     return []
@@ -136,19 +144,23 @@ def test_every_command_that_can_be_is_run(tmp_path: Path) -> None:
             shown.append(Shown(page=page, command=shlex.join(words), folder=folder, words=words))
         for command in commands:
             words, stdin = words_of(command, folder)
-            if page.stem == "after" and words[0] == "sft":
-                words[words.index("OUT")] = "PUSHED"  # there is a run in OUT, to talk to
-            if words[:2] == ["tiny-model", "tiny"]:
-                words[1] = "tiny_by_itself"
+            if "--output_dir" in words:  # a page may show several runs with one name for their folder
+                out = words.index("--output_dir") + 1
+                taken = any(each.page == page and words[out] in each.words for each in shown)
+                words[out] += "_TOO" if taken else ""
+            if words[1:3] == ["tiny-model", "tiny"]:
+                words[2] = "tiny_by_itself"
             shown.append(Shown(page=page, command=command, folder=folder, words=words, stdin=stdin))
-    out = tmp_path / "outcomes.json"
+    # Ranks are forked from a process that has not been in a process group itself.
+    shown.sort(key=lambda each: not {"--num_processes", "--nproc_per_node"} & set(each.words))
+    told_at = tmp_path / "outcomes.json"
     with fake_hub() as hub:
         environment = {"HF_TOKEN": "hf_of_a_test", "OPEN_INSTRUCT_CACHE": str(tmp_path / "cache"), "COLUMNS": "100"}
         asked = [(str(each.folder), each.words, each.stdin) for each in shown]
-        process = Forked(run_all, asked, hub.endpoint, out, environment=environment, cwd=tmp_path)
+        process = Forked(run_all, asked, hub.endpoint, told_at, environment=environment, cwd=tmp_path)
         told, _ = process.communicate(timeout=500)
     assert process.returncode == 0, told[-4000:]
-    outcomes = json.loads(out.read_text())
+    outcomes = json.loads(told_at.read_text())
     assert len(outcomes) == len(shown) > 30
     for each, (code, said, _) in zip(shown, outcomes, strict=True):
         # A refusal is right where the page shows it.

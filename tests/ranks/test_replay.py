@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.house.test_docs_commands import commands_of
 from tests.ranks import programs
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import REPOSITORY, run_ranks
@@ -167,16 +169,33 @@ def test_given_weights_are_taken_as_they_are(replays: Replays, grpo_case: GRPOCa
     assert report["recomputed"]["lr"] == pytest.approx(report["recorded"]["lr"])
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "parts"),
-    [
-        (["--step", "1"], 0, []),
-        (["--step", "9"], 2, ["step9.parquet does not exist", "there are traces of steps 1, 2, 3"]),
-    ],
-)
-def test_the_command(replays: Replays, words: list[str], code: int, parts: list[str]) -> None:
-    process = programs.start([str(REPOSITORY / "open_instruct" / "cli.py"), "replay", str(replays.plain), *words])
+def test_the_command(replays: Replays) -> None:
+    said = said_by(["replay", str(replays.plain), "--step", "9"], exit_code=2)
+    assert "step9.parquet does not exist" in said and "there are traces of steps 1, 2, 3" in said
+
+
+def test_the_command_of_the_docs(replays: Replays, tmp_path: Path) -> None:
+    """It says of these runs what the page shows of others."""
+    page = REPOSITORY / "docs" / "replay.md"
+    program, *words = next(commands_of(page)).split()
+    assert program == "open-instruct"
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "first").symlink_to(replays.plain)
+    said = said_by(words, exit_code=0, cwd=tmp_path)
+    shown = page.read_text().partition(f"$ open-instruct {shlex.join(words)}\n")[2].partition("```")[0]
+    head, _, table = shown.partition("\n\n")
+    assert head and said.startswith(f"{head}\n\n")
+    columns = table.splitlines()[0].split()
+    assert columns == ["recorded", "recomputed", "changed"] == said[len(head) :].split()[:3]
+    assert shown.splitlines()[-1].partition(" by ")[0] in said
+    report = replays.reports["second"]
+    loss = next(line.split() for line in said.splitlines() if line.startswith("loss "))
+    assert loss[1:3] == [f"{report[column]['loss']:.6g}" for column in ("recorded", "recomputed")]
+    assert loss[3] != loss[2]
+
+
+def said_by(words: list[str], *, exit_code: int, cwd: Path = REPOSITORY) -> str:
+    process = programs.start([str(REPOSITORY / "open_instruct" / "cli.py"), *words], cwd=cwd)
     said, _ = process.communicate(timeout=120)
-    assert process.returncode == code
-    assert all(part in said for part in parts)
-    assert code or said == replays.printed["first"]
+    assert process.returncode == exit_code
+    return said

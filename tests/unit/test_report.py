@@ -9,7 +9,9 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -43,6 +45,7 @@ from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.rollout.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
+from tests.house.test_docs_commands import REPOSITORY, commands_of
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 <!-- \ud83d\ude00".encode(
     "utf-16", "surrogatepass"
@@ -481,6 +484,21 @@ class TestFollow:
             self.asked(f"{server}{path.replace('OWN', f'/{secret}')}")
         assert refused.value.code == 404 and len(secret) > 20
         refused.value.close()
+
+    def test_the_command_serves_until_ctrl_c(self, run: Path) -> None:
+        (command,) = (line for line in commands_of(REPOSITORY / "docs" / "report.md") if "--follow" in line)
+        program, *words = command.replace("RUN [RUN ...]", str(run)).split()
+        assert program == "open-instruct"
+        with subprocess.Popen(
+            [sys.executable, "-m", "open_instruct.cli", *words], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                address = process.stdout.readline().split()[0]
+                assert json.loads(_Page(self.asked(address)).scripts["data"])["runs"]
+            finally:
+                process.send_signal(signal.SIGINT)
+        assert process.returncode == 0 and not (run / "report.html").exists()
 
     def test_a_port_that_is_taken(self, address: str, run: Path) -> None:
         with pytest.raises(InputError, match="leave it out to take another"):

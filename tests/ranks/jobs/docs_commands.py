@@ -7,7 +7,6 @@ import io
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,24 +16,31 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from open_instruct.cli import main
 from tests.ranks import programs
 
+PROGRAMS = {"open-instruct": main, "torchrun": programs.torchrun}
+
 
 def run_all(commands: Sequence[tuple[str, list[str], str]], hub: str, out: Path) -> int:
-    """Run each (folder, words behind `open-instruct`, stdin), and write [exit code, what it said, CPU seconds] of all.
+    """Run each (folder, words, stdin), and write [exit code, what it said, CPU seconds] of all.
 
     `hub` is the address of what is to be taken for the hub.
     """
     SubprocessHandler._popen = programs._fork_rank  # type: ignore[method-assign]
     constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = hub, True
     outcomes = []
-    for folder, words, stdin in commands:
+    for folder, command, stdin in commands:
         os.chdir(folder)
         environment = dict(os.environ)
-        sys.stdin, sys.argv = io.StringIO(stdin), ["open-instruct", *words]
-        began_s, said = time.process_time(), io.StringIO()
+        sys.stdin, sys.argv = io.StringIO(stdin), command
+        began_s, said = _cpu_s(), io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main(words)
+            code = PROGRAMS[command[0]](command[1:])
         for name in os.environ.keys() - environment.keys():  # the place among ranks, of a run that was one itself
             del os.environ[name]
-        outcomes.append((code, said.getvalue(), time.process_time() - began_s))
+        outcomes.append((code, said.getvalue(), _cpu_s() - began_s))
     out.write_text(json.dumps(outcomes))
     return 0
+
+
+def _cpu_s() -> float:
+    """Of this process, and of its ranks that have ended."""
+    return sum(os.times()[:4])
