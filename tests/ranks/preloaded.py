@@ -27,6 +27,7 @@ from tests.ranks.remembered_rules import remember_rules
 # isort: split
 # What DeepSpeed and transformers import at their first use.
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
+from deepspeed.utils import nvtx
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.olmo2 import modeling_olmo2  # noqa: F401
@@ -34,6 +35,7 @@ from transformers.models.olmo3 import modeling_olmo3  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
 remember_rules()
+nvtx.enable_nvtx = False  # marks for a profiler of CUDA, around each of DeepSpeed's calls
 assert torch.get_num_threads() == 1, "threads do not live through a fork"
 
 # What is imported stays; ranks that look for garbage in it would only copy its pages.

@@ -24,7 +24,8 @@ OWN_WAYS = {
 
 
 def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
-    return {"backend": "deepspeed", "deepspeed_stage": stage} | flags
+    """Blocks are recomputed where that is asked for, as in `test_deepspeed.of_stage`."""
+    return {"backend": "deepspeed", "deepspeed_stage": stage, "activation_checkpointing": "none"} | flags
 
 
 def run(case: GRPOCase, ranks: int, runs: dict[str, dict[str, Any]]) -> dict[str, Rows]:
@@ -72,7 +73,7 @@ def test_split_rows_second_copies_and_host_memory_change_nothing(
     grpo_case: GRPOCase, one_process: dict[str, Rows]
 ) -> None:
     """Second copies are those of before an update, until they are made again: also where it is only looked at."""
-    in_host_memory = {"deepspeed_zpg": 2, "adam_offload": True, "offload": True}
+    in_host_memory = {"deepspeed_zpg": 2, "adam_offload": True, "offload": True, "activation_checkpointing": "auto"}
     runs = {
         "minibatches_split": of_stage(2, sequence_parallel_size=2, **WAYS["minibatches"]),
         "minibatches_copied": of_stage(3, **in_host_memory, **WAYS["minibatches"]),

@@ -86,25 +86,24 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
 
 def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks) -> None:
     """Also one of a tensor group, whose ranks wait for each other within every layer; and one whose rows come late."""
+    window, flags = 5, {"max_train_steps": 10, "eval_steps": 0}
     commands = [
-        one_process.command("slow", ranks=2, max_train_steps=20, eval_steps=0),
-        one_process.command(
-            "slow_tensor", ranks=1, max_train_steps=20, eval_steps=0, tensor_parallel_degree=2, batch=4
-        ),
+        one_process.command("slow", ranks=2, **flags),
+        one_process.command("slow_tensor", ranks=1, tensor_parallel_degree=2, batch=4, **flags),
     ]
     job = JOB.replace("run_each", "run_with_a_slow_rank")
-    run_ranks(2, job, commands=commands, ports=free_ports(2), slow_rank=1)
+    run_ranks(2, job, commands=commands, ports=free_ports(2), slow_rank=1, window=window)
     for name in ("slow", "slow_tensor"):
         rows, log = one_process.metrics(name), (one_process.folder / name / "run.log").read_text().splitlines()
-        assert [row["step"] for row in rows if "slowest_learner" in row] == [10, 20]
-        assert rows[9]["slowest_learner"] == 1 and rows[9]["slowest_learner/times"] > 1.5
+        assert [row["step"] for row in rows if "slowest_learner" in row] == [window, 2 * window]
+        assert rows[window - 1]["slowest_learner"] == 1 and rows[window - 1]["slowest_learner/times"] > 1.5
         (told,) = [line for line in log if "takes" in line]
-        assert "after step 20 learner-1 takes " in told
-    ten = one_process.metrics("slow")[9]
-    assert ten["slowest_loader"] == 1 and ten["loaders/share"] < 0.1 and ten["slowest_loader/share"] > LATE
+        assert f"after step {2 * window} learner-1 takes " in told
+    row = one_process.metrics("slow")[window - 1]
+    assert row["slowest_loader"] == 1 and row["loaders/share"] < 0.1 and row["slowest_loader/share"] > LATE
     log = (one_process.folder / "slow" / "run.log").read_text().splitlines()
     (late,) = [line for line in log if "waits for its own rows" in line]
-    assert "after step 20 learner-1 waits " in late
+    assert f"after step {2 * window} learner-1 waits " in late
 
 
 def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:

@@ -30,10 +30,10 @@ def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") ->
     return codes
 
 
-def run_with_a_slow_rank(commands: list[list[str]], ports: list[int], slow_rank: int) -> list[int]:
+def run_with_a_slow_rank(commands: list[list[str]], ports: list[int], slow_rank: int, window: int) -> list[int]:
     """SFT runs in which the losses of one rank take three times as long for a token as those of the others.
 
-    Its rows come late, too.
+    Its rows come late, too. Ranks look every `window` steps.
     """
     is_slow = int(os.environ["RANK"]) == slow_rank
     own_losses, own_batch = logprob_head.losses_of_logits, sample_loader.step_batch
@@ -43,10 +43,11 @@ def run_with_a_slow_rank(commands: list[list[str]], ports: list[int], slow_rank:
         return own_losses(logits_NV, *others)
 
     def late_batch(*arguments: Any, **told: Any) -> Any:
-        time.sleep(0.6 * is_slow)
+        time.sleep(1.0 * is_slow)
         return own_batch(*arguments, **told)
 
     with (
+        mock.patch.object(loop, "WINDOW", window),
         mock.patch.object(logprob_head, "losses_of_logits", slow_losses),
         mock.patch.object(speed, "losses_of_logits", slow_losses),
         mock.patch.object(sample_loader, "step_batch", late_batch),
