@@ -158,7 +158,7 @@ def test_every_command_that_can_be_is_run(tmp_path: Path) -> None:
         environment = {"HF_TOKEN": "hf_of_a_test", "OPEN_INSTRUCT_CACHE": str(tmp_path / "cache"), "COLUMNS": "100"}
         asked = [(str(each.folder), each.words, each.stdin) for each in shown]
         process = Forked(run_all, asked, hub.endpoint, told_at, environment=environment, cwd=tmp_path)
-        told, _ = process.communicate(timeout=500)
+        told, _ = process.communicate(timeout=800)
     assert process.returncode == 0, told[-4000:]
     outcomes = json.loads(told_at.read_text())
     assert len(outcomes) == len(shown) > 30

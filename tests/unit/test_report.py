@@ -490,7 +490,11 @@ class TestFollow:
         program, *words = command.replace("RUN [RUN ...]", str(run)).split()
         assert program == "open-instruct"
         with subprocess.Popen(
-            [sys.executable, "-m", "open_instruct.cli", *words], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "open_instruct.cli", *words],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background ignores
         ) as process:
             try:
                 assert process.stdout is not None
