@@ -37,7 +37,8 @@ class ExportSection:
 @dataclass(kw_only=True)
 class ExportFlags:
     """Write the weights in a checkpoint of RUN, the --output_dir of a run, as a Hugging Face folder; adapters are added
-    to the model. Needs one process, whatever the run had, and no more memory than the largest tensor.
+    to the model. RUN/stepN is that with --step N. Needs one process, whatever the run had, and no more memory than the
+    largest tensor.
     """
 
     examples: ClassVar[tuple[str, ...]] = ("open-instruct export runs/first --step 200 --output_dir step200",)
@@ -53,6 +54,9 @@ def export_command(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         raise InputError("the first word is the folder of a run: open-instruct export RUN --output_dir DIR")
     run, flags = Path(words[0]), parse(ExportFlags, words[1:]).export
+    named = "" if flags.step is None else f"step{flags.step}"
+    if not named and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
+        run, named = run.parent, run.name
     config, objective = settings_of(run)
 
     from open_instruct.checkpoints.saved_weights import SavedWeights
@@ -64,7 +68,7 @@ def export_command(words: Sequence[str]) -> int:
     from open_instruct.run.pretrained import open_pretrained
     from open_instruct.run.start_model import fingerprint_of
 
-    folder, lora = checkpoint_of(run, flags.step), config.adapters
+    folder, lora = checkpoint_of(run, named), config.adapters
     pretrained = open_pretrained(
         config.model,
         max_seq_length=1,
@@ -126,18 +130,16 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
     )
 
 
-def checkpoint_of(run: Path, step: int | None) -> Path:
-    """The folder of that step, or of the newest.
+def checkpoint_of(run: Path, named: str) -> Path:
+    """The folder of that name, or of the newest step if it is empty.
 
     :raises InputError: there is none, or it is damaged.
     """
     from open_instruct.checkpoints.step_folder import damage_of, find_checkpoints
 
     found = {path.name: path for path in find_checkpoints(run)}
-    name = f"step{step}" if step is not None else next(reversed(found), "")
-    if name not in found:
-        there = f"has {', '.join(found)}" if found else "has no checkpoint"
-        raise InputError(f"{run} {there}" + (f", and not step {step}" if step is not None else ""))
+    if (name := named or next(reversed(found), "")) not in found:
+        raise InputError(f"{run} has {', '.join(found) or 'no checkpoint'}" + (f", and not {named}" if named else ""))
     if told := damage_of(found[name]):
         raise InputError(f"the checkpoint {found[name]} is damaged: {told[0]}; take another step of the run")
     return found[name]

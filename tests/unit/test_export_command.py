@@ -41,18 +41,34 @@ def test_flags_tell_of_which_command_they_are(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no checkpoint$"):
-        checkpoint_of(tmp_path, None)
+        checkpoint_of(tmp_path, "")
     for step in (3, 10):
         (tmp_path / f"step{step}").mkdir()
         write_manifest(tmp_path / f"step{step}", Manifest(step=step, num_ranks=1, start_model="", files={}))
-    assert checkpoint_of(tmp_path, None).name == "step10"
-    assert checkpoint_of(tmp_path, 3).name == "step3"
-    with pytest.raises(InputError, match=r"has step3, step10, and not step 4$"):
-        checkpoint_of(tmp_path, 4)
+    assert checkpoint_of(tmp_path, "").name == "step10"
+    assert checkpoint_of(tmp_path, "step3").name == "step3"
+    with pytest.raises(InputError, match=r"has step3, step10, and not step4$"):
+        checkpoint_of(tmp_path, "step4")
+
+
+def test_a_checkpoint_may_be_named_by_its_folder(tmp_path: Path) -> None:
+    words = ["--model_name_or_path", "m", "--mixer_list", "r.jsonl", "1.0", "--output_dir", str(tmp_path)]
+    (tmp_path / "step3").mkdir()
+    write_manifest(tmp_path / "step3", Manifest(step=3, num_ranks=1, start_model="", files={}))
+    for run in (tmp_path, tmp_path / "step7"):  # the folder of a run may have any name
+        run.mkdir(exist_ok=True)
+        write_config(parse(DPOConfig, words), run / "config.yaml")
+    out = ["--output_dir", str(tmp_path / "out")]
+    with pytest.raises(InputError, match=rf"^{tmp_path} has step3, and not step4$"):
+        export_command([str(tmp_path / "step4"), *out])
+    with pytest.raises(InputError, match=r"step7 has no checkpoint$"):
+        export_command([str(tmp_path / "step7"), *out])
+    with pytest.raises(InputError, match=r"step3 is not the --output_dir of a run"):
+        export_command([str(tmp_path / "step3"), "--step", "4", *out])
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step3").mkdir()
     (tmp_path / "step3" / "checkpoint.json").write_text("{}")
     with pytest.raises(InputError, match=r"is damaged: .*; take another step of the run"):
-        checkpoint_of(tmp_path, None)
+        checkpoint_of(tmp_path, "")
