@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -307,13 +309,20 @@ class TestALocalRay:
         assert list(home.iterdir()) == []
 
 
+def port_for_a_head() -> int:
+    """A free one that neither the kernel nor Ray gives away meanwhile: one of theirs may be taken when Ray starts."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("all are taken")
+
+
 class TestWhoMayTalkToRay:
     @pytest.fixture(scope="class")
     def guarded(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         """The address of a cluster with a token."""
         folder = str(short_folder())
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{port_for_a_head()}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         head = subprocess.Popen(
             [
@@ -335,6 +344,7 @@ class TestWhoMayTalkToRay:
             deadline = time.monotonic() + 120
             while not answers(address) and time.monotonic() < deadline:
                 time.sleep(0.2)
+            assert head.poll() is None, "Ray did not start"
             yield address
         finally:
             head.terminate()
