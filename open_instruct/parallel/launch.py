@@ -33,6 +33,14 @@ def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
     return number if number > 1 else None
 
 
+def threads_of_each(num_processes: int) -> dict[str, str]:
+    """For the environment of as many as compute at the same time on this machine's cores; what is set stays.
+
+    Threads of a product wait for each other in loops, so that one too many costs more than one too few.
+    """
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
+
+
 def world_of(num_ranks: int) -> dict[str, str]:
     """What the environment of each of them will say of all."""
     return {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}", "GROUP_WORLD_SIZE": "1"}
@@ -82,7 +90,7 @@ def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
     before, level = dict(os.environ), logging.root.manager.disable
     logging.disable()
     os.environ[TYPED] = typed
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ.update(threads_of_each(num_ranks))
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from open_instruct.engines.engine_host import RayEngine
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import EngineSettings
 from open_instruct.engines.vllm_core import engine_environment
+from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
 from open_instruct.rollout.checked_run import RolloutRun
@@ -109,7 +110,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes
             # both three times as slow (docs/benchmarks.md, "GRPO against TRL").
-            environment |= _threads_of_each(shape.num_cpu_slots)
+            environment |= threads_of_each(shape.num_cpu_slots)
         learners = LearnerGroup(
             learner_class,
             placement,
@@ -168,11 +169,6 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         yield fleet
 
 
-def _threads_of_each(num_processes: int) -> dict[str, str]:
-    """Of as many as compute at the same time on this machine's cores; Ray would leave each one thread."""
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
-
-
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
     """The dtype that engines compute in, and that weights travel in."""
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
@@ -192,6 +188,6 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environm
         adapter=config.sent_adapter,
     )
     own = engine_environment(on_cuda=placement.on_gpus)
-    if not placement.on_gpus:
-        own |= _threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
+    if not placement.on_gpus:  # Ray would leave it one thread
+        own |= threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
     return RayEngine(index, settings, placement, environment={**own, **environment})

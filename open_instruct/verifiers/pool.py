@@ -19,6 +19,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
+from open_instruct.parallel.launch import threads_of_each
 from open_instruct.records import Check
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import without_thinking
@@ -57,9 +58,7 @@ class VerifierPool:
         # By its path and with -P: neither the working folder nor ours is where its imports are looked for. An empty
         # entry would mean the working folder.
         paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-        # Judges compute at the same time: with a thread of each for every core they would wait for one another.
-        threads = str(max(1, (os.cpu_count() or 1) // num_processes))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": paths}
+        environment = {**os.environ, **threads_of_each(num_processes), "PYTHONPATH": paths}  # judges compute at once
         self._start = partial(Popen, [sys.executable, "-P", WORKER, *user_verifiers], env=environment)
         self._timeout_s = timeout_s
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
