@@ -1,9 +1,9 @@
 """What DTensor works out about an operator is found faster: nothing is built to be dropped, and alike is remembered.
 
 To place the tensors of an operator, PyTorch goes through all ways to shard each of them, in Python, when a process
-meets them for the first time: most of what a small run does where matrices are split. Of ten ways it builds nine that
-it then drops, for what can be seen before; and it has fake tensors go through each operator. What it finds is the
-same.
+meets them for the first time: most of what a small run does where matrices are split. It then takes the way in which
+all inputs lie already, if there is one, which can be seen before the others are built; else, of ten ways it builds nine
+that it then drops. And it has fake tensors go through each operator. What it takes is the same.
 """
 
 from __future__ import annotations
@@ -48,14 +48,22 @@ def _remember(mesh: Any, op_schema: OpSchema, single_mesh_dim_strategies: list[W
         tuple(map(tuple, single_mesh_dim_strategies)),
         tuple(sorted(given.items())),
     )
-    ways = Ways(single_mesh_dim_strategies, op_schema, given)
     try:
         known = _worked_out.get(key)
     except TypeError:  # something in it has no hash
-        return _work_out(mesh, op_schema, ways, **given)
+        return _find(mesh, op_schema, single_mesh_dim_strategies, given)
     if known is None:
-        known = _worked_out[key] = mesh, _work_out(mesh, op_schema, ways, **given)
+        known = _worked_out[key] = mesh, _find(mesh, op_schema, single_mesh_dim_strategies, given)
     return known[1]
+
+
+def _find(mesh: Any, op_schema: OpSchema, ways: list[Way], given: dict[str, Any]) -> OpStrategy:
+    """The way in which nothing is moved; where there is none, all of them."""
+    with suppress(RuntimeError):  # an operator that changes its input in place finds no way
+        found = _work_out(mesh, op_schema, Ways(ways, op_schema, given, moves_nothing=True), **given)
+        if found.strategies:
+            return found
+    return _work_out(mesh, op_schema, Ways(ways, op_schema, given), **given)
 
 
 def _specs_of(argument: Any) -> Any:
@@ -115,19 +123,32 @@ def _without_mesh(argument: Any) -> Any:
 class Ways(list[Way]):
     """The ways on one axis, and what `expand_to_full_mesh_op_strategy` asks of their combinations over all axes."""
 
-    def __init__(self, ways: list[Way], op_schema: OpSchema, given: dict[str, Any]) -> None:
+    def __init__(
+        self, ways: list[Way], op_schema: OpSchema, given: dict[str, Any], *, moves_nothing: bool = False
+    ) -> None:
         super().__init__(ways)
         self._num_outputs = given.get("input_index", 1)
         inputs = op_schema.args_strategy + op_schema.kwargs_strategy
-        self._in_place = inputs[0].strategies[0].output_spec.placements if given.get("inplace_op") else None
+        assert all(len(each.strategies) == 1 for each in inputs), "each lies in one way when DTensor asks"
+        self._inputs = [each.strategies[0].output_spec.placements for each in inputs]
+        self._in_place = self._inputs[0] if given.get("inplace_op") else None
+        self._moves_nothing = moves_nothing
 
     def combined(self, num_axes: int) -> Iterator[tuple[Way, ...]]:
-        of_axes = [[way for way in self if self._stays(way, axis)] for axis in range(num_axes)]
-        if not all(of_axes):
+        fits = self._is_as_it_lies if self._moves_nothing else self._stays
+        of_axes = [[way for way in self if fits(way, axis)] for axis in range(num_axes)]
+        if not all(of_axes) and not self._moves_nothing:
             of_axes = [self] * num_axes  # PyTorch says of which it is that none stays
         for ways in itertools.product(*of_axes):
             if not any(map(_is_mixed, zip(*ways, strict=True))):
                 yield ways
+
+    def _is_as_it_lies(self, way: Way, axis: int) -> bool:
+        """Whether no input has to be moved on this axis."""
+        of_inputs = [placement for placement in way[self._num_outputs :] if placement is not None]
+        return len(of_inputs) == len(self._inputs) and all(
+            axis < len(lies) and placement == lies[axis] for placement, lies in zip(of_inputs, self._inputs, strict=True)
+        )
 
     def _stays(self, way: Way, axis: int) -> bool:
         """What an operator changes in place lies before and after where it does."""
