@@ -146,9 +146,7 @@ class Ways(list[Way]):
     def _is_as_it_lies(self, way: Way, axis: int) -> bool:
         """Whether no input has to be moved on this axis."""
         of_inputs = [placement for placement in way[self._num_outputs :] if placement is not None]
-        return len(of_inputs) == len(self._inputs) and all(
-            axis < len(lies) and placement == lies[axis] for placement, lies in zip(of_inputs, self._inputs, strict=True)
-        )
+        return of_inputs == [lies[axis] for lies in self._inputs if axis < len(lies)]
 
     def _stays(self, way: Way, axis: int) -> bool:
         """What an operator changes in place lies before and after where it does."""

@@ -1,4 +1,4 @@
-"""Tiny models of fewer layers, for tests that prove of each layer what they prove of one."""
+"""Tiny models of fewer and narrower layers, for tests that prove of each layer what they prove of one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ NUM_LAYERS = 2
 
 
 def write_shallow_model(folder: Path, *, layers: int = NUM_LAYERS, like: str = "tiny", **given: Any) -> Path:
-    """As `write_tiny_model` of the size `like`, but for its layers; of those with windows, the last one has none."""
-    with patch.dict(SIZES, {"shallow": replace(SIZES[like], layers=layers)}):
+    """As `write_tiny_model` of the size `like`, but of fewer layers half as wide; the last one has no window."""
+    size = replace(SIZES[like], layers=layers, hidden=SIZES[like].hidden // 2, mlp=SIZES[like].mlp // 2)
+    with patch.dict(SIZES, {"shallow": size}):
         write_tiny_model(folder, size="shallow", **given)
     config = json.loads((folder / "config.json").read_text())
     if "sliding_attention" in config.get("layer_types", []):

@@ -114,7 +114,9 @@ def assert_same(case: TrainCase, name: str, base: str) -> None:
     assert len(case.metrics(name)) == 3
     for ours, theirs in zip(case.metrics(name), case.metrics(base), strict=True):
         for number in (*OWN, "grad_norm"):
-            assert ours[number] == pytest.approx(theirs[number], rel=1e-5), f"{name}: {number} at step {ours['step']}"
+            # A divergence near 0 is the rest of logarithms of float32 that are not.
+            expected = pytest.approx(theirs[number], rel=1e-5, abs=1e-7)
+            assert ours[number] == expected, f"{name}: {number} at step {ours['step']}"
 
 
 @pytest.mark.parametrize("name", ["padded_one_row_at_a_time", "fsdp_2", "tensor_2", "context_2", "hsdp_2x2"])

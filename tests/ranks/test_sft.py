@@ -180,7 +180,7 @@ def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
 
 
 def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCase) -> None:
-    command = case.command("cli", ranks=2, learning_rate=3e-3, max_train_steps=30, fsdp_shard_degree=2, eval_steps=0)
+    command = case.command("cli", ranks=2, learning_rate=1e-2, max_train_steps=30, fsdp_shard_degree=2, eval_steps=0)
     torchrun = [*programs.TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0])]
     process = programs.start([*torchrun, "open_instruct/sft.py", *command])
     said, _ = process.communicate(timeout=200)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._ops import utils
-from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from tests.ranks import remembered_rules
-from tests.ranks.remembered_rules import Ways, _look_at_results, _work_out
+from tests.ranks.remembered_rules import _find, _look_at_results, _work_out
 from tests.unit.conftest import JoinAs
 
 PLACEMENTS = {
@@ -24,20 +25,24 @@ PLACEMENTS = {
 }
 
 
+Placed = list[tuple[str, OutputSharding, OutputSharding]]
+
+
 @pytest.fixture
-def found(join_as: JoinAs, monkeypatch: pytest.MonkeyPatch) -> list[tuple[OpSchema, OpStrategy, OpStrategy]]:
-    """Of each operator, what is found with and without."""
+def placed(join_as: JoinAs, monkeypatch: pytest.MonkeyPatch) -> Placed:
+    """Of each operator, where its tensors are to lie with and without."""
     join_as(0, 8)
-    both: list[tuple[OpSchema, OpStrategy, OpStrategy]] = []
-    remembered = utils.expand_to_full_mesh_op_strategy
+    both: Placed = []
+    place = ShardingPropagator.propagate_op_sharding_non_cached
 
-    def compare(mesh: Any, op_schema: Any, ways: Any, **given: Any) -> Any:
-        assert not isinstance(ways, Ways)
-        strategy = remembered(mesh, op_schema, ways, **given)
-        both.append((op_schema, strategy, _work_out(mesh, op_schema, ways, **given)))
-        return strategy
+    def compare(propagator: ShardingPropagator, op_schema: OpSchema) -> OutputSharding:
+        with_it = place(propagator, op_schema)
+        with monkeypatch.context() as patch:
+            patch.setattr(utils, "expand_to_full_mesh_op_strategy", _work_out)
+            both.append((op_schema.op.name(), with_it, place(propagator, op_schema)))
+        return with_it
 
-    monkeypatch.setattr(utils, "expand_to_full_mesh_op_strategy", compare)
+    monkeypatch.setattr(ShardingPropagator, "propagate_op_sharding_non_cached", compare)
     return both
 
 
@@ -51,30 +56,54 @@ def laid(mesh: DeviceMesh, lies: str, dtype: torch.dtype = torch.float32) -> DTe
 
 
 @pytest.mark.parametrize("lies", PLACEMENTS)
-def test_it_is_the_same(found: list[tuple[OpSchema, OpStrategy, OpStrategy]], lies: str) -> None:
-    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+def test_it_is_the_same(placed: Placed, lies: str) -> None:
+    # A mesh that no other test has: of what PyTorch remembers itself, it would not ask.
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("placed", lies))
     ours, other, third = laid(mesh, lies), laid(mesh, "split"), laid(mesh, "whole")
     _ = ours / other, ours @ other.T, ours + 1, ours.sqrt(), ours.sum(0), torch.stack([ours, ours])
+    torch._foreach_norm([ours, other])
     if lies != "in parts":  # nothing of those is changed in place
         torch._foreach_mul_([ours, ours.clone()], 2.0)
         ours.lerp_(other.redistribute(mesh, ours.placements), 0.5)
         if lies != "sharded":
             ours.addcmul_(third, third).mul_(3)
-    assert len(found) > 3
-    if lies == "sharded":  # the others are moved, or have one way
-        assert any(len(with_it.strategies) < len(without.strategies) for _, with_it, without in found)
-    for op_schema, with_it, without in found:
-        is_one_of_many = op_schema.op.name().startswith("aten::_foreach")
-        ours_taken, taken = (
-            _select_min_cost_strategy(each, None if is_one_of_many else op_schema) for each in (with_it, without)
+    assert len(placed) > 6
+    assert any(with_it.needs_redistribute for _, with_it, _ in placed)
+    assert not all(with_it.needs_redistribute for _, with_it, _ in placed)
+    for name, with_it, without in placed:
+        assert (with_it.output_spec, with_it.needs_redistribute) == (without.output_spec, without.needs_redistribute), (
+            name
         )
-        assert (ours_taken.output_specs, ours_taken.input_specs) == (taken.output_specs, taken.input_specs)
-        assert ours_taken.redistribute_cost == taken.redistribute_cost
+        moved, theirs = with_it.redistribute_schema, without.redistribute_schema
+        assert (moved and moved.args_schema) == (theirs and theirs.args_schema), name
 
 
-def test_what_cannot_be_is_refused_in_the_same_words(found: list[Any]) -> None:
+def test_of_ways_that_move_nothing_others_are_not_built(join_as: JoinAs) -> None:
+    join_as(0, 8)
+    found: list[tuple[int, int]] = []
+
+    def count(mesh: Any, op_schema: Any, ways: Any, **given: Any) -> Any:
+        strategy = _find(mesh, op_schema, ways, given)
+        found.append((len(strategy.strategies), len(_work_out(mesh, op_schema, ways, **given).strategies)))
+        return strategy
+
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("few", "ways"))
+    ours = laid(mesh, "sharded")
+    with patch.object(utils, "expand_to_full_mesh_op_strategy", count):
+        _ = ours * ours
+    ((ours_built, all_built),) = found
+    assert ours_built == 1 < all_built
+
+
+@pytest.mark.parametrize("is_remembered", [True, False])
+def test_what_cannot_be_is_refused_in_the_same_words(join_as: JoinAs, is_remembered: bool) -> None:
+    join_as(0, 8)
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+    found_by = utils.expand_to_full_mesh_op_strategy if is_remembered else _work_out
+    with (
+        patch.object(utils, "expand_to_full_mesh_op_strategy", found_by),
+        pytest.raises(RuntimeError, match="in-place operations that require placement changes"),
+    ):
         laid(mesh, "in parts").sqrt_()
 
 
