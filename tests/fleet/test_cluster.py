@@ -10,15 +10,18 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from open_instruct.cluster import ray_cluster
 from open_instruct.cluster.placement import FleetShape, place
 from open_instruct.cluster.ray_cluster import short_folder, start_cluster
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
@@ -201,6 +204,22 @@ class TestRefusals:
     )
     def test_an_address_without_a_cluster(self, address: str, message: str) -> None:
         refuse(address, message)
+
+    def test_a_listener_that_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert ray_cluster.CONNECT_TIMEOUT_S <= 10
+        monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.5)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            refuse(address, rf"^--ray_address {address}: nothing answers there \(timed out\); start .* leave the flag")
+
+    def test_a_server_of_something_else(self) -> None:
+        with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+            threading.Thread(target=server.serve_forever).start()
+            address = f"127.0.0.1:{server.server_port}"
+            try:
+                refuse(address, rf"^--ray_address {address}: what answers there is no Ray; start .* leave the flag")
+            finally:
+                server.shutdown()
 
 
 def refuse(address: str, message: str) -> None:
