@@ -131,12 +131,23 @@ def _serve(address: Path, import_all: Callable[[], None]) -> int:
 def _import_vllm() -> None:
     sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM imports it where it is there
     with suppress(ImportError):  # tests that need vLLM say so themselves
+        from vllm.config.logging import LoggingConfig
         from vllm.engine import arg_utils  # noqa: F401
+        from vllm.logger import configure_logging_if_needed
         from vllm.model_executor.models import registry
+        from vllm.platforms import current_platform
         from vllm.v1.engine import llm_engine  # noqa: F401
+        from vllm.v1.worker import cpu_worker  # noqa: F401
 
         # For a look at a kind of model vLLM starts another Python, so that none has begun with CUDA here.
         patch.object(registry, "_run_in_subprocess", lambda function: function()).start()
+        # What each engine does at its start, in seconds, for it goes through all loggers and all modules.
+        configure_logging_if_needed(LoggingConfig())
+        if current_platform.is_cpu():
+            current_platform.register_triton_kernel_overrides()
+            patch.object(type(current_platform), "register_triton_kernel_overrides", lambda platform: None).start()
+        # At its end an engine would look for garbage in all that was imported here, and so copy its pages.
+        patch.object(gc, "unfreeze", lambda: None).start()
     del sys.modules["ray"]
 
 
