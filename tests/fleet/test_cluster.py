@@ -132,10 +132,10 @@ class TestSimulatedNodes:
     @pytest.fixture(scope="class")
     def report(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         """What a driver saw of the cluster that it joined, and what it left behind."""
-        with_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # whether or not there is one in HOME
+        without_token = {"RAY_AUTH_MODE": "disabled"}  # whether or not there is one in HOME
         cluster = subprocess.Popen(
             [sys.executable, "-c", SIMULATED_CLUSTER, python_that_forks()],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | OF_RAY | with_token,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | OF_RAY | without_token,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -143,7 +143,7 @@ class TestSimulatedNodes:
         assert cluster.stdout is not None
         try:
             address = next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
-            run_there = partial(run, environment=with_token, tmp_path=tmp_path_factory.mktemp("programs"))
+            run_there = partial(run, environment=without_token, tmp_path=tmp_path_factory.mktemp("programs"))
             return run_there(DRIVER, address) | {"left": run_there(VISITOR, address)}
         finally:
             cluster.communicate()
