@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from open_instruct.cluster.placement import FleetShape, Placement, Say, place
 from open_instruct.cluster.watchdog import Watchdog
@@ -28,6 +28,8 @@ MAX_OBJECT_STORE_BYTES = 2 << 30  # batches of tokens pass through it, never wei
 MIN_OBJECT_STORE_BYTES = 96 << 20
 SHARE_OF_MEMORY = 0.05
 CONNECT_TIMEOUT_S = 10.0
+WAY_OUT = "start a cluster with `ray start --head`, or leave the flag out for a local one"
+HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # a frame without any; its fourth byte says what it is
 RAY_FOLDER = "r"
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -94,8 +96,7 @@ def _join(address: str) -> None:
         with _keeping_sigterm():
             ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        way = "start one with `ray start --head`, or leave the flag out for a local one"
-        said = _first_line(error)
+        said, way = _first_line(error), WAY_OUT
         if isinstance(error, ray.exceptions.AuthenticationError) or said.startswith("Failed to connect"):
             said = (
                 "what answers there does not let this process in. If the cluster has a token, give it here too, as "
@@ -115,33 +116,38 @@ def _given_token() -> str | None:
 
 
 def _check_address(address: str) -> None:
-    # Ray itself would try for two minutes, and then end the process.
+    # Ray itself would try for minutes, or for ever, and then end the process.
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdecimal()):
         raise InputError(f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this command too")
+    is_encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # such a one says nothing to strangers
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
+            is_ray = is_encrypted or _answers_as_grpc(connection)
     except OSError as error:
-        raise InputError(
-            f"--ray_address {address}: nothing answers there ({error}); start a cluster with `ray start --head`, or "
-            "leave the flag out for a local one"
-        ) from error
+        raise InputError(f"--ray_address {address}: nothing answers there ({error}); {WAY_OUT}") from error
+    if not is_ray:
+        raise InputError(f"--ray_address {address}: what answers there is no Ray; {WAY_OUT}")
+
+
+def _answers_as_grpc(connection: socket.socket) -> bool:
+    """Whether a client's first words of HTTP/2, of which gRPC is made, get a server's (RFC 9113, section 3.4)."""
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS)
+    with connection.makefile("rb") as answer:
+        return answer.read(len(HTTP2_SETTINGS))[3:4] == HTTP2_SETTINGS[3:4]
 
 
 @contextlib.contextmanager
 def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> Iterator[None]:
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=logs_folder)
-    try:
-        with _own_token(folder):
-            with watchdog.marking():
-                _start(fleet, shape, folder / RAY_FOLDER)
-            try:
-                yield
-            finally:
-                _disconnect()
-    finally:
-        watchdog.finish()
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(watchdog.finish)
+        at_the_end.enter_context(_own_token(folder))
+        with watchdog.marking():
+            _start(fleet, shape, folder / RAY_FOLDER)
+        at_the_end.callback(_disconnect)
+        yield
 
 
 @contextlib.contextmanager
@@ -150,16 +156,15 @@ def _own_token(folder: Path) -> Iterator[None]:
     path = folder / "token"
     path.touch(mode=0o600)
     path.write_text(_token())
-    before = {name: os.environ.pop(name, None) for name in TOKEN_VARIABLES}
+    before = {name: os.environ.pop(name) for name in TOKEN_VARIABLES if name in os.environ}
     # Without these Ray takes the user's token, or leaves one in the home folder that others can read.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in TOKEN_VARIABLES:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 @functools.cache
@@ -174,9 +179,6 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
-    dashboard: dict[str, Any] = {"include_dashboard": False}
-    if fleet.ray_dashboard_host is not None:
-        dashboard = {"include_dashboard": True, "dashboard_host": fleet.ray_dashboard_host}
     try:
         with _keeping_sigterm():
             ray.init(
@@ -189,7 +191,8 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> None:
                 object_store_memory=_object_store_bytes(),
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
-                **dashboard,
+                include_dashboard=fleet.ray_dashboard_host is not None,
+                dashboard_host=fleet.ray_dashboard_host or LOOPBACK,
             )
     except Exception as error:
         if fleet.ray_dashboard_host is not None:

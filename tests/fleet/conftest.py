@@ -1,4 +1,4 @@
-"""One local Ray for all the tests of this folder: starting it takes longer than most of them."""
+"""One local Ray for all the tests of a file: starting it takes longer than most of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    """A Ray of this machine alone, connected to; every port binds to loopback."""
+    """A Ray of this machine alone, connected to; every port binds to loopback.
+
+    It ends with the module: its processes are at work while nothing is asked of them, for a minute as much as a start.
+    """
     import ray
 
     from open_instruct.cluster.ray_cluster import short_folder

@@ -12,8 +12,7 @@ from open_instruct.engines.vllm_core import engine_environment
 if __name__ == "__main__":
     model, port, pid_file = sys.argv[1:]
     os.environ.update(engine_environment(on_cuda=False))
-    # The server's engine is a process of its own, forked, for all is imported.
-    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # the server's engine is a process of its own
     Path(pid_file).write_text(str(os.getpid()))
     sys.argv = ["api_server", "--model", model, "--served-model-name", "mine", "--host", "127.0.0.1", "--port", port]
     sys.argv += [

@@ -10,20 +10,26 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from open_instruct.cluster import ray_cluster
 from open_instruct.cluster.placement import FleetShape, place
 from open_instruct.cluster.ray_cluster import short_folder, start_cluster
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.layout import layout_of
-from tests.fleet.forked_workers import OF_RAY, python_that_forks
+from tests.fleet.forked_workers import OF_RAY, RAY, python_that_forks
+from tests.fleet.grpo_case import finished
+from tests.ranks import programs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "a" * 64
@@ -107,29 +113,29 @@ print(json.dumps({"nodes": sum(node["Alive"] for node in ray.nodes()), "free": r
 """
 
 
-def run(program: str, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
-    """The last line that a Python program prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | (environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+def run(
+    program: str, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None, tmp_path: Path
+) -> Any:
+    """The last line that a Python program prints, as JSON; it is forked, and so is what its Ray starts."""
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    process = programs.start(
+        [str(file), *arguments],
+        environment={"PYTHONPATH": str(REPOSITORY)} | OF_RAY | (environment or {}),
+        cwd=cwd or tmp_path,
+        constants={"sys:executable": python_that_forks()},
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(finished(process, exit_code=0).splitlines()[-1])
 
 
 class TestSimulatedNodes:
     @pytest.fixture(scope="class")
-    def report(self) -> dict[str, Any]:
+    def report(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         """What a driver saw of the cluster that it joined, and what it left behind."""
-        with_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # whether or not there is one in HOME
+        without_token = {"RAY_AUTH_MODE": "disabled"}  # whether or not there is one in HOME
         cluster = subprocess.Popen(
             [sys.executable, "-c", SIMULATED_CLUSTER, python_that_forks()],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | OF_RAY | with_token,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | OF_RAY | without_token,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -137,8 +143,8 @@ class TestSimulatedNodes:
         assert cluster.stdout is not None
         try:
             address = next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
-            report = run(DRIVER, address, environment=with_token)
-            return report | {"left": run(VISITOR, address, environment=with_token)}
+            run_there = partial(run, environment=without_token, tmp_path=tmp_path_factory.mktemp("programs"))
+            return run_there(DRIVER, address) | {"left": run_there(VISITOR, address)}
         finally:
             cluster.communicate()
 
@@ -178,40 +184,6 @@ class TestSimulatedNodes:
         assert report["left"] == {"nodes": 3, "free": 7}
 
 
-class TestOneMachine:
-    def test_a_cpu_stands_for_several_nodes_and_says_so(self, local_ray: None) -> None:
-        said: list[str] = []
-        placement = place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True)
-        placement.release()
-        assert said == ["this machine stands for 2 nodes of learners"]
-        assert [placement.node_and_local_rank(rank) for rank in range(3)] == [(0, 0), (0, 1), (1, 0)]
-
-    def test_nodes_of_a_joined_cluster_are_never_pretended(self, local_ray: None) -> None:
-        with pytest.raises(RunError, match=r"nodes with 2 and 1 CPU slots for learners.*has a node with 16 CPU slots"):
-            place(shape_of(2, 1), timeout_s=0.5, say=lambda text: None, is_one_machine=False)
-
-    def test_progress_is_told_while_it_waits(self, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("open_instruct.cluster.placement.SECONDS_BETWEEN_REPORTS", 0.2)
-        said: list[str] = []
-        with pytest.raises(RunError):
-            place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False)
-        assert said[0].startswith("waiting for the cluster (0 of 1 s): asked: a node with 17 CPU slots")
-
-    def test_too_much_is_refused_at_once(self, local_ray: None) -> None:
-        with pytest.raises(
-            InputError, match=r"1 engine of 2 CPU slots; this machine has 16 CPU slots\. .*--ray_address"
-        ):
-            place(shape_of(15, devices=2), timeout_s=60, say=lambda text: None, is_one_machine=True)
-
-    def test_learner_and_engine_share_a_device(self, local_ray: None) -> None:
-        shape = shape_of(1, shares_device=True)
-        placement = place(shape, timeout_s=30, say=lambda text: None, is_one_machine=True)
-        learner, engine = placement.learner_options(0), placement.engine_options(0)
-        placement.release()
-        assert learner == engine | {"scheduling_strategy": learner["scheduling_strategy"]}
-        assert learner["scheduling_strategy"].placement_group.id == engine["scheduling_strategy"].placement_group.id
-
-
 class TestRefusals:
     def test_sharding_flags_are_refused_without_ray(self) -> None:
         parallel = LearnerParallelSection(num_learners_per_node=[8], fsdp_shard_degree=3)
@@ -231,16 +203,36 @@ class TestRefusals:
         ],
     )
     def test_an_address_without_a_cluster(self, address: str, message: str) -> None:
-        with (
-            pytest.raises(InputError, match=message),
-            start_cluster(FleetSection(ray_address=address), shape_of(1), say=lambda text: None),
-        ):
-            pass
+        refuse(address, message)
+
+    def test_a_listener_that_never_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert ray_cluster.CONNECT_TIMEOUT_S <= 10
+        monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.5)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            refuse(address, rf"^--ray_address {address}: nothing answers there \(timed out\); start .* leave the flag")
+
+    def test_a_server_of_something_else(self) -> None:
+        with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+            threading.Thread(target=server.serve_forever).start()
+            address = f"127.0.0.1:{server.server_port}"
+            try:
+                refuse(address, rf"^--ray_address {address}: what answers there is no Ray; start .* leave the flag")
+            finally:
+                server.shutdown()
+
+
+def refuse(address: str, message: str) -> None:
+    with (
+        pytest.raises(InputError, match=message),
+        start_cluster(FleetSection(ray_address=address), shape_of(1), say=lambda text: None),
+    ):
+        pass
 
 
 # One run after the other, in one process.
 TWO_RUNS = """
-import importlib.util, json, os, stat
+import contextlib, importlib.util, json, os, stat
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
@@ -250,7 +242,7 @@ def what_an_actor_has():
     found = [importlib.util.find_spec(name) is not None for name in ("planted", "open_instruct")]
     return {"token": os.environ["RAY_AUTH_TOKEN_PATH"], "found": found, "niceness": os.nice(0)}
 
-actors, modes, tokens, listening = [], {}, [], set()
+actors, modes, tokens, programs, listening = [], {}, [], [], set()
 for num_learners in (1, 4):
     shape = FleetShape(
         learners_per_node=(num_learners,), num_engines=1, devices_per_engine=1, shares_device=False
@@ -261,12 +253,16 @@ for num_learners in (1, 4):
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)}
         tokens.append((actors[-1]["token"] == str(token), len(token.read_text()) == 64))
-        me = psutil.Process()
-        for process in (me, *me.children(recursive=True)):
-            connections = process.net_connections()
-            listening |= {it.laddr.ip for it in connections if it.status == psutil.CONN_LISTEN}
+        mark = f"open_instruct-{os.getpid()}-"  # of all that the driver has started, whoever's children they are
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid == os.getpid() or process.environ().get("OPEN_INSTRUCT_FLEET", "").startswith(mark):
+                    programs.append(process.name())
+                    connections = process.net_connections()
+                    listening |= {it.laddr.ip for it in connections if it.status == psutil.CONN_LISTEN}
 left = [path for path in modes if os.path.exists(path)]
-print(json.dumps({"modes": list(modes.values()), "tokens": tokens, "left": left, "listening": sorted(listening),
+print(json.dumps({"modes": list(modes.values()), "tokens": tokens, "left": left,
+                  "programs": programs, "listening": sorted(listening),
                   "found": [actor["found"] for actor in actors], "marked": "OPEN_INSTRUCT_FLEET" in os.environ,
                   "niceness": [os.nice(0), *(actor["niceness"] for actor in actors)],
                   "variables": [os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")]}))
@@ -284,10 +280,11 @@ class TestALocalRay:
         folder = tmp_path_factory.mktemp("working")
         (folder / "planted.py").touch()
         environment = {"HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "for another cluster"}
-        return run(TWO_RUNS, environment=environment, cwd=folder)
+        programs_folder = tmp_path_factory.mktemp("programs")  # a script's own one is on the path of Ray's actors
+        return run(TWO_RUNS, environment=environment, cwd=folder, tmp_path=programs_folder)
 
     def test_it_listens_to_this_machine_only(self, report: dict[str, Any]) -> None:
-        assert report["listening"]
+        assert {"gcs_server", "raylet", "ray::DashboardAgent"} <= set(report["programs"])
         assert set(report["listening"]) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
     def test_programs_that_the_driver_starts_later_are_their_own_masters(self, report: dict[str, Any]) -> None:
@@ -324,19 +321,11 @@ class TestWhoMayTalkToRay:
         folder = str(short_folder())
         address = f"127.0.0.1:{port_for_a_head()}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        words = ["start", "--head", "--block", "--include-dashboard=false"]
+        words += ["--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}", f"--temp-dir={folder}"]
         head = subprocess.Popen(
-            [
-                *(
-                    str(Path(sys.executable).with_name("ray")),
-                    "start",
-                    "--head",
-                    "--block",
-                    "--include-dashboard=false",
-                ),
-                *("--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}", f"--temp-dir={folder}"),
-                *("--num-cpus=2", "--object-store-memory=80000000"),
-            ],
-            env=environment | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "HOME": folder},
+            [sys.executable, "-c", RAY, python_that_forks(), *words, "--num-cpus=2", "--object-store-memory=80000000"],
+            env=environment | OF_RAY | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "HOME": folder},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -370,7 +359,7 @@ class TestWhoMayTalkToRay:
             monkeypatch.delenv(name, raising=False)
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        assert re.search(said, run(JOINING, guarded))
+        assert re.search(said, run(JOINING, guarded, tmp_path=tmp_path))
 
 
 JOINING = """
@@ -397,3 +386,37 @@ def answers(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+class TestOneMachine:
+    def test_a_cpu_stands_for_several_nodes_and_says_so(self, local_ray: None) -> None:
+        said: list[str] = []
+        placement = place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True)
+        placement.release()
+        assert said == ["this machine stands for 2 nodes of learners"]
+        assert [placement.node_and_local_rank(rank) for rank in range(3)] == [(0, 0), (0, 1), (1, 0)]
+
+    def test_nodes_of_a_joined_cluster_are_never_pretended(self, local_ray: None) -> None:
+        with pytest.raises(RunError, match=r"nodes with 2 and 1 CPU slots for learners.*has a node with 16 CPU slots"):
+            place(shape_of(2, 1), timeout_s=0.5, say=lambda text: None, is_one_machine=False)
+
+    def test_progress_is_told_while_it_waits(self, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("open_instruct.cluster.placement.SECONDS_BETWEEN_REPORTS", 0.2)
+        said: list[str] = []
+        with pytest.raises(RunError):
+            place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False)
+        assert said[0].startswith("waiting for the cluster (0 of 1 s): asked: a node with 17 CPU slots")
+
+    def test_too_much_is_refused_at_once(self, local_ray: None) -> None:
+        with pytest.raises(
+            InputError, match=r"1 engine of 2 CPU slots; this machine has 16 CPU slots\. .*--ray_address"
+        ):
+            place(shape_of(15, devices=2), timeout_s=60, say=lambda text: None, is_one_machine=True)
+
+    def test_learner_and_engine_share_a_device(self, local_ray: None) -> None:
+        shape = shape_of(1, shares_device=True)
+        placement = place(shape, timeout_s=30, say=lambda text: None, is_one_machine=True)
+        learner, engine = placement.learner_options(0), placement.engine_options(0)
+        placement.release()
+        assert learner == engine | {"scheduling_strategy": learner["scheduling_strategy"]}
+        assert learner["scheduling_strategy"].placement_group.id == engine["scheduling_strategy"].placement_group.id

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.rollout.traces import read_traces
-from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.judge_models import RewardModelVerifier
 from tests.fleet.grpo_case import (
     NUM_PROMPTS_PER_STEP,
@@ -30,6 +29,7 @@ from tests.fleet.grpo_case import (
 )
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
+from tests.ranks.shallow import write_shallow_model
 
 # What scripts read; see README.
 EVERY_STEP = {
@@ -44,7 +44,7 @@ TIMED = ("time/", "tokens_per_second", "peak_memory")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
     folder = tmp_path_factory.mktemp("grpo")
-    model = write_tiny_model(folder / "model", family="olmo2", size="tiny")
+    model = write_shallow_model(folder / "model", family="olmo2")
     return GRPOCase(
         model=model,
         prompts=write_prompts(folder / "prompts.jsonl", 6),

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +21,9 @@ from open_instruct.parallel import peers
 from open_instruct.run.run_directory import RunDirectory
 from tests.fleet.forked_workers import OF_RAY, python_that_forks
 from tests.fleet.learners import Recruit
+from tests.ranks import programs
+from tests.ranks.fork_server import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 600.0
 SHAPE = FleetShape(learners_per_node=(2,), num_engines=1, devices_per_engine=1, shares_device=False)
 
@@ -140,29 +139,30 @@ def test_a_constructor_refuses_in_its_own_words(local_ray: None) -> None:
 
 
 DRIVER = """
-import sys, time
-sys.executable = sys.argv[2]
+import os, sys, time
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.cluster.placement import FleetShape
+from tests.fleet.idler import Idler
 from tests.fleet.learners import Recruit
 
+end, learner_class = sys.argv[1], {"kill": Idler, "leave": Recruit}[sys.argv[1]]
 shape = FleetShape(learners_per_node=(1, 1), num_engines=1, devices_per_engine=1, shares_device=False)
 start = start_cluster(FleetSection(), shape, say=print, logs_folder=Path("logs"))
 with start as cluster, cluster.placing(shape) as places:
-    group = LearnerGroup(Recruit, places)
+    group = LearnerGroup(learner_class, places)
     group.wait_ready(120)
     import ray
     Path("folder").write_text(ray._private.worker._global_node.get_session_dir_path())
     # As the sender of weights does.
-    read_mark = ray.remote(num_cpus=0)(lambda: __import__("os").environ["OPEN_INSTRUCT_FLEET"])
+    read_mark = ray.remote(num_cpus=0)(lambda: os.environ["OPEN_INSTRUCT_FLEET"])
     Path("/dev/shm", ray.get(read_mark.remote())).touch()
-    group.start(Recruit.fail, "freeze", 1)
+    group.start(learner_class.fail, "freeze", 1)
     RunDirectory(path=Path()).write_pids(driver=0, learners=group.pids(), engines=[])
-    if sys.argv[1] == "kill":
+    if end == "kill":
         time.sleep(600)
 """
 
@@ -182,30 +182,27 @@ def processes_of(driver: int, folder: Path) -> list[int]:
 @pytest.mark.parametrize("end", ["kill", "leave"])
 def test_nothing_outlives_the_driver(tmp_path: Path, end: str) -> None:
     """Workers are what Ray starts for its users where the driver is killed, and are forked where it leaves."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "127.0.0.1:1"}
-    executable = sys.executable
-    if end == "leave":
-        executable, environment = python_that_forks(), environment | OF_RAY
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, end, executable],
+    (tmp_path / "driver.py").write_text(DRIVER)
+    driver = programs.start(
+        [str(tmp_path / "driver.py"), end],
+        environment={"PYTHONPATH": str(REPOSITORY), "RAY_ADDRESS": "127.0.0.1:1"} | (OF_RAY if end == "leave" else {}),
         cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.DEVNULL,
+        constants={"sys:executable": python_that_forks()} if end == "leave" else None,
     )
     try:
         pids_file = tmp_path / "pids.json"
         deadline = time.monotonic() + 120
         while not pids_file.exists():
-            assert driver.poll() is None, "the driver ended early"
+            assert driver.poll() is None, driver.said()
             assert time.monotonic() < deadline
             time.sleep(0.1)
         folder = Path((tmp_path / "folder").read_text()).parent
         if end == "kill":
             assert {*json.loads(pids_file.read_text())["learners"]} < {*processes_of(driver.pid, folder)}
-            driver.kill()
+            driver.send_signal(signal.SIGKILL)
         assert driver.wait(60) == (0 if end == "leave" else -signal.SIGKILL)
     finally:
-        driver.kill()
+        driver.send_signal(signal.SIGKILL)
 
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and (folder.exists() or processes_of(driver.pid, folder)):

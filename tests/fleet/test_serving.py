@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -63,7 +64,9 @@ def address(model: Path, tmp_path: Path) -> Iterator[str]:
         server.wait(60)
 
 
-def test_vllm_serves_an_export(model: Path, address: str) -> None:
+def test_vllm_serves_an_export(
+    model: Path, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And says what `open-instruct chat` says."""
     asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": NUM_TOKENS}
     request = urllib.request.Request(
@@ -73,12 +76,9 @@ def test_vllm_serves_an_export(model: Path, address: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         reply: dict[str, Any] = json.load(answer)
-    chat = [python_that_forks(), str(Path(cli.__file__)), "chat", str(model), "--temperature", "0"]
-    said = subprocess.run(
-        [*chat, "--max_tokens", str(NUM_TOKENS)], input=QUESTION, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert said.stdout, said.stderr
-    assert reply["choices"][0]["message"]["content"] == said.stdout.removesuffix("\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
+    assert cli.main(["chat", str(model), "--temperature", "0", "--max_tokens", str(NUM_TOKENS)]) == 0
+    assert reply["choices"][0]["message"]["content"] == capsys.readouterr().out.removesuffix("\n")
     assert reply["usage"]["completion_tokens"] == NUM_TOKENS
 
 

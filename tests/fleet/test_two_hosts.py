@@ -17,15 +17,13 @@ import pytest
 
 from open_instruct.cluster.ray_cluster import short_folder
 from tests.fleet import two_hosts
-from tests.fleet.forked_workers import OF_RAY, python_that_forks
+from tests.fleet.forked_workers import OF_RAY, RAY, python_that_forks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACES = ("head0", "other0")
 PORT = 6390
 START_TIMEOUT_S = 600
-# The command `ray`, but that its processes are started by another Python.
-RAY = "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
 
 
 def sh(*command: str) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from open_instruct.config.lora import RANKS_OF_ENGINES
-from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet import weight_engine
 from tests.fleet.forked_workers import python_that_forks
 from tests.fleet.weight_engine import IN_FLIGHT, KEPT_NAME, NUM_VERSIONS
 from tests.ranks.launch import run_ranks
+from tests.ranks.shallow import write_shallow_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
@@ -33,7 +33,8 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
     is_adapter = way == "adapter"
     num_versions = KEPT_NAME if is_adapter else IN_FLIGHT
     engines_model, learners_model = (
-        write_tiny_model(tmp_path / name, family=family, seed=seed) for seed, name in enumerate(("engine", "learner"))
+        write_shallow_model(tmp_path / name, family=family, seed=seed)
+        for seed, name in enumerate(("engine", "learner"))
     )
     if is_adapter:
         engines_model = learners_model

@@ -196,20 +196,19 @@ def feed_engine(
         sender.send(version)
     sender.close()
     completions: list[tuple[tuple[int, ...], Completion]] = told(Path(folder, "completions.told"))["completions"]
-    made_by = torch.tensor([version for _, completion in completions for version in completion.versions])
-    engines = torch.tensor([logprob for _, completion in completions for logprob in completion.logprobs])
-    differences = []
+    farthest: dict[tuple[int, int], float] = {}  # of the learners' version, from the tokens of a version
     for version in range(num_versions + 1):
         move(model, version)
-        ours = token_logprobs(model, pack_documents([document_of(*both) for both in completions]), device=CPU)
-        differences.append((ours.logprobs_N - engines).abs())
+        both_versions = {version, version + 1}
+        near = [(prompt, it) for prompt, it in completions if both_versions & set(it.versions)]
+        made_by = torch.tensor([maker for _, it in near for maker in it.versions])
+        engines = torch.tensor([logprob for _, it in near for logprob in it.logprobs])
+        ours = token_logprobs(model, pack_documents([document_of(*both) for both in near]), device=CPU).logprobs_N
+        for maker in both_versions & set(made_by.tolist()):
+            farthest[version, maker] = float((ours - engines).abs()[made_by == maker].max())
     return [
-        (
-            version,
-            float(differences[version][made_by == version].max()),
-            float(differences[max(version - 1, 0)][made_by == version].max()),
-        )
-        for version in sorted(set(made_by.tolist()))
+        (version, farthest[version, version], farthest[max(version - 1, 0), version])
+        for version in sorted({maker for _, maker in farthest})
     ]
 
 
