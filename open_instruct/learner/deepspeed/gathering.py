@@ -61,13 +61,18 @@ class Modules:
         return own
 
     @cached_property
+    def num_own(self) -> dict[str, int]:
+        """Values of those."""
+        return {module: sum(self.sizes[name] for name in names) for module, names in self.own.items()}
+
+    @cached_property
     def num_below(self) -> dict[str, int]:
         """Values of a module and of all within it, which is what it looks over that looks from the head."""
         below: dict[str, int] = defaultdict(int)
-        for module, names in self.own.items():
+        for module, num_own in self.num_own.items():
             parts = module.split(".")
             for end in range(1, len(parts) + 1):
-                below[".".join(parts[:end])] += sum(self.sizes[name] for name in names)
+                below[".".join(parts[:end])] += num_own
         return below
 
     def forward(self) -> Iterator[Visit]:
@@ -160,7 +165,7 @@ class _Step:
         # Second copies last until the step; those of what is frozen for ever.
         self.frozen = {each.name for each in modules.shape.parameters if not each.is_trained}
         self.copied = set(self.frozen) if zero.nearby > 1 else set[str]()
-        self.most_values = self.size(self.whole)
+        self.most_values = self.num_whole = self.size(self.whole)
 
     def size(self, names: Sequence[str] | set[str]) -> int:
         return sum(self.modules.sizes[name] for name in names)
@@ -174,6 +179,7 @@ class _Step:
             (self._enter if visit.is_entered else self._leave)(*visit[::2])
         went_back = visits[-1].module != HEAD  # then there is nothing that comes after it
         self.whole = set(self.persistent) if went_back else self.whole - self.in_flight
+        self.num_whole = self.size(self.whole)
 
     def _enter(self, module: str, goes_back: bool) -> None:
         own = self.own[module]
@@ -190,11 +196,13 @@ class _Step:
         for _ in range(sum(self.fetched_for[name] < self.at for name in own)):
             name, self.fetched_for[name] = self.queue.popleft()
         room = min(self.zero.max_live_parameters - self.num_live, self.zero.prefetch_bucket_size)
-        ahead = list[str]()
-        while self.queue and self.size(ahead) < room:
+        ahead, num_ahead = list[str](), 0
+        while self.queue and num_ahead < room:
             name, at = self.queue.popleft()
             self.fetched_for[name] = max(self.fetched_for[name], at)
-            ahead += [name] if name not in self.whole and name not in ahead else []
+            if name not in self.whole and name not in ahead:
+                ahead.append(name)
+                num_ahead += self.modules.sizes[name]
         self._gather(ahead)
         self.in_flight |= set(ahead)
         self.at += 1
@@ -203,9 +211,10 @@ class _Step:
         for is_nearby in (True, False):
             if together := tuple(name for name in names if (name in self.copied) is is_nearby):
                 self.calls[together, is_nearby] += 1
-        self.num_live += self.size(names)
+        num_values = self.size(names)  # of none that is whole
         self.whole |= set(names)
-        self.most_values = max(self.most_values, self.size(self.whole) + self.size(names))
+        self.num_live, self.num_whole = self.num_live + num_values, self.num_whole + num_values
+        self.most_values = max(self.most_values, self.num_whole + num_values)
 
     def _leave(self, module: str, goes_back: bool) -> None:
         own, place, again = self.own[module], (module, self.at), set[str]()
@@ -218,7 +227,8 @@ class _Step:
             self.in_use[name].discard(module)
             if name in self.let_go[place] | again and name in self.whole - self.in_flight and not self.in_use[name]:
                 self.whole.remove(name)
-                self.num_live -= self.size([name])
+                self.num_live -= self.modules.sizes[name]
+                self.num_whole -= self.modules.sizes[name]
                 self.copied |= {name} if self.zero.nearby > 1 else set()
 
     def _not_needed_soon(self, module: str, own: Sequence[str]) -> set[str]:
@@ -230,7 +240,7 @@ class _Step:
             if looks_within and later == "":
                 return set()
             # Looking from another module it does not see those of the head, which lie within it.
-            seen = self.own[later] if looks_within or later != HEAD else ()
-            free -= set(seen)
-            num_passed += self.modules.num_below[later] if looks_within else self.size(seen)
+            if looks_within or later != HEAD:
+                free.difference_update(self.own[later])
+                num_passed += (self.modules.num_below if looks_within else self.modules.num_own).get(later, 0)
         return free
