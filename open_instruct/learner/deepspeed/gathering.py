@@ -61,18 +61,13 @@ class Modules:
         return own
 
     @cached_property
-    def num_own(self) -> dict[str, int]:
-        """Values of those."""
-        return {module: sum(self.sizes[name] for name in names) for module, names in self.own.items()}
-
-    @cached_property
     def num_below(self) -> dict[str, int]:
         """Values of a module and of all within it, which is what it looks over that looks from the head."""
         below: dict[str, int] = defaultdict(int)
-        for module, num_own in self.num_own.items():
+        for module, names in self.own.items():
             parts = module.split(".")
             for end in range(1, len(parts) + 1):
-                below[".".join(parts[:end])] += num_own
+                below[".".join(parts[:end])] += sum(self.sizes[name] for name in names)
         return below
 
     def forward(self) -> Iterator[Visit]:
@@ -165,26 +160,26 @@ class _Step:
         # Second copies last until the step; those of what is frozen for ever.
         self.frozen = {each.name for each in modules.shape.parameters if not each.is_trained}
         self.copied = set(self.frozen) if zero.nearby > 1 else set[str]()
-        self.most_values = self.num_whole = self.size(self.whole)
+        self.most_values = self.size(self.whole)
+        self.num_own = {module: self.size(names) for module, names in self.own.items()}
 
     def size(self, names: Sequence[str] | set[str]) -> int:
-        return sum(self.modules.sizes[name] for name in names)
+        return sum(map(self.modules.sizes.__getitem__, names))
 
     def run(self, visits: Sequence[Visit]) -> None:
         """One pass. What was fetched ahead and not used is let go of at its end."""
         self.queue, self.fetched_for = deque(self.needed), defaultdict[str, int](lambda: -1)
         self.in_flight, self.in_use, self.num_live, self.at = set[str](), defaultdict[str, set[str]](set), 0, 0
         self.going_back, self.used_again = dict[str, None](), defaultdict[str, set[str]](set)
+        self.num_before = self.size(self.whole)
         for visit in visits:
             (self._enter if visit.is_entered else self._leave)(*visit[::2])
-        went_back = visits[-1].module != HEAD  # then there is nothing that comes after it
-        self.whole = set(self.persistent) if went_back else self.whole - self.in_flight
-        self.num_whole = self.size(self.whole)
+        # After one that went back there is nothing that comes after it.
+        self.whole = set(self.persistent) if visits[-1].module != HEAD else self.whole - self.in_flight
 
     def _enter(self, module: str, goes_back: bool) -> None:
         own = self.own[module]
-        if goes_back:
-            self.going_back[module] = None
+        self.going_back |= {module: None} if goes_back else {}
         self._gather([name for name in own if name not in self.whole])
         self.in_flight -= set(own)
         for name in own:
@@ -196,13 +191,11 @@ class _Step:
         for _ in range(sum(self.fetched_for[name] < self.at for name in own)):
             name, self.fetched_for[name] = self.queue.popleft()
         room = min(self.zero.max_live_parameters - self.num_live, self.zero.prefetch_bucket_size)
-        ahead, num_ahead = list[str](), 0
-        while self.queue and num_ahead < room:
+        ahead = list[str]()
+        while self.queue and self.size(ahead) < room:
             name, at = self.queue.popleft()
             self.fetched_for[name] = max(self.fetched_for[name], at)
-            if name not in self.whole and name not in ahead:
-                ahead.append(name)
-                num_ahead += self.modules.sizes[name]
+            ahead += [name] if name not in self.whole and name not in ahead else []
         self._gather(ahead)
         self.in_flight |= set(ahead)
         self.at += 1
@@ -211,10 +204,9 @@ class _Step:
         for is_nearby in (True, False):
             if together := tuple(name for name in names if (name in self.copied) is is_nearby):
                 self.calls[together, is_nearby] += 1
-        num_values = self.size(names)  # of none that is whole
+        self.num_live += self.size(names)
         self.whole |= set(names)
-        self.num_live, self.num_whole = self.num_live + num_values, self.num_whole + num_values
-        self.most_values = max(self.most_values, self.num_whole + num_values)
+        self.most_values = max(self.most_values, self.num_before + self.num_live + self.size(names))
 
     def _leave(self, module: str, goes_back: bool) -> None:
         own, place, again = self.own[module], (module, self.at), set[str]()
@@ -228,7 +220,6 @@ class _Step:
             if name in self.let_go[place] | again and name in self.whole - self.in_flight and not self.in_use[name]:
                 self.whole.remove(name)
                 self.num_live -= self.modules.sizes[name]
-                self.num_whole -= self.modules.sizes[name]
                 self.copied |= {name} if self.zero.nearby > 1 else set()
 
     def _not_needed_soon(self, module: str, own: Sequence[str]) -> set[str]:
@@ -242,5 +233,5 @@ class _Step:
             # Looking from another module it does not see those of the head, which lie within it.
             if looks_within or later != HEAD:
                 free.difference_update(self.own[later])
-                num_passed += (self.modules.num_below if looks_within else self.modules.num_own).get(later, 0)
+                num_passed += (self.modules.num_below if looks_within else self.num_own).get(later, 0)
         return free

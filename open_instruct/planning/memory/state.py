@@ -16,7 +16,6 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
 
 from __future__ import annotations
 
-from functools import cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -69,8 +68,7 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
 
 def tensor_local_shape(parameter: ParameterShape, tensor_degree: int, tensor_rank: int) -> tuple[int, ...]:
     """What tensor parallelism leaves of a parameter on one tensor rank."""
-    axis = parameter.tensor_axis
-    if axis is None:
+    if (axis := parameter.tensor_axis) is None:
         return parameter.shape
     rows = chunk_rows(parameter.shape[axis], tensor_degree, tensor_rank)
     return (*parameter.shape[:axis], rows, *parameter.shape[axis + 1 :])
@@ -80,13 +78,9 @@ def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0)
     """The sizes of `parameter` on `rank`, by its places in its tensor group and in its shard group."""
     degree, num_shards = layout.tensor_parallel_degree, layout.shard_group_size
     rows, *others = tensor_local_shape(parameter, degree, rank % degree)
-    return _size_of_shard(rows, prod(others), num_shards, rank // degree % num_shards)
-
-
-@cache  # asked ten thousand times a plan, of a few shapes
-def _size_of_shard(rows: int, width: int, num_shards: int, index: int) -> LocalSize:
-    padded = ceil(rows / num_shards) * width
-    return LocalSize(own=chunk_rows(rows, num_shards, index) * width, padded=padded, gathered=padded * num_shards)
+    width = prod(others)
+    own, padded = chunk_rows(rows, num_shards, rank // degree % num_shards) * width, ceil(rows / num_shards) * width
+    return LocalSize(own=own, padded=padded, gathered=padded * num_shards)
 
 
 def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:
