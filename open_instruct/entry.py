@@ -114,8 +114,7 @@ def run_entry(
                     _tell(*(f"{program}: warning: {warning}" for warning in warnings))
                     if unneeded:
                         _tell(f"{program}: not needed here, and left out: {'; '.join(unneeded)}")
-                code = main(config)
-                if code == 0 and speaks and config.run.push_to_hub:
+                if (code := main(config)) == 0 and speaks and config.run.push_to_hub:
                     print(upload(config.run, exported_by(config)))
                 return code
             code, untold = start_ranks(script[0], [*script[1], *words], num_ranks, typed=program)
@@ -145,11 +144,8 @@ def check_layout(parallel: ParallelSection, environ: Mapping[str, str]) -> None:
     Raises:
         InputError: naming the flag and the values that would work.
     """
-    try:
-        gpus_per_node = node_sizes_from_environment(environ)
-    except UnequalNodesError:
-        return
-    layout_of(parallel, gpus_per_node)
+    with suppress(UnequalNodesError):
+        layout_of(parallel, node_sizes_from_environment(environ))
 
 
 def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | None = None) -> int:

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.entry import leave, run_entry
 from open_instruct.run.first_look import look_at
+from open_instruct.verifiers.registry import known_verifiers
 
 if TYPE_CHECKING:
     from open_instruct.cluster.learner_process import LearnerProcess
@@ -44,8 +45,14 @@ def run_grpo(
         program=program,
         validate=validate_grpo,
         gpus_per_node=lambda config: config.parallel.num_learners_per_node,
-        look=look_at,
+        look=_look,
     )
+
+
+# What users have written is loaded before torch is, so that a slip in a name is told at once.
+def _look(config: GRPOConfig) -> None:
+    known_verifiers(config.reward.verifier)
+    look_at(config)
 
 
 def train(config: GRPOConfig, *, learner_class: type[LearnerProcess]) -> int:

@@ -24,9 +24,8 @@ import torch
 
 from open_instruct.data.foreign_json import parse_object, read_object
 from open_instruct.errors import InputError
+from open_instruct.models.hf_config import INDEX_NAME, weights_file
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 
 DTYPES: dict[str, torch.dtype] = {
@@ -83,12 +82,8 @@ class CheckpointFiles:
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder} is not a folder: give the folder of a Hugging Face checkpoint")
-        index_path = folder / INDEX_NAME
-        if index_path.is_file():
-            return cls(folder, _read_indexed(index_path))
-        if (folder / SINGLE_NAME).is_file():
-            return cls(folder, read_header(folder / SINGLE_NAME))
-        raise InputError(_no_safetensors(folder))
+        path = weights_file(folder)
+        return cls(folder, _read_indexed(path) if path.name == INDEX_NAME else read_header(path))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -250,20 +245,6 @@ def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
         if name not in tensors or tensors[name].path != path:
             raise InputError(f"{index_path} says that tensor {name!r} is in {path.name}, but that file lacks it")
     return tensors
-
-
-def _no_safetensors(folder: Path) -> str:
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        return (
-            f"{folder} holds its weights as pickle (.bin or .pt), which is never read here because a pickle can run "
-            "code: convert it, e.g. with transformers' from_pretrained(...).save_pretrained(...)"
-        )
-    if any(folder.glob("*.safetensors")):
-        return (
-            f"{folder} holds safetensors files, but neither {SINGLE_NAME} nor {INDEX_NAME}: "
-            "the index is missing; fetch the whole checkpoint"
-        )
-    return f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed"
 
 
 def _not_safetensors(path: Path, file_bytes: int) -> str:

@@ -19,7 +19,8 @@ from typing import IO
 
 import torch
 
-from open_instruct.models.checkpoint_files import INDEX_NAME, SINGLE_NAME, header_of
+from open_instruct.models.checkpoint_files import header_of
+from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.names import TensorNames
 
 CHAT_TEMPLATE_NAME = "chat_template.jinja"

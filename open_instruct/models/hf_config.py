@@ -1,4 +1,4 @@
-"""The config.json of a Hugging Face checkpoint, read without running anything it brings along."""
+"""The config.json of a Hugging Face checkpoint, read without running what it brings along, and its weights' file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from open_instruct.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 
 # Larger than any model; what is beyond would fill the memory before anything is held against the weights.
 MAX_SIZE, MAX_LAYERS, MAX_POSITIONS = 2**24, 1000, 2**31
@@ -89,6 +92,28 @@ def config_fields(folder: Path) -> dict[str, Any]:
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
         raise InputError(f"{file}: dtype = {_shown(dtype)}; use one of {', '.join(DTYPES)}")
     return fields
+
+
+def weights_file(folder: Path) -> Path:
+    """What tells where a checkpoint's weights are: its index, or the one file that holds them all.
+
+    Raises:
+        InputError: there is neither.
+    """
+    for name in (INDEX_NAME, SINGLE_NAME):
+        if (folder / name).is_file():
+            return folder / name
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise InputError(
+            f"{folder} holds its weights as pickle (.bin or .pt), which is never read here because a pickle can run "
+            "code: convert it, e.g. with transformers' from_pretrained(...).save_pretrained(...)"
+        )
+    if any(folder.glob("*.safetensors")):
+        raise InputError(
+            f"{folder} holds safetensors files, but neither {SINGLE_NAME} nor {INDEX_NAME}: "
+            "the index is missing; fetch the whole checkpoint"
+        )
+    raise InputError(f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed")
 
 
 def check_size(name: str, value: Any, largest: int, where: str) -> int:

@@ -15,7 +15,7 @@ from open_instruct.data.chat import check_tokenizer_folder
 from open_instruct.data.chat_templates import template_text
 from open_instruct.data.files.names import refuse_missing_file
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import config_fields
+from open_instruct.models.hf_config import config_fields, weights_file
 
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -29,14 +29,14 @@ def look_at(config: LearnerConfig) -> None:
     for flag, value in as_flat_dict(config).items():
         if flag.endswith("model_name_or_path") and value is not None and (folder := given_folder(value)) is not None:
             config_fields(folder)
+            weights_file(folder)
         elif flag.endswith(("mixer_list", "mixer_eval_list")):
             for name in value[::2]:
                 refuse_missing_file(name, flag=f"--{flag}")
     tokenizer = given_folder(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
     if tokenizer is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
-    name = config.data.chat_template_name
-    if name is not None:
+    if (name := config.data.chat_template_name) is not None:
         _check_syntax(f"{name} chat template", template_text(name))
     elif tokenizer is not None and (text := _own_template(tokenizer)) is not None:
         _check_syntax("the tokenizer's own chat template", text)

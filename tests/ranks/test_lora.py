@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from open_instruct import merge
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import SINGLE_NAME, CheckpointFiles
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf_config import SINGLE_NAME, load_hf_config
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off, fill_adapter
 from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, open_adapter

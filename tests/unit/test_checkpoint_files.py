@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
-from open_instruct.models.checkpoint_files import INDEX_NAME, SINGLE_NAME, CheckpointFiles
+from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.load import check_cover
 from open_instruct.models.names import TensorNames, clean_name
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpointingMode
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -46,7 +47,12 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     limit, sources = torch._dynamo.config.recompile_limit, torch.compiler.config.dynamic_sources
-    with torch._dynamo.config.patch(recompile_limit=limit), torch.compiler.config.patch(dynamic_sources=sources):
+    with (
+        torch._dynamo.config.patch(recompile_limit=limit),
+        torch.compiler.config.patch(dynamic_sources=sources),
+        # Or inductor compiles three programs to learn that g++ knows the instructions which the CPU says it has.
+        torch._inductor.config.patch({"cpp.vec_isa_ok": True}),
+    ):
         yield
     logging.getLogger("torch._dynamo.convert_frame").removeHandler(compiled.FALLBACKS)
     torch.compiler.set_default_backend(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,11 @@ def run(tmp_path: Path) -> Path:
     model = tmp_path / "out" / "hf_model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"model_type": "olmo2"}))
+    (model / "model.safetensors").touch()
     (model / "tokenizer.json").write_text("{}")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (tmp_path / "config_alone").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "config_alone")
     step = tmp_path / "out" / "step3"
     step.mkdir()
     (step / "checkpoint.json").write_text("{}")
@@ -53,6 +57,7 @@ def test_what_will_do_passes(run: Path) -> None:
         ({"model_name_or_path": "{run}/gone"}, "{run}/gone: there is no such folder"),
         ({"model_name_or_path": "{run}"}, "{run}/config.json: no such file"),
         ({"model_name_or_path": "{run}/rows.jsonl"}, "{run}/rows.jsonl is a file"),
+        ({"model_name_or_path": "{run}/config_alone"}, "{run}/config_alone holds no weights: model.safetensors or"),
         (
             {"mixer_list": "{run}/row.jsonl 1.0"},
             "--mixer_list: {run}/row.jsonl: no such file (a name like this is not looked for on the hub). Did you mean "

@@ -21,10 +21,10 @@ from open_instruct.data.chat import ChatFormat, choose_chat_template, load_token
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import INDEX_NAME, SINGLE_NAME, CheckpointFiles
+from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_exportable, export_hf
 from open_instruct.models.family import transformer_config
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.models.names import TensorNames
 from open_instruct.planning.subject.public_models import model_shape

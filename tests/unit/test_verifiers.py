@@ -376,7 +376,6 @@ class TestOwnFiles:
         pool.close()
         assert "mine" not in sys.modules
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("word", "entry"),
         [

@@ -161,24 +161,25 @@ class _Step:
         self.frozen = {each.name for each in modules.shape.parameters if not each.is_trained}
         self.copied = set(self.frozen) if zero.nearby > 1 else set[str]()
         self.most_values = self.size(self.whole)
+        self.num_own = {module: self.size(names) for module, names in self.own.items()}
 
     def size(self, names: Sequence[str] | set[str]) -> int:
-        return sum(self.modules.sizes[name] for name in names)
+        return sum(map(self.modules.sizes.__getitem__, names))
 
     def run(self, visits: Sequence[Visit]) -> None:
         """One pass. What was fetched ahead and not used is let go of at its end."""
         self.queue, self.fetched_for = deque(self.needed), defaultdict[str, int](lambda: -1)
         self.in_flight, self.in_use, self.num_live, self.at = set[str](), defaultdict[str, set[str]](set), 0, 0
         self.going_back, self.used_again = dict[str, None](), defaultdict[str, set[str]](set)
+        self.num_before = self.size(self.whole)
         for visit in visits:
             (self._enter if visit.is_entered else self._leave)(*visit[::2])
-        went_back = visits[-1].module != HEAD  # then there is nothing that comes after it
-        self.whole = set(self.persistent) if went_back else self.whole - self.in_flight
+        # After one that went back there is nothing that comes after it.
+        self.whole = set(self.persistent) if visits[-1].module != HEAD else self.whole - self.in_flight
 
     def _enter(self, module: str, goes_back: bool) -> None:
         own = self.own[module]
-        if goes_back:
-            self.going_back[module] = None
+        self.going_back |= {module: None} if goes_back else {}
         self._gather([name for name in own if name not in self.whole])
         self.in_flight -= set(own)
         for name in own:
@@ -205,7 +206,7 @@ class _Step:
                 self.calls[together, is_nearby] += 1
         self.num_live += self.size(names)
         self.whole |= set(names)
-        self.most_values = max(self.most_values, self.size(self.whole) + self.size(names))
+        self.most_values = max(self.most_values, self.num_before + self.num_live + self.size(names))
 
     def _leave(self, module: str, goes_back: bool) -> None:
         own, place, again = self.own[module], (module, self.at), set[str]()
@@ -218,7 +219,7 @@ class _Step:
             self.in_use[name].discard(module)
             if name in self.let_go[place] | again and name in self.whole - self.in_flight and not self.in_use[name]:
                 self.whole.remove(name)
-                self.num_live -= self.size([name])
+                self.num_live -= self.modules.sizes[name]
                 self.copied |= {name} if self.zero.nearby > 1 else set()
 
     def _not_needed_soon(self, module: str, own: Sequence[str]) -> set[str]:
@@ -230,7 +231,7 @@ class _Step:
             if looks_within and later == "":
                 return set()
             # Looking from another module it does not see those of the head, which lie within it.
-            seen = self.own[later] if looks_within or later != HEAD else ()
-            free -= set(seen)
-            num_passed += self.modules.num_below[later] if looks_within else self.size(seen)
+            if looks_within or later != HEAD:
+                free.difference_update(self.own[later])
+                num_passed += (self.modules.num_below if looks_within else self.num_own).get(later, 0)
         return free

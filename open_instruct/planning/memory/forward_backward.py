@@ -56,6 +56,9 @@ class Passes:
         self.root, self.embeddings, self.one_block = shape.units
         self.looked_up = self.root if shape.is_tied else self.embeddings
         self.reduced_last = self.looked_up if shape.adapters is None else self.one_block
+        # Asked for at every moment.
+        self.num_gathered = {unit.name: gathered_params(unit.parameters, layout) for unit in shape.units}
+        self.num_reduced = {unit.name: gathered_params(unit.trained, layout) for unit in shape.units}
         # Whether gradients of an earlier microbatch are there when the worst one runs, and those are whole ones.
         self.accumulates = workload.num_microbatches > 1
         self.adds_up = self.accumulates and workload.reduces_last and self.is_sharded
@@ -156,7 +159,7 @@ class Passes:
 
     def _gathered(self, unit: Unit) -> int:
         """Its gathered parameters, as large as the buffer that they are gathered in."""
-        return gathered_params(unit.parameters, self.layout) * self.c if self.is_sharded else 0
+        return self.num_gathered[unit.name] * self.c if self.is_sharded else 0
 
     def _buffer(self, unit: Unit) -> int:
         return self._gathered(unit) if self.layout.shard_group_size > 1 else 0
@@ -172,7 +175,7 @@ class Passes:
 
     def _reduced(self, unit: Unit) -> int:
         """The float32 input of its reduce-scatter."""
-        return gathered_params(unit.trained, self.layout) * FLOAT32 if self.is_sharded else 0
+        return self.num_reduced[unit.name] * FLOAT32 if self.is_sharded else 0
 
     def _left_over(self) -> int:
         """The last reduce-scatter's input of the microbatch before."""

@@ -118,15 +118,13 @@ class Moments:
     def held(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
         """What is there throughout a phase; before training neither optimizer states nor frozen models."""
         frozen = [each for each in self.workload.scorings if each.stands_as and is_training]
-        engine = 0
-        if self.workload.num_engines and self.layout.single_device:
-            engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
+        engine = self.shape.num_params * self.workload.sync_bytes_per_param + self.workload.kv_cache_bytes
         return {
             PARAMETERS: self.parameters,
             GRADIENTS: gradients,
             OPTIMIZER: self.optimizer if is_training else 0,
             **{each.stands_as: self._frozen_bytes(each) for each in frozen},
-            ENGINE: engine,
+            ENGINE: engine if self.workload.num_engines and self.layout.single_device else 0,
             BUFFERS: self._rope_bytes() + (0 if self.workload.on_cuda or not is_training else self.checkpoint_copy()),
             CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
         }

@@ -68,8 +68,7 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
 
 def tensor_local_shape(parameter: ParameterShape, tensor_degree: int, tensor_rank: int) -> tuple[int, ...]:
     """What tensor parallelism leaves of a parameter on one tensor rank."""
-    axis = parameter.tensor_axis
-    if axis is None:
+    if (axis := parameter.tensor_axis) is None:
         return parameter.shape
     rows = chunk_rows(parameter.shape[axis], tensor_degree, tensor_rank)
     return (*parameter.shape[:axis], rows, *parameter.shape[axis + 1 :])
