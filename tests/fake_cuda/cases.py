@@ -19,8 +19,9 @@ from typing import Any
 from tests.fake_cuda.device import WAITS, load_hooks, pretend_cuda, pretended_gpu
 
 NUM_STEPS = 2
-"""The last of them is looked at: the first makes the optimizer's state."""
+"""The last of them is looked at: the first, which is a short one of rows, makes the optimizer's state."""
 MICROBATCHES, ROWS_OF_MICROBATCH, MAX_SEQ_LENGTH = 2, 3, 24
+MICROBATCHES_TAKEN = NUM_STEPS - 1 + MICROBATCHES
 
 TakeSteps = Callable[[], dict[str, int]]
 
@@ -307,6 +308,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.objectives.objective import REFERENCE
     from open_instruct.objectives.registry import objective_named
     from open_instruct.packing.steps import BatchShape
+    from open_instruct.records import StepBatch
     from tests.unit.small_models import VOCAB_SIZE
 
     if config.parallel.zero_stage is None:
@@ -363,6 +365,13 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     def take_steps() -> dict[str, int]:
         """From the metrics of the step before the last to the last one's: so what lies between steps counts too."""
         waits: dict[str, int] = {}
+        forward_backward = policy.forward_backward
+
+        def shortened(step: StepBatch) -> Any:
+            is_last = loop.step == NUM_STEPS
+            return forward_backward(step if is_last else replace(step, microbatches=step.microbatches[:1]))
+
+        policy.forward_backward = shortened
 
         def on_step(step: int, row: Any) -> None:
             waits.clear()

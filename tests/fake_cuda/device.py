@@ -187,7 +187,9 @@ def pretended_gpu() -> Any:
                     args = (args[0], [index for given in args[1] for index in without_mask(given)], *args[2:])
                 if name == "bincount":  # of ids below its third argument, as all of ours are
                     return args[0].new_empty((args[2],), dtype=torch.int64)
-                return func(*args, **kwargs)
+                if not all(issubclass(kind, FakeTensor) for kind in types):
+                    return func(*args, **kwargs)
+            return self.fake.__torch_dispatch__(func, types, args, kwargs)  # as within it, but at once
 
         def _note(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
             if name == "_to_copy":

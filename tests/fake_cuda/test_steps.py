@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.cases import CASES, MICROBATCHES
+from tests.fake_cuda.cases import CASES, MICROBATCHES_TAKEN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -114,7 +114,7 @@ def test_inputs_of_blocks_wait_on_the_host_where_they_are_to(found: dict[str, An
         return
     num_layers = 2 if found["name"] == "dpo_offloaded" else 1
     kind = "DTensor" if found["name"].endswith("_parallel") else "FakeTensor"
-    assert found["on_host"] and len(found["on_host"]) % (num_layers * MICROBATCHES) == 0
+    assert found["on_host"] and len(found["on_host"]) % (num_layers * MICROBATCHES_TAKEN) == 0
     for kept, came_back, shape in found["on_host"]:
         assert (kept, came_back) == ("Tensor torch.bfloat16 cpu", f"{kind} torch.bfloat16 cuda:0")
         assert shape[0] == 1 and shape[2] == 32

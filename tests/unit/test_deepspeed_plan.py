@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from dataclasses import MISSING, fields
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -129,6 +130,21 @@ def test_a_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
     config = parse(PLAN_CONFIGS["sft"], [*words, "--no_plan_check"])
     refused = check_plan(config, [2], model_folder=str(model), memory_bytes=2**20, on_cuda=False)
     assert refused.cannot_fit and "the run cannot fit" in refused.warning
+
+
+def test_it_asks_the_machine_once_how_many_devices_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every bucket of gradients: a CPU is asked through a program."""
+    from open_instruct.learner.deepspeed.library import deepspeed
+
+    accelerator = deepspeed.accelerator.cpu_accelerator.CPU_Accelerator()
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    num_devices = accelerator.device_count()
+
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("another program was started")
+
+    monkeypatch.setattr(subprocess, "check_output", started)
+    assert accelerator.device_count() == num_devices >= 1
 
 
 def test_what_it_takes_from_deepspeed_is_its_own() -> None:
