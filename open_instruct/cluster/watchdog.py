@@ -32,7 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SHARED_PREFIXES = ("psm_", "sem.mp-", "vllm_", "torch_", "nccl-")
 # Begins a line by which a worker of Ray says what it is; Ray's own lines begin with a colon too.
 ACTOR_NAME = ":actor_name:"
-POLL_INTERVAL_S = 5.0  # a look takes 40 ms in a small fleet: two for each of its processes
+POLL_INTERVAL_S = 1.0
 SWEEP_TIMEOUT_S = 20.0
 
 

@@ -73,7 +73,7 @@ def test_nothing_stays_of_a_killed_driver_but_what_is_not_its_own(tmp_path: Path
     workers = [json.loads(driver.stdout.readline()) for _ in range(2)]
     memories = [SHARED_MEMORY / worker["name"] for worker in workers]
     # One ends before the driver, as an engine does that is started again; it has been looked at by then.
-    time.sleep(2 * POLL_INTERVAL_S)
+    time.sleep(3 * POLL_INTERVAL_S)
     os.kill(workers[0]["pid"], signal.SIGKILL)
     assert all(memory.exists() for memory in memories)
 
