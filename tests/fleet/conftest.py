@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.fleet.forked_workers import OF_RAY, python_that_forks
 
 NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
+# Or Ray would leave one in HOME, for all that look there. A process reads it once.
+TOKEN = secrets.token_hex(32)
 OBJECT_STORE_BYTES = 128 << 20
 
 # Read when Ray is imported, which test modules may do at their top: nodes have the loopback address.
@@ -37,8 +39,7 @@ def local_ray() -> Iterator[None]:
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=None)
     executable = patch.object(sys, "executable", python_that_forks())
-    token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # or Ray would leave one in HOME, for all that look there
-    with watchdog.marking(), executable, patch.dict(os.environ, OF_RAY | token):
+    with watchdog.marking(), executable, patch.dict(os.environ, OF_RAY | {"RAY_AUTH_TOKEN": TOKEN}):
         ray.init(
             address="local",
             num_cpus=NUM_CPU_SLOTS,

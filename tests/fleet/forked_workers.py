@@ -112,9 +112,10 @@ def _serve(address: Path, import_all: Callable[[], None]) -> int:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(address))
     listener.listen(64)
+    gc.disable()
     import_all()
-    gc.collect()
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     parent = multiprocessing.parent_process()
     assert parent is not None

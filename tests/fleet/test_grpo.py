@@ -44,7 +44,7 @@ TIMED = ("time/", "tokens_per_second", "peak_memory")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
     folder = tmp_path_factory.mktemp("grpo")
-    model = write_shallow_model(folder / "model", family="olmo2")
+    model = write_shallow_model(folder / "model", family="olmo2", is_narrow=False)
     return GRPOCase(
         model=model,
         prompts=write_prompts(folder / "prompts.jsonl", 6),

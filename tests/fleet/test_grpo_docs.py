@@ -42,7 +42,7 @@ def test_a_verifier_of_ones_own(tmp_path: Path) -> None:
     """docs/rewards.md, with the file and the prompts that it shows."""
     page = DOCS / "rewards.md"
     text = page.read_text()
-    write_shallow_model(tmp_path / "tiny", family="olmo2")
+    write_shallow_model(tmp_path / "tiny", family="olmo2", is_narrow=False)
     (tmp_path / "mine.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     prompts = text[text.index("for n in $(seq 100)") : text.index("open-instruct grpo ")]
     subprocess.run(["bash", "-ec", prompts], cwd=tmp_path, check=True)
@@ -54,7 +54,7 @@ def test_a_verifier_of_ones_own(tmp_path: Path) -> None:
 def test_the_walk_through(tmp_path: Path) -> None:
     """docs/grpo.md, with what `make demo-grpo` leaves."""
     demo = tmp_path / "demo_output"
-    write_shallow_model(demo / "sft" / "hf_model", family="olmo2")
+    write_shallow_model(demo / "sft" / "hf_model", family="olmo2", is_narrow=False)
     (demo / "arithmetic").mkdir()
     write_arithmetic(demo / "arithmetic", num_sft_rows=1, num_prompts=64, num_held_out=8, seed=0)
     rows = rows_of_run(DOCS / "grpo.md", "grpo_olmo_core_actor.py", tmp_path, num_episodes=128)

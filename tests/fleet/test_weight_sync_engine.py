@@ -33,7 +33,7 @@ def test_an_engine_computes_what_the_learners_do(tmp_path: Path, family: str, ba
     is_adapter = way == "adapter"
     num_versions = KEPT_NAME if is_adapter else IN_FLIGHT
     engines_model, learners_model = (
-        write_shallow_model(tmp_path / name, family=family, seed=seed)
+        write_shallow_model(tmp_path / name, family=family, seed=seed, is_narrow=False)
         for seed, name in enumerate(("engine", "learner"))
     )
     if is_adapter:

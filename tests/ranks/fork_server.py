@@ -43,7 +43,7 @@ class Forked:
         cwd: Path = REPOSITORY,
     ) -> None:
         self._said = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (it goes with the object)
-        _server.set_forkserver_preload(["tests.ranks.preloaded"])
+        _server.set_forkserver_preload(["tests.ranks.uncollected", "tests.ranks.preloaded"])
         ours = dict(os.environ)
         os.environ.update(WHEN_LOADED | ROOM)  # of the server, which the first process starts
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.shallow import NUM_LAYERS, write_shallow_model
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import free_ports
 
 RunRanks = Callable[..., list[Any]]
@@ -20,9 +20,9 @@ COMPLETIONS = [13, 9, 3]
 class GRPOCase:
     """A tiny model and the cases over it; `add` and then `run` all of them in the same ranks."""
 
-    def __init__(self, folder: Path, *, layers: int = NUM_LAYERS) -> None:
+    def __init__(self, folder: Path, **size: Any) -> None:
         self.folder = folder
-        self.model = write_shallow_model(folder / "model", family="olmo2", layers=layers)
+        self.model = write_shallow_model(folder / "model", family="olmo2", **size)
 
     def case(self, name: str, *, completions: list[int] = COMPLETIONS, flags: dict[str, Any], **job: Any) -> dict:
         out = self.folder / name

@@ -39,5 +39,5 @@ nvtx.enable_nvtx = False  # marks for a profiler of CUDA, around each of DeepSpe
 assert torch.get_num_threads() == 1, "threads do not live through a fork"
 
 # What is imported stays; ranks that look for garbage in it would only copy its pages.
-gc.collect()
 gc.freeze()
+gc.enable()

@@ -14,9 +14,16 @@ NUM_LAYERS = 2
 """With one there is nothing between layers; a step through more takes as much longer."""
 
 
-def write_shallow_model(folder: Path, *, layers: int = NUM_LAYERS, like: str = "tiny", **given: Any) -> Path:
-    """As `write_tiny_model` of the size `like`, but of fewer layers half as wide; the last one has no window."""
-    size = replace(SIZES[like], layers=layers, hidden=SIZES[like].hidden // 2, mlp=SIZES[like].mlp // 2)
+def write_shallow_model(
+    folder: Path, *, layers: int = NUM_LAYERS, is_narrow: bool = True, like: str = "tiny", **given: Any
+) -> Path:
+    """As `write_tiny_model` of the size `like`, but of fewer layers; the last one has no window.
+
+    Narrow ones are half as wide, and vLLM on a CPU does not take their heads.
+    """
+    size = replace(SIZES[like], layers=layers)
+    if is_narrow:
+        size = replace(size, hidden=size.hidden // 2, mlp=size.mlp // 2)
     with patch.dict(SIZES, {"shallow": size}):
         write_tiny_model(folder, size="shallow", **given)
     config = json.loads((folder / "config.json").read_text())

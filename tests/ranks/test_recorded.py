@@ -42,7 +42,7 @@ def dpo_case(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> T
 
 @pytest.fixture(scope="module")
 def grpo_case(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
-    return GRPOCase(tmp_path_factory.mktemp("recorded_grpo"), layers=4)
+    return GRPOCase(tmp_path_factory.mktemp("recorded_grpo"), layers=4, is_narrow=False)
 
 
 def machine() -> dict[str, str]:
