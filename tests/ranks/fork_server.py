@@ -99,6 +99,8 @@ def _become(
     os.dup2(file, 2)
     os.close(file)
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    # A new Python has none; by that of this one, semaphores would have names that stay where a process is killed.
+    multiprocessing.set_start_method(None, force=True)
     take_environment(environment)
     os.chdir(cwd)
     raise SystemExit(function(*arguments))
