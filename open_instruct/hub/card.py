@@ -20,7 +20,7 @@ def model_card(settings: str, evaluations: Sequence[Mapping[str, Any]], *, train
         trained_by: the command, or the name of an objective of one's own.
         is_adapter: of one by itself.
     """
-    flags = yaml.load(settings, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in a tenth of the time
+    flags = yaml.safe_load(settings)
     mixture = flags.get("mixer_list") or flags.get("dataset_mixer_list") or []
     base, data = flags["model_name_or_path"], list(zip(mixture[::2], mixture[1::2], strict=True))
     head = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import socket
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +28,7 @@ from open_instruct.parallel.layout import layout_of
 from tests.fleet.forked_workers import OF_RAY, RAY, python_that_forks
 from tests.fleet.grpo_case import finished
 from tests.ranks import programs
+from tests.ranks.train_case import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "a" * 64
@@ -306,20 +305,12 @@ class TestALocalRay:
         assert list(home.iterdir()) == []
 
 
-def port_for_a_head() -> int:
-    """A free one that neither the kernel nor Ray gives away meanwhile: one of theirs may be taken when Ray starts."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("all are taken")
-
-
 class TestWhoMayTalkToRay:
     @pytest.fixture(scope="class")
     def guarded(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         """The address of a cluster with a token."""
         folder = str(short_folder())
-        address = f"127.0.0.1:{port_for_a_head()}"
+        address = f"127.0.0.1:{free_ports(1)[0]}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         words = ["start", "--head", "--block", "--include-dashboard=false"]
         words += ["--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}", f"--temp-dir={folder}"]

@@ -1,19 +1,12 @@
-"""One thread for small models, a world of many ranks in one process, and less work for the garbage collector."""
+"""One thread for small models, and a world of many ranks in one process."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 
 JoinAs = Callable[[int, int], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries_are_no_garbage() -> None:
-    """What is imported stays: the collector need not go through a million objects of it again and again."""
-    gc.freeze()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -649,8 +648,6 @@ class TestSavedConfig:
         path = tmp_path / "config.yaml"
         write_config(config, path)
         assert parse(DPOConfig, [str(path)]) == config
-        # A model's card is made of it by the quicker of the two readers.
-        assert yaml.load(path.read_text(), Loader=yaml.CSafeLoader) == yaml.safe_load(path.read_text())
 
     @given(st.data())
     @settings(

@@ -24,7 +24,6 @@ PLACEMENTS = {
     "whole": (Replicate(), Replicate()),
 }
 
-
 Placed = list[tuple[str, OutputSharding, OutputSharding]]
 
 
@@ -37,8 +36,7 @@ def placed(join_as: JoinAs, monkeypatch: pytest.MonkeyPatch) -> Placed:
 
     def compare(propagator: ShardingPropagator, op_schema: OpSchema) -> OutputSharding:
         with_it = place(propagator, op_schema)
-        with monkeypatch.context() as patch:
-            patch.setattr(utils, "expand_to_full_mesh_op_strategy", _work_out)
+        with patch.object(utils, "expand_to_full_mesh_op_strategy", _work_out):
             both.append((op_schema.op.name(), with_it, place(propagator, op_schema)))
         return with_it
 
@@ -71,9 +69,8 @@ def test_it_is_the_same(placed: Placed, lies: str) -> None:
     assert any(with_it.needs_redistribute for _, with_it, _ in placed)
     assert not all(with_it.needs_redistribute for _, with_it, _ in placed)
     for name, with_it, without in placed:
-        assert (with_it.output_spec, with_it.needs_redistribute) == (without.output_spec, without.needs_redistribute), (
-            name
-        )
+        assert with_it.output_spec == without.output_spec, name
+        assert with_it.needs_redistribute == without.needs_redistribute, name
         moved, theirs = with_it.redistribute_schema, without.redistribute_schema
         assert (moved and moved.args_schema) == (theirs and theirs.args_schema), name
 
