@@ -98,35 +98,9 @@ LIGHT_TO_IMPORT = [
 ]
 
 MAX_LINES_OF_A_FILE = 500
-# Code lines of each room; what stands in no room counts as one. A room that is full is split by idea, or trimmed.
-BUDGETS = {
-    "chat": 260,
-    "checkpoints": 620,
-    "cluster": 810,
-    "config": 2075,
-    "data": 1900,
-    "engines": 805,
-    "entries": 1065,
-    "ground": 310,
-    "hub": 80,
-    "learner": 1205,
-    "learner/deepspeed": 1200,
-    "learner/olmo_core": 955,
-    "losses": 635,
-    "migrate": 425,
-    "models": 2630,
-    "objectives": 1335,
-    "packing": 560,
-    "parallel": 1195,
-    "planning": 2400,
-    "preview": 320,
-    "report": 855,
-    "rollout": 1375,
-    "run": 1115,
-    "toys": 400,
-    "verifiers": 885,
-    "weights": 935,
-}
+# Code lines of the whole package. A bound for each room was met by packing lines, not by saying less, so rooms are
+# reported alone. What is new is paid for by something simpler elsewhere: this number is not raised.
+MAX_CODE_LINES = 26_350
 MAX_FILES_OF_A_ROOM = 16
 NOT_CODE = {
     *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
@@ -304,9 +278,11 @@ def files_by_room() -> dict[str, list[Path]]:
 
 
 class TestRooms:
-    def test_each_keeps_to_its_budget(self) -> None:
+    def test_the_package_keeps_to_its_bound(self) -> None:
         found = {room: sum(map(num_code_lines, files)) for room, files in files_by_room().items()}
-        assert {room: (lines, BUDGETS[room]) for room, lines in found.items() if lines > BUDGETS[room]} == {}
+        report = ", ".join(f"{room} {lines:,}" for room, lines in sorted(found.items(), key=lambda item: -item[1]))
+        print(f"{sum(found.values()):,} of {MAX_CODE_LINES:,} code lines: {report}")
+        assert sum(found.values()) <= MAX_CODE_LINES, report
 
     def test_each_folder_has_few_files(self) -> None:
         for room, files in files_by_room().items():
