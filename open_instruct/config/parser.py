@@ -74,19 +74,6 @@ def _given(
     return values | _read_command_line(words, flags, problems, unneeded)
 
 
-def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, Any]:
-    """The values that `words` give to some of `flags`, for a command that is not described by a config class.
-
-    Raises:
-        InputError: listing everything that is wrong.
-    """
-    problems: list[str] = []
-    values = _read_command_line(words, flags, problems, None)
-    if problems:
-        raise InputError("\n".join(problems))
-    return values
-
-
 # The command line
 
 

@@ -17,7 +17,7 @@ import pytest
 from open_instruct.chat.command import ChatFlags
 from open_instruct.config.flags import flags_of
 from open_instruct.config.plan import PlanFlags
-from open_instruct.config.replay import ReplayFlags
+from open_instruct.config.replay import ReplayConfig
 from open_instruct.config.upstream_flags import upstream_names, upstream_table
 from open_instruct.families import FAMILIES
 from open_instruct.merge import MergeFlags
@@ -386,7 +386,7 @@ def known_flags() -> frozenset[str]:
         MergeFlags,
         PlanFlags,
         PreviewFlags,
-        ReplayFlags,
+        ReplayConfig,
         ReportFlags,
         ScoreFlags,
     )
