@@ -27,7 +27,7 @@ from tests.ranks.train_case import free_ports
 
 NUM_RANKS, NUM_TOKENS, NUM_MICROBATCHES = 4, 64, 2
 BUCKET_BYTES = 100_000  # of a weight sync, of adapters alone a hundredth: some tensors travel in pieces
-FEW_BYTES = 64  # of counters and flags, which no plan counts
+FEW_BYTES = 256  # of metrics, norms and flags, which no plan counts
 FILLED_UP = 0.0005  # of the state: what fills up parts, and counters
 GATHERED = 0.25  # of weights that stage 3 gathers: a tied matrix twice in a pass, frozen ones not always
 

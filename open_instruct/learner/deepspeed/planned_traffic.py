@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from open_instruct.learner.deepspeed.planned_memory import UNSHARED_BUCKET, SplitShape, ZeroMoments
 from open_instruct.models.names import is_of_adapter
@@ -16,7 +15,7 @@ from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import Calls, along, context_calls, is_recomputed
-from open_instruct.planning.traffic.per_step import forward_passes, metrics_exchanges
+from open_instruct.planning.traffic.per_step import forward_passes
 from open_instruct.records import ShardLayout
 
 FLOAT32 = 4
@@ -35,9 +34,6 @@ def exchanges_of(moments: ZeroMoments) -> Iterator[Exchange]:
         own = of_passes(each.num_rounds * workload.num_microbatches, each.num_values, trains=False)
         yield from forward_passes(each, layout, workload) if each.stands_as else own
     yield from of_passes(num_updates * workload.num_microbatches, workload.num_values, trains=True)
-    means, sums, maxima = workload.num_metrics
-    # The norm of the gradient is no metric that ranks bring together: DeepSpeed tells each.
-    yield from metrics_exchanges(layout, replace(workload, num_metrics=(means, sums, maxima - 1)))
     if moments.zero.stage == 3:
         yield from _gathers(moments)
     yield from _of_update(moments)
