@@ -6,7 +6,7 @@ Both spell values in the same words. Everything that is wrong is collected and r
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,9 +58,9 @@ def parse(
     return config_class(**sections)
 
 
-def flags_given(config_class: type, argv: Sequence[str]) -> frozenset[str]:
-    """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's."""
-    return frozenset(_given(argv, flags_of(config_class), [], []))
+def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
+    """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's; in its order."""
+    return _given(argv, flags_of(config_class), [], []).keys()
 
 
 def _given(

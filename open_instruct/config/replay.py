@@ -98,7 +98,7 @@ def parse_replay(words: Sequence[str]) -> Replay:
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
         raise InputError(f"--json {json_file}: is a folder, or lies in none; name a file in a folder that exists")
     before, now = as_flat_dict(settings), as_flat_dict(asked)
-    changes = {name: (before[name], now[name]) for name in before if now[name] != before[name]}
+    changes = {name: (before[name], now[name]) for name in given if name in before and now[name] != before[name]}
     if changes:
         # What active sampling rejected is not replayed, so it cannot stand against keeping every group.
         asked.rollout = replace(asked.rollout, active_sampling=False)
