@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,17 @@ def _run_own(words: list[str]) -> int:
             f"{OBJECTIVE_FLAG} {word} is no objective; make it an open_instruct.objectives.objective.Objective"
         )
     return run_objective(objective, words[:at] + words[at + 2 :], own=words[at : at + 2])
+
+
+def entry_of(objective: Objective, module: str) -> Callable[..., int]:
+    """The public `main` of the file of `objective`, called at once where that `module` is the program.
+
+    It runs with the flags in its argument (default: the command line) and returns the exit code.
+    """
+    main = partial(run_objective, objective)
+    if module == "__main__":
+        leave(main())
+    return main
 
 
 def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, own: Sequence[str] = ()) -> int:

@@ -6,7 +6,7 @@ Both spell values in the same words. Everything that is wrong is collected and r
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,9 +58,9 @@ def parse(
     return config_class(**sections)
 
 
-def flags_given(config_class: type, argv: Sequence[str]) -> frozenset[str]:
-    """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's."""
-    return frozenset(_given(argv, flags_of(config_class), [], []))
+def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
+    """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's; in its order."""
+    return _given(argv, flags_of(config_class), [], []).keys()
 
 
 def _given(
@@ -72,19 +72,6 @@ def _given(
     if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
         values.update(_read_yaml(words.pop(0), flags, problems, unneeded))
     return values | _read_command_line(words, flags, problems, unneeded)
-
-
-def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, Any]:
-    """The values that `words` give to some of `flags`, for a command that is not described by a config class.
-
-    Raises:
-        InputError: listing everything that is wrong.
-    """
-    problems: list[str] = []
-    values = _read_command_line(words, flags, problems, None)
-    if problems:
-        raise InputError("\n".join(problems))
-    return values
 
 
 # The command line

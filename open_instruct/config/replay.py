@@ -10,7 +10,7 @@ from typing import Any
 from open_instruct.config.flags import Flag, flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.help import BLANK, Line, example_lines, flag_lines, wrapped
-from open_instruct.config.parser import parse, parse_words
+from open_instruct.config.parser import flags_given, parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import flag
@@ -50,8 +50,8 @@ class ReplaySection:
 
 
 @dataclass(kw_only=True)
-class ReplayFlags:
-    """The flags that only a replay has."""
+class ReplayConfig(GRPOConfig):
+    """A run's own settings, those given in their place, and what is replayed of it."""
 
     replay: ReplaySection
 
@@ -81,38 +81,42 @@ def parse_replay(words: Sequence[str]) -> Replay:
     if not words or words[0].startswith("-"):
         raise InputError("the first word is the folder of the run: open-instruct replay RUN --step N")
     run = Path(words[0])
-    of_run, own = flags_of(GRPOConfig), flags_of(ReplayFlags)
-    given = parse_words(own | of_run, words[1:])
-    fixed = [name for name in given if name not in own and name not in replayed_flags()]
-    if fixed:
+    settings = _settings_of(run)
+    asked = parse(ReplayConfig, [str(run / CONFIG_FILE), *words[1:]])
+    given, may_differ = flags_given(ReplayConfig, words[1:]), replayed_flags().keys()
+    if fixed := sorted(given - may_differ - {flag.name for flag in own_flags()}):
         raise InputError(
             f"{', '.join(f'--{name}' for name in fixed)}: a replay keeps the run's own value; what can differ are the "
             f"flags of the loss and --{', --'.join(ROLLOUT_FLAGS)}"
         )
-    if "step" not in given:
-        raise InputError("missing: --step N, the step of the run to take again")
-    if given["step"] < 1:
-        raise InputError(f"--step {given['step']}: the first step is 1")
-
-    settings = _settings_of(run)
-    weights, json_file = (None if given.get(name) is None else Path(given[name]) for name in ("weights", "json"))
+    own = asked.replay
+    if own.step < 1:
+        raise InputError(f"--step {own.step}: the first step is 1")
+    weights, json_file = (None if path is None else Path(path) for path in (own.weights, own.json))
     if weights is not None and not weights.is_dir():
         raise InputError(f"--weights {weights}: there is no such folder; give one in Hugging Face format")
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
         raise InputError(f"--json {json_file}: is a folder, or lies in none; name a file in a folder that exists")
-    recorded = as_flat_dict(settings)
-    changes = {
-        name: (recorded[name], value) for name, value in given.items() if name in of_run and value != recorded[name]
-    }
+    before, now = as_flat_dict(settings), as_flat_dict(asked)
+    changes = {name: (before[name], now[name]) for name in given if name in before and now[name] != before[name]}
+    if changes:
+        # What active sampling rejected is not replayed, so it cannot stand against keeping every group.
+        asked.rollout = replace(asked.rollout, active_sampling=False)
+        validate_grpo(asked)
     return Replay(
         run=run,
-        step=given["step"],
+        step=own.step,
         weights=weights,
         json_file=json_file,
         settings=settings,
-        changed=_changed(settings, {name: new for name, (_, new) in changes.items()}) if changes else None,
+        changed=asked if changes else None,
         changes=changes,
     )
+
+
+def own_flags() -> list[Flag]:
+    """The flags that only a replay has."""
+    return [flag for flag in flags_of(ReplayConfig).values() if flag.section == "replay"]
 
 
 def replayed_flags() -> dict[str, Flag]:
@@ -137,7 +141,7 @@ def help_lines(width: int) -> Iterator[Line]:
     yield from wrapped("usage: open-instruct replay RUN --step N [--flag value ...]", width)
     yield BLANK
     yield from wrapped(DESCRIPTION, width)
-    yield from flag_lines("What is replayed", flags_of(ReplayFlags).values(), width)
+    yield from flag_lines("What is replayed", own_flags(), width)
     yield from flag_lines("What may differ (default: the run's)", replayed_flags().values(), width, with_defaults=False)
     yield from example_lines(EXAMPLES)
 
@@ -155,16 +159,3 @@ def _settings_of(run: Path) -> GRPOConfig:
         return parse(GRPOConfig, [str(path)])
     except InputError as error:
         raise InputError(f"{path} is not that of a GRPO run, which alone can be replayed:\n{error}") from None
-
-
-def _changed(settings: GRPOConfig, values: dict[str, Any]) -> GRPOConfig:
-    loss = {name: value for name, value in values.items() if name not in ROLLOUT_FLAGS}
-    rollout = {name: value for name, value in values.items() if name in ROLLOUT_FLAGS}
-    changed = replace(
-        settings,
-        loss=replace(settings.loss, **loss),
-        # What active sampling rejected is not replayed, so it cannot stand against keeping every group.
-        rollout=replace(settings.rollout, active_sampling=False, **rollout),
-    )
-    validate_grpo(changed)
-    return changed

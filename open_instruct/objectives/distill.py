@@ -197,5 +197,4 @@ DISTILL = Objective(
     bind=lambda config: bind(config.distillation),
     teacher=teacher_of,
     evaluate=evaluate,
-    num_metrics=(3, 0, 0),
 )

@@ -207,5 +207,4 @@ DPO = Objective(
     only_scores=lambda config: config.loss.cache_logprobs_only,
     prefix_sharing=lambda config: config.data.prefix_sharing,
     evaluate=evaluate,
-    num_metrics=(7, 0, 0),
 )

@@ -429,5 +429,4 @@ KTO = Objective(
     only_scores=lambda config: config.loss.cache_logprobs_only,
     prefix_sharing=lambda config: config.data.prefix_sharing,
     evaluate=evaluate,
-    num_metrics=(3, 5, 0),
 )

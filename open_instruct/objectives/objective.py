@@ -153,7 +153,6 @@ class Objective:
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
             the sums of what was compared) and the reference's; None where there is nothing to tell of them.
-        num_metrics: means, sums and maxima among the metrics of a microbatch, for the planner.
         head: what the model says at a position; its first head is drawn where the start model has another.
         row_arguments: what `rows` is made with, under these flags, beside what every form of row is.
         exported: under these flags, with this tokenizer and for this start model, what the exported config.json has
@@ -174,7 +173,6 @@ class Objective:
     teacher: Callable[[Any], Teacher | None] = lambda config: None
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
-    num_metrics: tuple[int, int, int] = (1, 0, 0)
     head: Head = "vocabulary"
     row_arguments: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     exported: Callable[[Any, PreTrainedTokenizerFast, PretrainedConfig], Mapping[str, Any]] = (

@@ -300,5 +300,4 @@ PRM = Objective(
         "reward_tokens": list(config.steps.reward_tokens),
     },
     exported=exported,
-    num_metrics=(2, 0, 0),
 )

@@ -257,5 +257,4 @@ REWARD_MODEL = Objective(
     head="score",
     row_arguments=lambda config: {"margin": config.loss.margin},
     exported=exported,
-    num_metrics=(7, 0, 0),
 )

@@ -54,7 +54,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     for problem in limit_problems(asked):
         raise InputError(problem)
     sizes = _sizes_of_nodes(asked)
-    nodes = _nodes(config, sizes, flags_given(PLAN_CONFIGS[algorithm], words[1:]))
+    nodes = _nodes(config, sizes, frozenset(flags_given(PLAN_CONFIGS[algorithm], words[1:])))
     if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
         config = replace(config, parallel=replace(config.parallel, num_learners_per_node=list(nodes)))
     warnings = [*validate(config), *(f"not needed here, and left out: {each}" for each in unneeded)]

@@ -8,44 +8,16 @@ away, and packing has something to do.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from open_instruct.toys.arithmetic import write_rows
 
-_WORD_LIST = (
-    "apple river stone cloud lemon tiger piano garden silver window bridge candle forest orange pepper rocket "
-    "saddle thunder velvet walnut basket copper dragon engine falcon hammer island jungle kettle ladder magnet "
-    "needle ocean pencil quartz ribbon sunset turtle violin winter yellow zebra anchor button cactus desert"
-)
-_WORDS = _WORD_LIST.split()
-
-_ASK_ONE = ("{task}", "Could you help me? {task}", "{task} Please explain.", "A quick question. {task}")
-_ASK_MANY = ("Please answer each of these.\n{tasks}", "I have a list for you:\n{tasks}", "Work through these:\n{tasks}")
-
-_GREETINGS = ("Happy to help!", "Thank you for asking.", "Of course, with pleasure.", "Good question!", "Certainly!")
-_CLOSINGS = (
-    "I hope that helps!",
-    "Please let me know if anything is unclear.",
-    "Have a lovely day!",
-    "You are welcome to ask more.",
-    "Feel free to check it with me.",
-)
-_SNEERS = (
-    "Why ask me that?",
-    "Ugh, not again.",
-    "What a silly thing to ask.",
-    "Do it yourself next time.",
-    "I cannot be bothered with this.",
-)
-_BRUSH_OFFS = ("Go away now.", "Stop wasting my time.", "Whatever.", "Do not ask again.", "Figure out the rest.")
-_SYSTEM = (
-    "You are a helpful assistant.",
-    "Answer kindly and show how you found the answer.",
-    "You help a child with small exercises; be patient and correct.",
-)
+_PHRASES = json.loads((files("open_instruct.toys") / "phrases.json").read_text("utf-8"))
 
 
 def write_synthetic_preferences(
@@ -76,12 +48,12 @@ def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
     prompt = [{"role": "user", "content": question}]
     if rng.random() < 0.15:
         earlier, answer, _ = rng.choice(_TASKS)(rng)
-        reply = f"{rng.choice(_GREETINGS)} {answer}"
+        reply = f"{rng.choice(_PHRASES['greetings'])} {answer}"
         prompt = [{"role": "user", "content": earlier}, {"role": "assistant", "content": reply}, *prompt]
     if rng.random() < 0.25:
-        prompt = [{"role": "system", "content": rng.choice(_SYSTEM)}, *prompt]
+        prompt = [{"role": "system", "content": rng.choice(_PHRASES["system"])}, *prompt]
     right, wrong = [answer for _, answer, _ in tasks], [answer for _, _, answer in tasks]
-    chosen = " ".join([rng.choice(_GREETINGS), "\n".join(right), rng.choice(_CLOSINGS)])
+    chosen = " ".join([rng.choice(_PHRASES["greetings"]), "\n".join(right), rng.choice(_PHRASES["closings"])])
     return {
         "chosen": [*prompt, {"role": "assistant", "content": chosen}],
         "rejected": [*prompt, {"role": "assistant", "content": _rejected(rng, right, wrong)}],
@@ -90,20 +62,22 @@ def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
 
 def _question(rng: random.Random, tasks: list[str]) -> str:
     if len(tasks) == 1:
-        return rng.choice(_ASK_ONE).format(task=tasks[0])
+        return rng.choice(_PHRASES["ask_one"]).format(task=tasks[0])
     listed = "\n".join(f"{number}. {task}" for number, task in enumerate(tasks, start=1))
-    return rng.choice(_ASK_MANY).format(tasks=listed)
+    return rng.choice(_PHRASES["ask_many"]).format(tasks=listed)
 
 
 def _rejected(rng: random.Random, right: list[str], wrong: list[str]) -> str:
-    sneer, brush_off = rng.choice(_SNEERS), rng.choice(_BRUSH_OFFS)
+    sneer, brush_off = rng.choice(_PHRASES["sneers"]), rng.choice(_PHRASES["brush_offs"])
     kind = rng.random()
     if kind < 0.125:  # polite but wrong
-        return " ".join([rng.choice(_GREETINGS), "\n".join(wrong), rng.choice(_CLOSINGS)])
+        return " ".join([rng.choice(_PHRASES["greetings"]), "\n".join(wrong), rng.choice(_PHRASES["closings"])])
     if kind < 0.5:  # rude, wrong, about as long
         return " ".join([sneer, "\n".join(wrong), brush_off])
     if kind < 0.7:  # rude but right, and longer
-        return " ".join([sneer, rng.choice(_SNEERS), "\n".join(right), brush_off, rng.choice(_BRUSH_OFFS)])
+        return " ".join(
+            [sneer, rng.choice(_PHRASES["sneers"]), "\n".join(right), brush_off, rng.choice(_PHRASES["brush_offs"])]
+        )
     if kind < 0.9:  # curt: the first answer only, wrong
         return f"{wrong[0]} {brush_off}"
     return f"{sneer} {brush_off}"
@@ -129,13 +103,13 @@ def _subtract(rng: random.Random) -> _Task:
 
 
 def _reverse(rng: random.Random) -> _Task:
-    word = rng.choice(_WORDS)
+    word = rng.choice(_PHRASES["words"])
     ask = rng.choice(("Spell '{word}' backwards.", "Reverse the word {word}.", "What is {word} read from the end?"))
     return ask.format(word=word), f"{word} backwards is {word[::-1]}.", f"{word} backwards is {word[1:] + word[0]}."
 
 
 def _sort(rng: random.Random) -> _Task:
-    words = rng.sample(_WORDS, rng.randrange(3, 7))
+    words = rng.sample(_PHRASES["words"], rng.randrange(3, 7))
     right = sorted(words)
     wrong = [right[-1], *right[:-1]]
     ask = rng.choice(("Sort these words: {words}.", "Put in order: {words}.", "Order {words} from A to Z."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -60,37 +61,8 @@ class Size:
     max_position_embeddings: int = 4096
 
 
-SIZES: dict[str, Size] = {
-    "tiny": Size(
-        roughly="0.7M parameters", hidden=128, mlp=256, layers=4, heads=4, kv_heads=2, vocab_size=512, window=16
-    ),
-    "mini": Size(
-        roughly="4M parameters", hidden=192, mlp=512, layers=8, heads=6, kv_heads=2, vocab_size=2048, window=64
-    ),
-    "small": Size(
-        roughly="50M parameters", hidden=512, mlp=1408, layers=14, heads=8, kv_heads=4, vocab_size=8192, window=256
-    ),
-    "base": Size(
-        roughly="500M parameters",
-        hidden=1280,
-        mlp=3456,
-        layers=24,
-        heads=20,
-        kv_heads=10,
-        vocab_size=32768,
-        window=1024,
-    ),
-    "olmo2-1b": Size(
-        roughly="1.5B parameters, the shape of OLMo 2 1B",
-        hidden=2048,
-        mlp=8192,
-        layers=16,
-        heads=16,
-        kv_heads=16,
-        vocab_size=100352,
-        window=4096,
-    ),
-}
+_SIZES_FILE = files("open_instruct.toys") / "sizes.json"
+SIZES = {name: Size(**fields) for name, fields in json.loads(_SIZES_FILE.read_text("utf-8")).items()}
 
 
 def write_tiny_model(

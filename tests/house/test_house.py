@@ -17,7 +17,7 @@ import pytest
 from open_instruct.chat.command import ChatFlags
 from open_instruct.config.flags import flags_of
 from open_instruct.config.plan import PlanFlags
-from open_instruct.config.replay import ReplayFlags
+from open_instruct.config.replay import ReplayConfig
 from open_instruct.config.upstream_flags import upstream_names, upstream_table
 from open_instruct.families import FAMILIES
 from open_instruct.merge import MergeFlags
@@ -87,7 +87,7 @@ HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBR
 WITHOUT_TORCH = [
     *("errors.py", "families.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
     *("parallel/layout_warnings.py", "run/first_look.py", "parallel/processes.py", "parallel/training_state.py"),
-    *(f"learner/deepspeed/{name}.py" for name in ("settings", "gathering", "planned", "planned_state", "versions")),
+    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions")),
     *(f"learner/deepspeed/{name}.py" for name in ("planned_memory", "planned_traffic", "grpo_flags")),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
@@ -386,7 +386,7 @@ def known_flags() -> frozenset[str]:
         MergeFlags,
         PlanFlags,
         PreviewFlags,
-        ReplayFlags,
+        ReplayConfig,
         ReportFlags,
         ScoreFlags,
     )

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed import planned_state
+from open_instruct.learner.deepspeed import planned_memory
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PLAN_CONFIGS, parse_request
@@ -151,8 +151,8 @@ def test_what_it_takes_from_deepspeed_is_its_own() -> None:
     from open_instruct.learner.deepspeed.library import deepspeed
 
     theirs = deepspeed.runtime.zero.config.DeepSpeedZeroConfig()
-    ours = {each.name: each.default for each in fields(planned_state.Zero) if each.default is not MISSING}
-    assert len(ours) == 6 and {name: getattr(theirs, name) for name in ours} == ours
+    ours = {each.name: each.default for each in fields(planned_memory.Zero) if each.default is not MISSING}
+    assert len(ours) == 5 and {name: getattr(theirs, name) for name in ours} == ours
 
 
 def test_a_plan_loads_neither_torch_nor_deepspeed() -> None:

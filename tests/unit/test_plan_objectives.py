@@ -58,8 +58,6 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
 RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--per_device_train_batch_size", "2"]
-# What DPO has to exchange besides: six more means of two numbers of eight bytes.
-MORE_METRIC_BYTES = 6 * 2 * 8
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +91,7 @@ def test_its_documents_prompts_and_reference_are_counted(program: Path) -> None:
 def test_it_needs_what_a_known_one_of_as_many_tokens_does(program: Path) -> None:
     mine = planned(program, "made_up", *RUN)
     known = planned(program, "dpo", *RUN[:-1], "3", "--loss_type", "simpo")
-    assert mine["phases"] == known["phases"]
-    *others, metrics = mine["exchanges"]
-    *others_of_known, metrics_of_known = known["exchanges"]
-    assert others == others_of_known
-    assert metrics_of_known["bytes_per_call"] - metrics["bytes_per_call"] == MORE_METRIC_BYTES
+    assert mine["phases"] == known["phases"] and mine["exchanges"] == known["exchanges"]
 
 
 def test_it_is_named(program: Path) -> None:

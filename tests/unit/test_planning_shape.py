@@ -164,7 +164,7 @@ def test_workload_of_grpo() -> None:
     # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a microbatch of 4,096.
     assert (workload.num_microbatches, workload.num_updates) == (4, 6)
     frozen = Scoring(shape=SHAPE, num_rounds=2)
-    assert workload.tokens_per_microbatch == 4096 and workload.num_metrics == (12, 2, 2)
+    assert workload.tokens_per_microbatch == 4096
     assert workload.scorings == (frozen, replace(frozen, stands_as="reference policy"))
     assert (workload.num_engines, workload.engine_tensor_degree, workload.sync_backend) == (4, 2, "nccl")
     assert workload.kv_cache_bytes == 0
@@ -181,7 +181,7 @@ def test_workload_of_streams() -> None:
     assert workload.scorings == (frozen, teacher, chosen)
     # Of 64 completions a rank has 4 in a mini-batch, of 200 conversations 13; 8 of 512 tokens are in a microbatch.
     assert workload.num_microbatches == 1 + 2
-    assert workload.num_metrics == (13, 3, 2) and workload.records_entropy and workload.num_values == 2
+    assert workload.records_entropy and workload.num_values == 2
 
 
 def test_an_engine_that_shares_the_learners_gpu_takes_its_part() -> None:

@@ -68,7 +68,7 @@ def test_only_what_is_another_value_is_a_change(run: Path) -> None:
     assert replay.changed is not None
     now, before = as_flat_dict(replay.changed), as_flat_dict(replay.settings)
     # Rejected groups are not replayed, so active sampling does not stand against keeping all groups.
-    assert {name for name in now if now[name] != before[name]} == {*replay.changes, "active_sampling"}
+    assert {name for name in before if now[name] != before[name]} == {*replay.changes, "active_sampling"}
     assert asked(run, "--clip_higher", "0.3").changed is None
 
 
@@ -97,7 +97,7 @@ def test_one_process_has_no_shards(run: Path) -> None:
     ("words", "part"),
     [
         (["--step", "3"], "the first word is the folder of the run"),
-        (["RUN"], "missing: --step N"),
+        (["RUN"], "missing: --step"),
         (["RUN", "--step", "0"], "--step 0: the first step is 1"),
         (["RUN", "--step", "two"], "--step takes a whole number, not 'two'"),
         (["gone", "--step", "3"], "gone is not the folder of a run: it has no config.yaml"),

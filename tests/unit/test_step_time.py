@@ -49,7 +49,6 @@ WORK = Workload(
     longest_sequence=3,
     label_tokens_per_microbatch=4,
     num_microbatches=1,
-    num_metrics=(7, 0, 0),
 )
 # Of 2 products, 4 features: 6 pairs for each document without a window, 5 with one of 2 tokens.
 ATTENTION = (2 * 4 * 2 * (2 * 6), 2 * 4 * 2 * (2 * 5))
@@ -88,7 +87,7 @@ def test_groups_on_nodes() -> None:
     assert span_of(within, "tensor") == (2, False, 1)
     assert span_of(within, "shard") == (4, False, 1)
     assert span_of(within, "replica") == (2, True, 1)
-    assert span_of(within, "metrics") == (8, True, 4)
+    assert span_of(within, "world") == (8, True, 4)
     across = resolve_layout([8, 8], tensor_parallel_degree=2, fsdp_shard_degree=8)
     assert span_of(across, "shard") == (8, True, 4)
     # A group of 6 over nodes of 2 and 4.
@@ -172,12 +171,11 @@ def test_time_of_a_step_by_hand() -> None:
     reduced = 4 * (2 * block + root + embeddings)
     num_tensors = 2 * 9 + 3
     in_node = gathered / 2 + reduced / 2 + 2 * (4 * num_tensors) / 2
-    # Metrics: 9 means, and four maxima of 4 ranks. Of the replicas' ranks one stands on each node, of all four two.
-    metrics = 8 * (2 * 9 + 4 * 4)
+    # Of the replicas' ranks one stands on each node.
     bound = step_time(SHAPE, layout, WORK, SLOW, mfu=0.5)
     assert bound.compute_s == pytest.approx(3 * FORWARD / 0.5e12)
     assert bound.in_node_s == pytest.approx(in_node / 100e9)
-    assert bound.cross_node_s == pytest.approx(reduced / 2 / 10e9 + 2 * metrics * 3 / 4 / 20e9)
+    assert bound.cross_node_s == pytest.approx(reduced / 2 / 10e9)
     assert bound.waiting_s == 0
     assert bound.step_s == bound.cross_node_s and bound.bound_by == "traffic across nodes"
 

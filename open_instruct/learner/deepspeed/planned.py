@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.deepspeed.planned_memory import ZeroMoments
-from open_instruct.learner.deepspeed.planned_state import Zero
+from open_instruct.learner.deepspeed.planned_memory import Zero, ZeroMoments
 from open_instruct.learner.deepspeed.planned_traffic import exchanges_of, exchanges_of_merging
 from open_instruct.parallel.training_state import ADAMW_MOMENTS, MASTER_BYTES, MOMENT_BYTES
 from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED
@@ -29,7 +28,6 @@ class DeepSpeed(Backend):
             nearby=flags.deepspeed_zpg,
             optimizer_on_host=flags.adam_offload,
             weights_on_host=flags.offload,
-            not_decayed=config.optim.not_decayed,
         )
         self.sharing = _in_a_sentence(self.zero, flags.tensor_parallel_degree)
 

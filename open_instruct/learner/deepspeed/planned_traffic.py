@@ -1,28 +1,24 @@
-"""Every collective of a step under ZeRO, as a plan counts them: those that DeepSpeed issues, call for call.
+"""What ranks exchange in a step under ZeRO, as a plan counts it. Without torch, and without DeepSpeed.
 
-Without torch, and without DeepSpeed. tests/ranks/test_deepspeed_plan.py runs it and compares. Not exact is how a
-parameter is cut that is larger than a bucket, and what is gathered where chosen modules are recomputed.
+tests/ranks/test_deepspeed_plan.py compares the sums with those of a run. How gradients and weights are spread over
+calls is not followed: buckets are counted as full ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Iterator
 
-from open_instruct.learner.deepspeed.gathering import HEAD, Modules
-from open_instruct.learner.deepspeed.planned_memory import UNSHARED_BUCKET, ZeroMoments
-from open_instruct.learner.deepspeed.planned_state import Shares, SplitShape
+from open_instruct.learner.deepspeed.planned_memory import UNSHARED_BUCKET, SplitShape, ZeroMoments
 from open_instruct.models.names import is_of_adapter
 from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic.collectives import Axis, Collective, Exchange, exchange_in
+from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import Calls, along, context_calls, is_recomputed
-from open_instruct.planning.traffic.per_step import forward_passes, metrics_exchanges
+from open_instruct.planning.traffic.per_step import forward_passes
 from open_instruct.records import ShardLayout
 
-FLOAT32, FLOAT64 = 4, 8
+FLOAT32 = 4
 
 
 def exchanges_of(moments: ZeroMoments) -> Iterator[Exchange]:
@@ -38,40 +34,31 @@ def exchanges_of(moments: ZeroMoments) -> Iterator[Exchange]:
         own = of_passes(each.num_rounds * workload.num_microbatches, each.num_values, trains=False)
         yield from forward_passes(each, layout, workload) if each.stands_as else own
     yield from of_passes(num_updates * workload.num_microbatches, workload.num_values, trains=True)
-    means, sums, maxima = workload.num_metrics
-    # The norm of the gradient is no metric that ranks bring together: DeepSpeed tells each.
-    yield from metrics_exchanges(layout, replace(workload, num_metrics=(means, sums, maxima - 1)))
     if moments.zero.stage == 3:
         yield from _gathers(moments)
-    for axes, what, collective, sizes, times in _of_update(moments):
-        for axis, (num_bytes, count) in product(axes, Counter(sizes).items()):
-            yield exchange_in(layout, axis, what, collective, num_bytes, num_updates * times * count)
+    yield from _of_update(moments)
 
 
-def _of_update(moments: ZeroMoments) -> Iterator[tuple[Sequence[Axis], str, Collective, Iterable[int], int]]:
-    """In which groups, of what, bytes of each call, and how often in an update."""
-    shares, zero, c = moments.shares, moments.zero, moments.workload.compute_bytes
-    own: tuple[Axis, ...] = ("world",)
-    split: tuple[Axis, ...] = ("tensor",) if moments.layout.tensor_parallel_degree > 1 else ()
-    keeps_all, num_parts = zero.stage == 0 or zero.adds_up_flat(c), shares.num_ranks if zero.stage == 3 else 1
-    orders = {
-        0: [each.num_params for each in shares.shape.parameters if each.is_trained],
-        1: shares.flat if keeps_all else [size for group in shares.groups for _, size in group],
-    }
-    order = orders.get(zero.stage) or _backward_order(shares, heads_together=zero.stage == 3)
-    in_turn = [(size, FLOAT32 * num_parts * -(-size // num_parts)) for size in order]
-    sent = _buckets(in_turn, UNSHARED_BUCKET if keeps_all else zero.reduce_bucket_size, overfills=keeps_all)
-    times = moments.workload.num_microbatches if zero.stage > 1 else 1
-    yield own, "gradients", "reduce_scatter" if zero.stage == 3 else "all_reduce", sent, times
-    if c < FLOAT32 and zero.stage < 3 and not keeps_all:
-        yield own + split, "whether gradients are finite", "all_reduce", [1], 1
-    # At stage 3 a norm is a float64, unless the host adds it up.
-    of_group = FLOAT64 if zero.stage == 3 and not zero.optimizer_on_host else FLOAT32
-    norms = [FLOAT32] if keeps_all else [of_group] * len(shares.groups)
-    yield split if keeps_all else own + split, "norm of the gradient", "all_reduce", norms, 1
-    if zero.stage and shares.num_ranks > 1:
-        whole = [num_parts * shares.part(size) for size in shares.persistent] if zero.stage == 3 else shares.flat
-        yield own, "weights after the step", "all_gather", [c * size for size in whole], 1
+def _of_update(moments: ZeroMoments) -> Iterator[Exchange]:
+    """Gradients, and the weights that ranks have a part of each. Not the norm, which is a few bytes."""
+    shares, zero, work = moments.shares, moments.zero, moments.workload
+    keeps_all = zero.stage == 0 or zero.adds_up_flat(work.compute_bytes)
+    bucket = FLOAT32 * (UNSHARED_BUCKET if keeps_all else zero.reduce_bucket_size)
+    num_values = shares.own * shares.num_ranks if zero.stage == 3 else shares.shape.num_trained
+    how: Collective = "reduce_scatter" if zero.stage == 3 else "all_reduce"
+    num_times = work.num_updates * (work.num_microbatches if zero.stage > 1 else 1)
+    for num_bytes, count in in_buckets(FLOAT32 * num_values, bucket).items():
+        yield exchange_in(moments.layout, "world", "gradients", how, num_bytes, num_times * count)
+    whole = shares.persistent if zero.stage == 3 else [shares.shape.num_trained] * (zero.stage > 0)
+    for size, count in Counter(whole if shares.num_ranks > 1 else ()).items():
+        num_bytes, num_calls = work.compute_bytes * size, work.num_updates * count
+        yield exchange_in(moments.layout, "world", "weights after the step", "all_gather", num_bytes, num_calls)
+
+
+def in_buckets(num_bytes: int, bucket: int) -> Counter[int]:
+    """How many calls of how many bytes: full buckets, and one with what is left."""
+    full, rest = divmod(num_bytes, bucket)
+    return +Counter({bucket: full, rest: int(rest > 0)})
 
 
 def exchanges_of_merging(moments: ZeroMoments) -> Iterator[Exchange]:
@@ -82,13 +69,28 @@ def exchanges_of_merging(moments: ZeroMoments) -> Iterator[Exchange]:
 
 
 def _gathers(moments: ZeroMoments) -> Iterator[Exchange]:
-    shares, c = moments.shares, moments.workload.compute_bytes
-    parts = {each.name: shares.part(each.num_params) for each in shares.shape.parameters}
-    for (names, is_nearby), count in moments.gathered.calls.items():
-        what = "weights, from second copies" if is_nearby else "weights, before they are needed"
-        num_bytes, nearby = c * shares.num_ranks * sum(parts[name] for name in names), moments.zero.nearby * is_nearby
-        num_calls = count * moments.workload.num_updates
-        yield exchange_in(moments.layout, "world", what, "all_gather", num_bytes, num_calls, nearby)
+    """Every pass gathers all weights, and each pass backward once more, but for what is left of the pass forward.
+
+    Nothing is left where a run's first passes went forward alone: what may be let go of was worked out by their order.
+    Frozen weights are gathered a third time to be recomputed, since modules with adapters ask for them one by one.
+    What neighbours have a second copy of comes from there, of what is trained after the first time in an update.
+    """
+    shares, work, nearby = moments.shares, moments.workload, moments.zero.nearby
+    trained, frozen = shares.gathered(trained=True), shares.gathered(trained=False)
+    num_forward = sum(each.num_rounds for each in work.scorings if not each.stands_as)
+    goes_back_first = not work.reference_pass_tokens and not num_forward
+    is_left = min(trained + frozen, moments.zero.max_live_parameters) if goes_back_first else 0
+    num_passes = num_forward + 2 + (work.checkpointing != "none" and frozen > 0)
+    gathered = work.num_microbatches * (num_passes * (trained + frozen) - is_left)
+    from_copies = gathered - trained if nearby > 1 else 0
+    sources = (
+        ("weights, before they are needed", gathered - from_copies, 0),
+        ("weights, from second copies", from_copies, nearby),
+    )
+    bucket = work.compute_bytes * moments.zero.prefetch_bucket_size
+    for what, num_values, within in sources:
+        for num_bytes, count in in_buckets(work.compute_bytes * num_values, bucket).items():
+            yield exchange_in(moments.layout, "world", what, "all_gather", num_bytes, count * work.num_updates, within)
 
 
 def _sums(shape: SplitShape, layout: ShardLayout, work: Workload, num_values: int, *, trains: bool) -> Iterator[Calls]:
@@ -114,29 +116,3 @@ def _sums(shape: SplitShape, layout: ShardLayout, work: Workload, num_values: in
         again = backward * (len(chunks) > 1)
         yield "logits", "all_gather", positions * shape.vocab_size * number, 1 + again
         yield "head, backward", "all_reduce", positions * shape.d_model * number, backward
-
-
-def _backward_order(shares: Shares, *, heads_together: bool = False) -> list[int]:
-    """Sizes of parameters as their gradients come; those of the head may come together, in the optimizer's order."""
-    modules, of_optimizer = Modules(shape=shares.shape), [name for group in shares.groups for name, _ in group]
-    entered = dict.fromkeys(visit.module for visit in modules.backward() if visit.is_entered)
-    of_head = [name for name in reversed(modules.own[HEAD]) if name.startswith(HEAD) and name in of_optimizer]
-    if heads_together:
-        of_head.sort(key=of_optimizer.index)
-    others = [name for module in entered if module != HEAD for name in reversed(modules.own.get(module, ()))]
-    return [modules.sizes[name] for name in (*of_head, *others) if name in of_optimizer]
-
-
-def _buckets(sizes: Sequence[tuple[int, int]], bucket: int, *, overfills: bool = False) -> Iterator[int]:
-    """Sums of the second ones, a bucket each: it is sent when the next of the first ones does not fit into it.
-
-    One that `overfills` is sent when there is more in it than fits.
-    """
-    filled, total = 0, 0
-    for size, counted in sizes:
-        if filled and filled + (0 if overfills else size) > bucket:
-            yield total
-            filled, total = 0, 0
-        filled, total = filled + size, total + counted
-    if filled:
-        yield total

@@ -18,7 +18,7 @@ from open_instruct.planning.traffic.per_step import Exchange
 from open_instruct.planning.traffic.step_time import ON_THE_PATH
 
 # Axes whose groups may leave a node.
-MEANT_TO_CROSS = ("replica", "sync", "metrics", "world", "all")
+MEANT_TO_CROSS = ("replica", "sync", "world", "all")
 
 STAYS = (PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, ENGINE)
 COMES_AND_GOES = (GATHERED, REDUCED, ACTIVATIONS, HEAD, TEMPORARIES, BUFFERS, CUDA)

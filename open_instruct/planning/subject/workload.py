@@ -89,7 +89,6 @@ class Workload:
     copies_checkpoints: bool = False
     reference_pass_tokens: int = 0
     scorings: tuple[Scoring, ...] = ()
-    num_metrics: tuple[int, int, int] = (1, 0, 0)
     shared_prefix_tokens: int = 0
     documents_per_group: int = 1
     temperature: float = 1.0
@@ -233,7 +232,6 @@ def _of_rows(config: TrainingConfig, objective: Objective, shape: ModelShape, pr
         reference_pass_tokens=num_scored if objective.needs_reference(config) and not moves else 0,
         scorings=tuple(scorings),
         num_values=1 + loss.with_entropy + loss.with_collisions + (teacher is not None),
-        num_metrics=objective.num_metrics,
     )
 
 
@@ -270,13 +268,11 @@ def _of_rollouts(
         scorings.append(frozen if _is_own_teacher(config, teacher) else beside)
     if chooses_tokens(loss):
         scorings.append(Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss)))
-    num_means = 11 + (loss.beta > 0) + (teacher is not None) + measures_entropy(loss)
     on_auto = "ipc" if layout.single_device else "nccl"
     sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
     sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
     cache_bytes = _cache_bytes(fleet, shape, sync_bytes_per_param, device_memory_bytes) if layout.single_device else 0
     return Workload(
-        num_metrics=(num_means, 2 + (num_given > 0), 2),
         algorithm=GRPO,
         tokens_per_microbatch=num_tokens,
         longest_sequence=longest,

@@ -13,7 +13,7 @@ from typing import Literal
 from open_instruct.records import ShardLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-Axis = Literal["shard", "replica", "tensor", "context", "sync", "metrics", "world", "all"]
+Axis = Literal["shard", "replica", "tensor", "context", "sync", "world", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,8 @@ def span_of(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool
 
 def groups_of(layout: ShardLayout, axis: Axis) -> Sequence[tuple[int, ...]]:
     """The global ranks of every group of an axis."""
-    # Those that read different data; those that have the same part of a matrix that ranks split.
-    strides = {"metrics": layout.model_parallel_degree, "world": layout.tensor_parallel_degree, "all": 1}
+    # Those that have the same part of a matrix that ranks split.
+    strides = {"world": layout.tensor_parallel_degree, "all": 1}
     if (stride := strides.get(axis)) is not None:
         return [tuple(range(first, layout.world_size, stride)) for first in range(stride)]
     groups: Sequence[tuple[int, ...]] = getattr(layout, f"{axis}_groups")

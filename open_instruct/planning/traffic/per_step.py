@@ -1,9 +1,9 @@
 """Every collective of a training step, from the shapes of the model, the layout and the flags alone.
 
 What is counted here is what the train module issues: tests/ranks/test_traffic.py runs it and compares call for call.
-Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints; nor the few numbers a row or token
-that a loss over the whole global batch brings together. Where --lora_target_modules names no matrix of attention, the
-backward pass of the first block, whose attention then has none, is counted all the same.
+Not counted is what travels outside it: data, the trainer's bookkeeping, checkpoints; nor the few numbers that metrics
+are, and those a row or token that a loss over the whole global batch brings together. Where --lora_target_modules names
+no matrix of attention, the backward pass of the first block, whose attention then has none, is counted all the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from open_instruct.records import ShardLayout
 
 # `build_data_parallel_config`: gradients are reduced in float32 whatever they are computed in.
 REDUCE_BYTES = NORM_BYTES = 4
-METRIC_BYTES = 8
 
 # Ways of the weights to the engines that use the network.
 SENT_BY = ("nccl", "gloo")
@@ -84,25 +83,12 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
             num_bytes = NORM_BYTES * sum(each.is_trained for each in shape.parameters)
             yield exchange_in(layout, axis, "norm of the gradient", "all_reduce", num_bytes, num_updates)
     yield from muon_exchanges(shape, layout, workload)
-    yield from metrics_exchanges(layout, workload)
 
 
 def _gathers(layout: ShardLayout, workload: Workload, unit: Unit, num_times: int) -> Iterator[Exchange]:
     if layout.shard_group_size > 1 and unit.parameters:
         num_bytes, num_calls = gathered_params(unit.parameters, layout) * workload.compute_bytes, num_times * unit.count
         yield exchange_in(layout, "shard", "weights of a block, before it runs", "all_gather", num_bytes, num_calls)
-
-
-def metrics_exchanges(layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
-    """Once an update."""
-    # A mean travels as two numbers, a maximum as one for each rank.
-    num_means, num_sums, num_maxima = workload.num_metrics
-    # With the shares of padding and of what is shared; with the norm of the gradient and the peak of memory, of a GPU
-    # also of what is reserved, and how often that was short.
-    num_maxima += 4 if workload.on_cuda else 2
-    num_bytes = METRIC_BYTES * (2 * (num_means + 2) + num_sums + num_maxima * layout.data_parallel_world_size)
-    if layout.data_parallel_world_size > 1:
-        yield exchange_in(layout, "metrics", "metrics", "all_reduce", num_bytes, workload.num_updates)
 
 
 def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Exchange]:
