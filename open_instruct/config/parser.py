@@ -96,6 +96,7 @@ def _read_command_line(
     """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
     values: dict[str, Any] = {}
     theirs: set[str] = set()  # flags of ours that upstream may say in two ways
+    spellings: dict[str, str] = {}
     for spelling, given in groups_of(words, problems):
         name = _name_of(spelling.removeprefix("--"))
         if (fate := taken(name, given, flags)) is not None:
@@ -118,9 +119,16 @@ def _read_command_line(
         value = _value(flags[name], given, spelling, problems)
         theirs |= {name} if fate is not None else set()
         if name in values and (name not in theirs or values[name] != value):
-            problems.append(f"{spelling} is given twice; keep one")
-        values[name] = value
+            problems.append(_twice(name, spellings[name], spelling))
+        values[name], spellings[name] = value, spelling
     return values
+
+
+def _twice(name: str, first: str, second: str, where: str = "") -> str:
+    """Where one flag of ours is given by two words; they may be different flags of upstream's."""
+    if _name_of(first) == _name_of(second):
+        return f"{second} is given twice{where}; keep one"
+    return f"{first} and {second} both say what --{name} is here, and are given{where}; keep one"
 
 
 def groups_of(words: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
@@ -157,6 +165,7 @@ def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str], unneed
     mixer list mean what they mean on the command line.
     """
     values: dict[str, Any] = {}
+    spellings: dict[str, str] = {}
     for key_node, value_node in nodes_of(path):
         where = f"{path} line {key_node.start_mark.line + 1}:"
         if not isinstance(key_node, yaml.ScalarNode):
@@ -172,7 +181,8 @@ def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str], unneed
             problems.append(f"{origin} {_unknown(name, flags)}")
             continue
         if name in values:
-            problems.append(f"{origin} is given twice in this file; keep one")
+            problems.append(f"{where} {_twice(name, spellings[name], key_node.value, ' in this file')}")
+        spellings[name] = key_node.value
         if fate is None:
             values[name] = _yaml_value(flags[name], value_node, origin, problems)
         else:

@@ -23,7 +23,7 @@ from open_instruct.records import ShardLayout
 from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker
-from open_instruct.run.opened import made_ready
+from open_instruct.run.opened import made_ready, shared_by
 from open_instruct.run.plan_check import memory_of, say_plan, with_chosen
 from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
@@ -70,6 +70,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
         for warning in layout.warnings:
             console.warn(warning)
+        console.say(shared_by(layout, config.parallel, who="learner"))
         pretrained = open_pretrained(
             config.model,
             max_seq_length=config.data.max_seq_length,

@@ -13,6 +13,7 @@ import torch
 from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
+from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
@@ -58,19 +59,22 @@ def open_run(config: TrainingConfig) -> Iterator[Run]:
         idle = idle_gpus(config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count())
         for warning in (*layout.warnings, *([idle] if idle else [])):
             console.warn(warning)
-        _say_layout(layout, process, console, config.parallel.zero_stage)
+        console.say(f"{shared_by(layout, config.parallel)} on {process.device.type}")
         yield Run(process=process, layout=layout, directory=directory, console=console)
         # Not after a failure: the peers may be gone, and leaving the group would wait for them.
         stop_process()
 
 
-def _say_layout(layout: ShardLayout, process: Process, console: Console, zero_stage: int | None) -> None:
+def shared_by(layout: ShardLayout, parallel: ParallelSection, *, who: str = "rank") -> str:
+    """How many there are, and who of them shares what with whom: `2 ranks: DeepSpeed ZeRO-3`."""
     degrees = f"{layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
-    console.say(
-        f"{counted(layout.world_size, 'rank')}: {degrees if zero_stage is None else f'DeepSpeed ZeRO-{zero_stage}'}"
+    if parallel.zero_stage is not None:
+        nearby = f", second copies of the weights shared by {parallel.zpg} neighbours" if parallel.zpg > 1 else ""
+        degrees = f"DeepSpeed ZeRO-{parallel.zero_stage}{nearby}"
+    return (
+        f"{counted(layout.world_size, who)}: {degrees}"
         + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
         + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
-        + f" on {process.device.type}"
     )
 
 
