@@ -19,6 +19,7 @@ from open_instruct.errors import InputError
 ConfigT = TypeVar("ConfigT")
 
 YAML_SUFFIXES = (".yaml", ".yml")
+COMMAND = "command"  # the key under which config.yaml names who wrote it
 YAML_NULL = "tag:yaml.org,2002:null"
 
 
@@ -28,6 +29,7 @@ def parse(
     *,
     assumed: Mapping[str, Any] | None = None,
     unneeded: list[str] | None = None,
+    unknown: list[str] | None = None,
 ) -> ConfigT:
     """The config that `argv` (without the program's name) describes.
 
@@ -36,7 +38,8 @@ def parse(
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
     a flag that may be unset. `assumed` has values for flags that must be given and may be left out here.
     Flags of open-instruct are taken as `upstream_flags` says; those that a run does not need are left out, and told of
-    in `unneeded`, each with its reason; or refused, where that is None.
+    in `unneeded`, each with its reason; or refused, where that is None. So it is with keys of the file that are no flags
+    and `unknown`: those of the config.yaml of another version.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
@@ -45,7 +48,7 @@ def parse(
     flags = flags_of(config_class)
     problems: list[str] = []
     values = {name: value for name, value in (assumed or {}).items() if name in flags}
-    values |= _given(argv, flags, problems, unneeded)
+    values |= _given(argv, flags, problems, unneeded, unknown)
     missing = [f"--{flag.name}" for flag in flags.values() if flag.required and flag.name not in values]
     if missing:
         problems.append(f"missing: {', '.join(missing)} (as flags, or in a YAML file)")
@@ -64,13 +67,17 @@ def flags_given(config_class: type, argv: Sequence[str]) -> frozenset[str]:
 
 
 def _given(
-    argv: Sequence[str], flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None
+    argv: Sequence[str],
+    flags: Mapping[str, Flag],
+    problems: list[str],
+    unneeded: list[str] | None,
+    unknown: list[str] | None = None,
 ) -> dict[str, Any]:
     """The values of the file that the first word may name, and of the flags after it, which replace them."""
     values: dict[str, Any] = {}
     words = list(argv)
     if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
-        values.update(_read_yaml(words.pop(0), flags, problems, unneeded))
+        values.update(_read_yaml(words.pop(0), flags, problems, unneeded, unknown))
     return values | _read_command_line(words, flags, problems, unneeded)
 
 
@@ -158,7 +165,13 @@ def _value(flag: Flag, words: Sequence[str], origin: str, problems: list[str]) -
 # YAML
 
 
-def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None) -> dict[str, Any]:
+def _read_yaml(
+    path: str,
+    flags: Mapping[str, Flag],
+    problems: list[str],
+    unneeded: list[str] | None,
+    unknown: list[str] | None,
+) -> dict[str, Any]:
     """The values in a flat YAML mapping. A value that is wrong is None, and reported in `problems`.
 
     Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) and `1.0` in a
@@ -178,7 +191,10 @@ def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str], unneed
             continue
         name = name if fate is None or fate.ours is None else fate.ours
         if name not in flags:
-            problems.append(f"{origin} {_unknown(name, flags)}")
+            if unknown is not None:
+                unknown.append(name)
+            elif name != COMMAND:
+                problems.append(f"{origin} {_unknown(name, flags)}")
             continue
         if name in values:
             problems.append(f"{where} {_twice(name, spellings[name], key_node.value, ' in this file')}")

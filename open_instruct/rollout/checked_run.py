@@ -65,7 +65,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
     doing("starting")
-    with made_ready(directory, config, layout, console):
+    with made_ready(directory, config, layout, console, "grpo"):
         log_to(directory.log, rank=0)
         trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
         for warning in layout.warnings:

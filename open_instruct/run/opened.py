@@ -40,7 +40,7 @@ class Run:
 
 
 @contextmanager
-def open_run(config: TrainingConfig) -> Iterator[Run]:
+def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     """Start the process group, decide the layout, and make the run directory ready; leave the group at the end.
 
     :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
@@ -54,7 +54,7 @@ def open_run(config: TrainingConfig) -> Iterator[Run]:
     console = Console(speaks=process.rank == 0)
     peers.watch(config.parallel.dist_timeout_s)
     with ExitStack() as held:
-        on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console)))
+        on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console, command)))
         log_to(directory.log, rank=process.rank)
         idle = idle_gpus(config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count())
         for warning in (*layout.warnings, *([idle] if idle else [])):
@@ -91,7 +91,9 @@ def join_run(config: LearnerConfig) -> Run:
 
 
 @contextmanager
-def made_ready(directory: RunDirectory, config: LearnerConfig, layout: ShardLayout, console: Console) -> Iterator[None]:
+def made_ready(
+    directory: RunDirectory, config: LearnerConfig, layout: ShardLayout, console: Console, command: str
+) -> Iterator[None]:
     """Make the folder of the run, leave its layout and its flags there, and keep other runs out while the block runs.
 
     One process does this for all.
@@ -107,7 +109,7 @@ def made_ready(directory: RunDirectory, config: LearnerConfig, layout: ShardLayo
         if (step := latest_step(directory.path)) is not None:
             _refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)
-        write_config(config, directory.config, {"world_size": layout.world_size} | provenance())
+        write_config(config, directory.config, {"world_size": layout.world_size} | provenance(), command=command)
         yield
 
 

@@ -238,6 +238,7 @@ def test_a_reward_model_in_bfloat16(tmp_path: Path) -> None:
     flags["adapters"] = of_stage(2, **BFLOAT16, **LORA)
     runs = [a_run(case, name, each, readers=2, entry="reward_model") for name, each in flags.items()]
     assert run(runs, ranks=2) == [[None] * len(runs)] * 2
+    assert "command: reward_model\n" in (case.folder / "base" / "config.yaml").read_text()
     exact = case.metrics("base")
     for name in flags:
         rows = case.metrics(name)
