@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
@@ -17,6 +17,8 @@ from open_instruct.config.upstream_flags import Fate, taken
 from open_instruct.errors import InputError
 
 ConfigT = TypeVar("ConfigT")
+Flags: TypeAlias = Mapping[str, Flag]
+Told: TypeAlias = list[str] | None  # None: what it would list is a problem
 
 YAML_SUFFIXES = (".yaml", ".yml")
 COMMAND = "command"  # the key under which config.yaml names who wrote it
@@ -38,8 +40,8 @@ def parse(
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
     a flag that may be unset. `assumed` has values for flags that must be given and may be left out here.
     Flags of open-instruct are taken as `upstream_flags` says; those that a run does not need are left out, and told of
-    in `unneeded`, each with its reason; or refused, where that is None. So it is with keys of the file that are no flags
-    and `unknown`: those of the config.yaml of another version.
+    in `unneeded`, each with its reason; or refused, where that is None. So are keys of the file that are no flags: `unknown`,
+    of a config.yaml that another version wrote.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
@@ -63,16 +65,10 @@ def parse(
 
 def flags_given(config_class: type, argv: Sequence[str]) -> frozenset[str]:
     """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's."""
-    return frozenset(_given(argv, flags_of(config_class), [], []))
+    return frozenset(_given(argv, flags_of(config_class), [], [], None))
 
 
-def _given(
-    argv: Sequence[str],
-    flags: Mapping[str, Flag],
-    problems: list[str],
-    unneeded: list[str] | None,
-    unknown: list[str] | None = None,
-) -> dict[str, Any]:
+def _given(argv: Sequence[str], flags: Flags, problems: list[str], unneeded: Told, unknown: Told) -> dict[str, Any]:
     """The values of the file that the first word may name, and of the flags after it, which replace them."""
     values: dict[str, Any] = {}
     words = list(argv)
@@ -97,9 +93,7 @@ def parse_words(flags: Mapping[str, Flag], words: Sequence[str]) -> dict[str, An
 # The command line
 
 
-def _read_command_line(
-    words: Sequence[str], flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None
-) -> dict[str, Any]:
+def _read_command_line(words: Sequence[str], flags: Flags, problems: list[str], unneeded: Told) -> dict[str, Any]:
     """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
     values: dict[str, Any] = {}
     theirs: set[str] = set()  # flags of ours that upstream may say in two ways
@@ -165,13 +159,7 @@ def _value(flag: Flag, words: Sequence[str], origin: str, problems: list[str]) -
 # YAML
 
 
-def _read_yaml(
-    path: str,
-    flags: Mapping[str, Flag],
-    problems: list[str],
-    unneeded: list[str] | None,
-    unknown: list[str] | None,
-) -> dict[str, Any]:
+def _read_yaml(path: str, flags: Flags, problems: list[str], unneeded: Told, unknown: Told) -> dict[str, Any]:
     """The values in a flat YAML mapping. A value that is wrong is None, and reported in `problems`.
 
     Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) and `1.0` in a

@@ -23,9 +23,9 @@ OF_TRACKERS = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb",
 MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 OFFLOAD_ELSEWHERE = (
-    "where that is too much for a device, more GPUs share it (--fsdp_num_replicas 1), --activation_checkpointing full or "
-    "offload and smaller microbatches keep less, --use_lora trains less, and --backend deepspeed --deepspeed_stage 3 "
-    "--adam_offload has it in host memory"
+    "where that is too much for a device, more GPUs share it (--fsdp_num_replicas 1), --activation_checkpointing full "
+    "or offload and smaller microbatches keep less, --use_lora trains less, and --backend deepspeed --adam_offload has "
+    "it in host memory"
 )
 OF_DEEPSPEED = ("deepspeed_stage", "adam_offload", "deepspeed_zpg", "offload")
 # It knows what its flags ask of the others: by name, as it stands above, and loaded for its own runs alone.

@@ -21,9 +21,8 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
-# Where open-instruct's rows say what answers a reply; arrow fills rows that say nothing with empty forms of it.
+# Where open-instruct's rows say what answers a reply; arrow fills those that say nothing with empty forms of it.
 OF_ENVIRONMENTS = ("env_config", "tools")
-EMPTY = ("", "[]", "{}", "null")
 
 
 def parse_prompt_row(
@@ -49,7 +48,7 @@ def parse_prompt_row(
 def _says_something(value: Any) -> bool:
     if isinstance(value, Mapping | list):
         return any(map(_says_something, value.values() if isinstance(value, Mapping) else value))
-    return value is not None and not (isinstance(value, str) and value.strip() in EMPTY)
+    return value not in (None, "", "[]", "{}", "null")
 
 
 def _checks(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None) -> tuple[Check, ...]:

@@ -80,10 +80,12 @@ def migrate(command: str, launch: Launch) -> Migration:
     for line in [] if sheet.refused else _problems(command, config_class, arguments):
         flag, _, rest = line.partition(" ")
         sheet.refused[sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))[1]] = rest or line
-    has_deepspeed = sheet.deepspeed and not _problems(command, config_class, [*arguments, *sheet.deepspeed])
+    deepspeed = ["--backend", "deepspeed", *sheet.deepspeed] if sheet.deepspeed else []
+    if deepspeed and _problems(command, config_class, [*arguments, *deepspeed]):
+        deepspeed = []
     return Migration(
         arguments=arguments,
-        deepspeed=sheet.deepspeed if has_deepspeed else [],
+        deepspeed=deepspeed,
         renamed=renamed,
         dropped=sheet.dropped,
         refused=sheet.refused,

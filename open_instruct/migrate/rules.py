@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 
-from open_instruct.config.upstream_flags import upstream_families, upstream_templates
+from open_instruct.config.upstream_flags import Entry, fate, upstream_families, upstream_table, upstream_templates
 from open_instruct.data.chat_templates import built_in_templates
 from open_instruct.families import FAMILIES
 from open_instruct.migrate.sheet import Sheet
 
 ADAPTERS = ("lora_rank", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-# Upstream's flags of DeepSpeed, and ours.
-ZERO = {
-    **dict.fromkeys(("zero_stage", "deepspeed_stage"), "deepspeed_stage"),
-    **dict.fromkeys(("zero_hpz_partition_size", "deepspeed_zpg"), "deepspeed_zpg"),
-    **dict.fromkeys(("offload_optimizer", "deepspeed_offload_optimizer"), "adam_offload"),
-    **dict.fromkeys(("offload_param", "deepspeed_offload_param"), "offload"),
-}
+ZERO = (
+    *("zero_stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "deepspeed_stage"),
+    *("deepspeed_zpg", "deepspeed_offload_param", "deepspeed_offload_optimizer"),
+)
 SPLIT_ROWS = ("sequence_parallel_size", "context_parallel_degree", "cp_degree")
 SOURCES = ("dataset_name", "train_file", "dataset_mixer", "mixer_list", "dataset_mixer_list")
 # Those whose scheduler holds the rate from the first step where it is constant.
@@ -32,7 +29,6 @@ def settle(command: str, sheet: Sheet) -> None:
     _schedule(sheet)
     _model(sheet)
     _names_of_files(sheet)
-    _on_deepspeed(sheet)
     _memory(sheet)
     if command == "grpo":
         _ratio(sheet)
@@ -85,11 +81,9 @@ def _schedule(sheet: Sheet) -> None:
 def _model(sheet: Sheet) -> None:
     """A folder may have any name; one that names a family of others is most likely of that."""
     name = sheet.word("model_name_or_path").rstrip("/").rpartition("/")[2]
-    for family, pattern in upstream_families().items():
-        if re.search(pattern, name):
-            known = ", ".join(each.name for each in FAMILIES.values())
-            sheet.refuse("model_name_or_path", f"names a model of the family {family}, which cannot be loaded: {known} can")
-            return
+    if family := next((family for family, form in upstream_families().items() if re.search(form, name)), ""):
+        known = ", ".join(each.name for each in FAMILIES.values())
+        sheet.refuse("model_name_or_path", f"names a model of the family {family}, which cannot be loaded: {known} can")
 
 
 def _names_of_files(sheet: Sheet) -> None:
@@ -109,20 +103,13 @@ def _names_of_files(sheet: Sheet) -> None:
         sheet.drop("is an older name of --tokenizer_name_or_path, which is given", "tokenizer_name")
 
 
-def _on_deepspeed(sheet: Sheet) -> None:
-    """What says the same of DeepSpeed here, where a launch names a stage of it."""
-    asked = {ours: sheet.asked[theirs] or ["true"] for theirs, ours in ZERO.items() if theirs in sheet.given}
-    if asked.get("deepspeed_stage", ["none"]) == ["none"]:
-        return
-    if asked["deepspeed_stage"] == ["0"]:
-        asked["deepspeed_stage"] = ["1"]  # which has float32 weights beside the bfloat16 ones, as 0 has not
-    sheet.deepspeed = ["--backend", "deepspeed"]
-    for name, words in asked.items():
-        sheet.deepspeed += [f"--{name}", *words]
-
-
 def _memory(sheet: Sheet) -> None:
-    sheet.drop("is DeepSpeed's: FSDP2 shards weights, gradients and optimizer states; or use --backend deepspeed", *ZERO)
+    """Where a launch names a stage of DeepSpeed, it may be a run on that too."""
+    for name in ZERO if sheet.given & {"zero_stage", "deepspeed_stage"} else ():
+        if name in sheet.given:
+            becomes = fate(upstream_table().get(name, Entry(ours=name)), sheet.asked[name])
+            sheet.deepspeed += [f"--{becomes.ours}", *becomes.words]
+    sheet.drop("is DeepSpeed's: FSDP2 shards weights, gradients and optimizer states; see --backend deepspeed", *ZERO)
     if sheet.number("activation_memory_budget", 1.0) < 1:
         sheet.drop("--activation_memory_budget says what is recomputed", "gradient_checkpointing")
     if not sheet.is_on("use_lora") and not sheet.is_on("use_peft") and not sheet.is_on("use_qlora"):

@@ -18,7 +18,7 @@ class Sheet:
         given: names of the flags that the launch gives.
         ours: of our flags the words, and upstream's flag that they come from.
         dropped, refused: the reasons, by upstream's names.
-        deepspeed: words that make it a run on DeepSpeed, where the launch names a stage.
+        deepspeed: words that say the same to DeepSpeed, where the launch names a stage.
     """
 
     trainer: str

@@ -128,7 +128,7 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
     command = saved.pop(COMMAND, guessed)
     if command not in known:
         raise InputError(
-            f"{path} is of an objective of your own, {command}: give the command of the run again to end it with an export"
+            f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export"
         )
     config = parse(classes[command], [str(path)], unknown=[])
     if unread := sorted(saved.keys() - known[command]):

@@ -335,7 +335,10 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     process = case.start()
     case.when_step(3, process, lambda: os.kill(case.pids()["learners"][1], signal.SIGKILL))
     said = finished(process, exit_code=0)
-    assert "2 learners: DeepSpeed ZeRO-3" in said and "starting the learners again from the last checkpoint (1 of 3)" in said
+    assert (
+        "2 learners: DeepSpeed ZeRO-3" in said
+        and "starting the learners again from the last checkpoint (1 of 3)" in said
+    )
     rows = case.rows()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert_same_steps(case, undisturbed)

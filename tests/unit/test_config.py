@@ -164,7 +164,10 @@ class TestCommandLine:
             (["--beta", "1", "--beta=1"], ["--beta is given twice"]),
             (["--packing", "--no_packing"], ["--packing and --no_packing both say what --packing is here"]),
             (["--max-seq-length", "8", "--max_seq_length", "8"], ["--max_seq_length is given twice"]),
-            (["--context_parallel_degree", "2", "--sequence_parallel_size", "4"], ["--context_parallel_degree and --sequence_parallel_size both say what --context_parallel_degree is here"]),
+            (
+                ["--context_parallel_degree", "2", "--cp_degree", "4"],
+                ["--context_parallel_degree and --cp_degree both"],
+            ),
         ],
     )
     def test_refusals_name_the_flag_and_what_would_work(self, words: list[str], parts: list[str]) -> None:
@@ -364,7 +367,10 @@ class TestYaml:
         [
             ("beta: 1\nlerning_rate: 1\n", ["line 5: lerning_rate is not a flag", "did you mean learning_rate?"]),
             ("beta: 1\nseed: 2\nbeta: 3\n", ["line 6: beta is given twice in this file"]),
-            ("beta: 1\ndpo_beta: 3\n", ["line 5: beta and dpo_beta both say what --beta is here, and are given in this"]),
+            (
+                "beta: 1\ndpo_beta: 3\n",
+                ["line 5: beta and dpo_beta both say what --beta is here, and are given in this"],
+            ),
             ("beta: much\n", ["line 4: beta takes a number, or none, not 'much'"]),
             ("seed: null\n", ["line 4: seed needs a value: a whole number"]),
             ("seed:\n", ["line 4: seed needs a value: a whole number"]),

@@ -61,7 +61,7 @@ def test_a_run_of_another_version_is_read_too(
 def test_what_is_no_run_of_a_command_is_refused(tmp_path: Path) -> None:
     path = wrote(tmp_path, "sft", says_command=True)
     path.write_text(path.read_text().replace("command: sft", "command: mine"))
-    with pytest.raises(InputError, match="is of an objective of your own, mine: give the command of the run again"):
+    with pytest.raises(InputError, match="is of an objective of your own, mine: give the run's command again"):
         settings_of(tmp_path)
     for text in ("- 1\n", "5\n", "{\n"):
         path.write_text(text)

@@ -661,8 +661,8 @@ def test_a_memory_without_a_model_is_refused(capsys: pytest.CaptureFixture[str])
     [
         (
             RanksSection(fsdp_shard_degree=8),
-            "--fsdp_shard_degree 8: that takes 8 processes, and there is one; --num_processes 8 starts them, and so does "
-            "torchrun --nproc_per_node 8",
+            "--fsdp_shard_degree 8: that takes 8 processes, and there is one; --num_processes 8 starts them, and so "
+            "does torchrun --nproc_per_node 8",
         ),
         (
             RanksSection(tensor_parallel_degree=2, context_parallel_degree=2),

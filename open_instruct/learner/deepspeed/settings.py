@@ -29,10 +29,7 @@ def problems(config: LearnerConfig) -> Iterator[str]:
         lost = "keeps no float32 weights beside the bfloat16 ones, and small updates are lost"
         yield f"--deepspeed_stage 0 {lost}; use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"
     if config.parallel.tensor_parallel_degree > 1 and (zpg := config.parallel.zpg) > 1:
-        yield (
-            f"--deepspeed_zpg {zpg}: neighbours that split matrices have no weights in common; leave "
-            "--tensor_parallel_degree out"
-        )
+        yield f"--deepspeed_zpg {zpg}: neighbours that split matrices have no weights in common; leave one of them out"
     for name, first in FIRST_STAGE.items():
         for given in changed(config, name) if stage < first else ():
             yield f"{given} has no use under --deepspeed_stage {stage}; use {first} or more"
