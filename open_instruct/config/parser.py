@@ -40,8 +40,8 @@ def parse(
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
     a flag that may be unset. `assumed` has values for flags that must be given and may be left out here.
     Flags of open-instruct are taken as `upstream_flags` says; those that a run does not need are left out, and told of
-    in `unneeded`, each with its reason; or refused, where that is None. So are keys of the file that are no flags: `unknown`,
-    of a config.yaml that another version wrote.
+    in `unneeded`, each with its reason; or refused, where that is None. So are keys of the file that are no flags, in
+    `unknown`: those of a config.yaml that another version wrote.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values

@@ -253,9 +253,10 @@ class ParallelSection:
 
     def __post_init__(self) -> None:
         # Where it counts, so that config.yaml has the numbers, and elsewhere a flag that was given is told from none.
-        if self.backend == "deepspeed":
-            self.deepspeed_stage = 2 if self.deepspeed_stage is None else self.deepspeed_stage
-            self.deepspeed_zpg = self.neighbours if self.deepspeed_zpg is None else self.deepspeed_zpg
+        if self.backend == "deepspeed" and self.deepspeed_stage is None:
+            self.deepspeed_stage = 2
+        if self.backend == "deepspeed" and self.deepspeed_zpg is None:
+            self.deepspeed_zpg = self.neighbours
 
     @property
     def neighbours(self) -> int:
