@@ -115,7 +115,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     if config.data.eval_mixer_list and objective.evaluate is None:
         raise InputError(f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out")
     backend = backend_of(config.parallel)
-    with open_run(config) as run:
+    with open_run(config, objective.name) as run:
         pretrained = open_pretrained(
             config.model,
             max_seq_length=config.data.max_seq_length,

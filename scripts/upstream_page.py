@@ -33,8 +33,11 @@ open-instruct migrate-args dpo -- --model_name_or_path allenai/OLMo-2-1124-7B-SF
   and why nothing is learned differently; what cannot be had; and every default that differs.
 - The exit code is 0 where the run is the same, 2 where something cannot be had. The same means: the same rows, loss,
   schedule and rewards. Order of rows, rounding and sampled tokens differ.
-- `--json` prints `arguments` (a list), `renamed`, `dropped` and `refused` (a sentence a flag) and `defaults` (a flag's
-  `upstream` and `here`, and what differs by no flag).
+- Where the launch names a stage of DeepSpeed, the command is for FSDP2, and a second line has the words that make it a
+  run on DeepSpeed ([backends.md](backends.md)).
+- Of a model the name is looked at: one of a family that cannot be loaded is refused.
+- `--json` prints `arguments` (a list), `deepspeed` (the words behind them), `renamed`, `dropped` and `refused` (a
+  sentence a flag) and `defaults` (a flag's `upstream` and `here`, and what differs by no flag).
 
 Training commands take the flags of the table below too: a renamed one as ours, and one that is not needed is left out,
 which one line says. One that cannot be had is refused with its sentence.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
@@ -17,8 +17,11 @@ from open_instruct.config.upstream_flags import Fate, taken
 from open_instruct.errors import InputError
 
 ConfigT = TypeVar("ConfigT")
+Flags: TypeAlias = Mapping[str, Flag]
+Told: TypeAlias = list[str] | None  # None: what it would list is a problem
 
 YAML_SUFFIXES = (".yaml", ".yml")
+COMMAND = "command"  # the key under which config.yaml names who wrote it
 YAML_NULL = "tag:yaml.org,2002:null"
 
 
@@ -28,6 +31,7 @@ def parse(
     *,
     assumed: Mapping[str, Any] | None = None,
     unneeded: list[str] | None = None,
+    unknown: list[str] | None = None,
 ) -> ConfigT:
     """The config that `argv` (without the program's name) describes.
 
@@ -36,7 +40,8 @@ def parse(
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
     a flag that may be unset. `assumed` has values for flags that must be given and may be left out here.
     Flags of open-instruct are taken as `upstream_flags` says; those that a run does not need are left out, and told of
-    in `unneeded`, each with its reason; or refused, where that is None.
+    in `unneeded`, each with its reason; or refused, where that is None. So are keys of the file that are no flags, in
+    `unknown`: those of a config.yaml that another version wrote.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
@@ -45,7 +50,7 @@ def parse(
     flags = flags_of(config_class)
     problems: list[str] = []
     values = {name: value for name, value in (assumed or {}).items() if name in flags}
-    values |= _given(argv, flags, problems, unneeded)
+    values |= _given(argv, flags, problems, unneeded, unknown)
     missing = [f"--{flag.name}" for flag in flags.values() if flag.required and flag.name not in values]
     if missing:
         problems.append(f"missing: {', '.join(missing)} (as flags, or in a YAML file)")
@@ -60,29 +65,26 @@ def parse(
 
 def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
     """The names of the flags that `argv`, which `parse` accepts, gives a value, be it the default's; in its order."""
-    return _given(argv, flags_of(config_class), [], []).keys()
+    return _given(argv, flags_of(config_class), [], [], None).keys()
 
 
-def _given(
-    argv: Sequence[str], flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None
-) -> dict[str, Any]:
+def _given(argv: Sequence[str], flags: Flags, problems: list[str], unneeded: Told, unknown: Told) -> dict[str, Any]:
     """The values of the file that the first word may name, and of the flags after it, which replace them."""
     values: dict[str, Any] = {}
     words = list(argv)
     if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
-        values.update(_read_yaml(words.pop(0), flags, problems, unneeded))
+        values.update(_read_yaml(words.pop(0), flags, problems, unneeded, unknown))
     return values | _read_command_line(words, flags, problems, unneeded)
 
 
 # The command line
 
 
-def _read_command_line(
-    words: Sequence[str], flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None
-) -> dict[str, Any]:
+def _read_command_line(words: Sequence[str], flags: Flags, problems: list[str], unneeded: Told) -> dict[str, Any]:
     """The value of every flag in `words`. A value that is wrong is None, and reported in `problems`."""
     values: dict[str, Any] = {}
     theirs: set[str] = set()  # flags of ours that upstream may say in two ways
+    spellings: dict[str, str] = {}
     for spelling, given in groups_of(words, problems):
         name = _name_of(spelling.removeprefix("--"))
         if (fate := taken(name, given, flags)) is not None:
@@ -105,9 +107,16 @@ def _read_command_line(
         value = _value(flags[name], given, spelling, problems)
         theirs |= {name} if fate is not None else set()
         if name in values and (name not in theirs or values[name] != value):
-            problems.append(f"{spelling} is given twice; keep one")
-        values[name] = value
+            problems.append(_twice(name, spellings[name], spelling))
+        values[name], spellings[name] = value, spelling
     return values
+
+
+def _twice(name: str, first: str, second: str, where: str = "") -> str:
+    """Where one flag of ours is given by two words; they may be different flags of upstream's."""
+    if _name_of(first) == _name_of(second):
+        return f"{second} is given twice{where}; keep one"
+    return f"{first} and {second} both say what --{name} is here, and are given{where}; keep one"
 
 
 def groups_of(words: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
@@ -137,13 +146,14 @@ def _value(flag: Flag, words: Sequence[str], origin: str, problems: list[str]) -
 # YAML
 
 
-def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str], unneeded: list[str] | None) -> dict[str, Any]:
+def _read_yaml(path: str, flags: Flags, problems: list[str], unneeded: Told, unknown: Told) -> dict[str, Any]:
     """The values in a flat YAML mapping. A value that is wrong is None, and reported in `problems`.
 
     Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) and `1.0` in a
     mixer list mean what they mean on the command line.
     """
     values: dict[str, Any] = {}
+    spellings: dict[str, str] = {}
     for key_node, value_node in nodes_of(path):
         where = f"{path} line {key_node.start_mark.line + 1}:"
         if not isinstance(key_node, yaml.ScalarNode):
@@ -156,10 +166,14 @@ def _read_yaml(path: str, flags: Mapping[str, Flag], problems: list[str], unneed
             continue
         name = name if fate is None or fate.ours is None else fate.ours
         if name not in flags:
-            problems.append(f"{origin} {_unknown(name, flags)}")
+            if unknown is not None:
+                unknown.append(name)
+            elif name != COMMAND:
+                problems.append(f"{origin} {_unknown(name, flags)}")
             continue
         if name in values:
-            problems.append(f"{origin} is given twice in this file; keep one")
+            problems.append(f"{where} {_twice(name, spellings[name], key_node.value, ' in this file')}")
+        spellings[name] = key_node.value
         if fate is None:
             values[name] = _yaml_value(flags[name], value_node, origin, problems)
         else:

@@ -14,6 +14,7 @@ import yaml
 
 from open_instruct import __version__
 from open_instruct.config.flags import flags_of, sections_of, spelled
+from open_instruct.config.parser import COMMAND
 from open_instruct.errors import InputError
 from open_instruct.whole_file import replace_text
 
@@ -25,13 +26,16 @@ def as_flat_dict(config: object) -> dict[str, Any]:
     return {name: getattr(getattr(config, flag.section), name) for name, flag in flags_of(type(config)).items()}
 
 
-def write_config(config: object, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-    """Write `config.yaml`: `extra` as comment lines, then every flag, section by section.
+def write_config(
+    config: object, path: str | Path, extra: Mapping[str, Any] | None = None, *, command: str = ""
+) -> None:
+    """Write `config.yaml`: `extra` as comment lines, whose `command` it is, then every flag, section by section.
 
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
     crash leaves the old one or the new one.
     """
     lines = [f"# {line}" for line in _comment_lines(extra or {})]
+    lines += ["", yaml.safe_dump({COMMAND: command}).rstrip()] if command else []
     for section, section_class in sections_of(type(config)).items():
         title = (section_class.__doc__ or section).splitlines()[0]
         # Escaped, because YAML reads some of the Unicode that it would write (line separators) as spaces.

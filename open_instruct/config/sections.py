@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from open_instruct.config.flags import Limits
 from open_instruct.config.losses import F_DIVERGENCES, PREFERENCE_LOSSES, SMOOTHED
@@ -214,6 +214,8 @@ class SFTOptimSection(OptimSection):
 class ParallelSection:
     """Sharding"""
 
+    more_ranks: ClassVar[str] = ""  # what brings so many of them
+
     fsdp_shard_degree: int | None = free_flag(
         "GPUs that share one copy of the model; default: a node's", None, minimum=1
     )
@@ -235,26 +237,48 @@ class ParallelSection:
         "olmo_core",
     )
     deepspeed_stage: int = free_flag(
-        "what ranks share under ZeRO: 0 nothing, 1 the optimizer's states, 2 gradients too, 3 weights too",
-        0,
+        "what ranks share under ZeRO: 0 nothing, 1 the optimizer's states, 2 gradients too, 3 weights too; default: 2",
+        None,
         minimum=0,
         maximum=3,
     )
     deepspeed_zpg: int = free_flag(
-        "stage 3: neighbouring ranks that hold a second copy of the weights between them, to gather from", 1, minimum=1
+        "stage 3: neighbouring ranks that hold a second copy of the weights between them, to gather from; default: 1, "
+        "or for GRPO's learners on several nodes those of a node, 8 at most",
+        None,
+        minimum=1,
     )
     adam_offload: bool = free_flag("from stage 1: the optimizer's states and its step are the CPU's", False)
     offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
+
+    def __post_init__(self) -> None:
+        # Where it counts, so that config.yaml has the numbers, and elsewhere a flag that was given is told from none.
+        if self.backend == "deepspeed" and self.deepspeed_stage is None:
+            self.deepspeed_stage = 2
+        if self.backend == "deepspeed" and self.deepspeed_zpg is None:
+            self.deepspeed_zpg = self.neighbours
+
+    @property
+    def neighbours(self) -> int:
+        """That hold a second copy of the weights unless something else is said."""
+        return 1
 
     @property
     def zero_stage(self) -> int | None:
         """Of DeepSpeed, where that holds the shards."""
         return self.deepspeed_stage if self.backend == "deepspeed" else None
 
+    @property
+    def zpg(self) -> int:
+        """`deepspeed_zpg` where there is something to gather, and 1 elsewhere: below stage 3 it is not read."""
+        return self.deepspeed_zpg if self.zero_stage == 3 else 1
+
 
 @dataclass(kw_only=True)
 class RanksSection(ParallelSection):
     """Sharding"""
+
+    more_ranks: ClassVar[str] = "--num_processes {0} starts them, and so does torchrun --nproc_per_node {0}"
 
     num_processes: str | None = free_flag(
         "processes that this command starts on this machine, one for each GPU; 'auto' takes all GPUs; default: one, or "

@@ -83,6 +83,12 @@ def upstream_templates() -> frozenset[str]:
 
 
 @cache
+def upstream_families() -> dict[str, str]:
+    """Of each family of models that cannot be loaded here a regular expression for names, in small letters."""
+    return dict(_read("defaults.yaml")["families"])
+
+
+@cache
 def upstream_names() -> frozenset[str]:
     """Every flag of the table."""
     return frozenset(name for section in _read("flags.yaml") for name in upstream_table(section))

@@ -22,6 +22,11 @@ TRACKERS = ("wandb", "trackio", "tensorboard")
 OF_TRACKERS = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
 MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
+OFFLOAD_ELSEWHERE = (
+    "where that is too much for a device, more GPUs share it (--fsdp_num_replicas 1), --activation_checkpointing full "
+    "or offload and smaller microbatches keep less, --use_lora trains less, and --backend deepspeed --adam_offload has "
+    "it in host memory"
+)
 OF_DEEPSPEED = ("deepspeed_stage", "adam_offload", "deepspeed_zpg", "offload")
 # It knows what its flags ask of the others: by name, as it stands above, and loaded for its own runs alone.
 DEEPSPEED = "open_instruct.learner.deepspeed.settings"
@@ -189,8 +194,12 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
-    if config.parallel.zero_stage is None and (idle := changed(config, *OF_DEEPSPEED)):
-        yield f"{', '.join(idle)}: not needed, FSDP2 shards all that is trained; read only with --backend deepspeed"
+    parallel = config.parallel
+    if parallel.zero_stage is None and (idle := changed(config, *OF_DEEPSPEED)):
+        helps = f"; {OFFLOAD_ELSEWHERE}" if parallel.adam_offload or parallel.offload else ""
+        yield f"{', '.join(idle)}: read only with --backend deepspeed; FSDP2 shards all that is trained{helps}"
+    if parallel.zero_stage is not None and parallel.deepspeed_zpg != parallel.zpg:
+        yield f"--deepspeed_zpg {parallel.deepspeed_zpg}: read only with --deepspeed_stage 3; nothing is gathered below"
     if not config.run.push_to_hub:
         for given in changed(config, "hub_model_id", "hub_private"):
             yield f"{given} is read only with --push_to_hub"

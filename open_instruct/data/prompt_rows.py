@@ -3,6 +3,7 @@
 The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of what is asked.
 `dataset` names the verifier that judges the answers; a list of several pairs up with a list of as many ground truths,
 or shares one ground truth. `weights` (or `weight`) says how much each verifier counts, 1 where it is not given.
+A row with something under a key of `OF_ENVIRONMENTS` is refused: without it a reply would be judged by other rules.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
+# Where open-instruct's rows say what answers a reply; arrow fills those that say nothing with empty forms of it.
+OF_ENVIRONMENTS = ("env_config", "tools")
+
 
 def parse_prompt_row(
     row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None
@@ -31,7 +35,20 @@ def parse_prompt_row(
     Raises:
         MalformedRow: with the kind and the reason.
     """
+    for key in OF_ENVIRONMENTS:
+        if _says_something(row.get(key)):
+            raise MalformedRow(
+                "environment",
+                f"{key!r} says what answers a reply, and nothing does yet: a completion is one turn, which 'dataset' "
+                "judges; leave such rows out, or take the key away if they are to be judged without",
+            )
     return prompt_of(row), _checks(row, known_verifiers)
+
+
+def _says_something(value: Any) -> bool:
+    if isinstance(value, Mapping | list):
+        return any(map(_says_something, value.values() if isinstance(value, Mapping) else value))
+    return value not in (None, "", "[]", "{}", "null")
 
 
 def _checks(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None) -> tuple[Check, ...]:

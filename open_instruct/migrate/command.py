@@ -52,6 +52,9 @@ def _told(command: str, migration: Migration) -> Iterator[str]:
     for word in migration.arguments:
         lines += f" \\\n    {word}" if word.startswith("--") else f" {shlex.quote(word)}"
     yield lines
+    if migration.deepspeed:
+        yield "\nThat is on FSDP2. On DeepSpeed, as the launch has it, with these words behind it:"
+        yield f"    {shlex.join(migration.deepspeed)}"
     for title, sentences in (
         ("Called otherwise here", migration.renamed),
         ("Left out, and nothing is learned differently", migration.dropped),

@@ -31,12 +31,14 @@ class Migration:
 
     Attributes:
         arguments: the words behind `open-instruct COMMAND`; also what brings upstream's defaults.
+        deepspeed: the words after these that make it a run on DeepSpeed, where the launch names a stage of that.
         renamed, dropped, refused: a sentence for each of upstream's flags.
         defaults: of our flags that the launch leaves out, the default `upstream` and `here`, where they differ; and
             what differs by no flag.
     """
 
     arguments: list[str]
+    deepspeed: list[str]
     renamed: Mapping[str, str]
     dropped: Mapping[str, str]
     refused: Mapping[str, str]
@@ -74,10 +76,20 @@ def migrate(command: str, launch: Launch) -> Migration:
         arguments += [f"--{ours}", *words]
     for what, (theirs, here) in upstream_behaviours(command).items():
         defaults[what] = {"upstream": theirs, "here": here}
-    if not sheet.refused:
-        _try(command, config_class, arguments, sheet)
+    # What a run would refuse is not had.
+    for line in [] if sheet.refused else _problems(command, config_class, arguments):
+        flag, _, rest = line.partition(" ")
+        sheet.refused[sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))[1]] = rest or line
+    deepspeed = ["--backend", "deepspeed", *sheet.deepspeed] if sheet.deepspeed else []
+    if deepspeed and _problems(command, config_class, [*arguments, *deepspeed]):
+        deepspeed = []
     return Migration(
-        arguments=arguments, renamed=renamed, dropped=sheet.dropped, refused=sheet.refused, defaults=defaults
+        arguments=arguments,
+        deepspeed=deepspeed,
+        renamed=renamed,
+        dropped=sheet.dropped,
+        refused=sheet.refused,
+        defaults=defaults,
     )
 
 
@@ -104,8 +116,8 @@ def _default_here(flag: Flag, sheet: Sheet) -> Any:
     return flag.default
 
 
-def _try(command: str, config_class: type[LearnerConfig], arguments: list[str], sheet: Sheet) -> None:
-    """What a run would refuse is not had."""
+def _problems(command: str, config_class: type[LearnerConfig], arguments: list[str]) -> list[str]:
+    """What a run with these arguments would be refused for."""
     try:
         config = parse(config_class, arguments)
         if isinstance(config, GRPOConfig):
@@ -113,9 +125,8 @@ def _try(command: str, config_class: type[LearnerConfig], arguments: list[str], 
         else:
             objective_named(command).validate(config)
     except InputError as error:
-        for line in str(error).splitlines():
-            flag, _, rest = line.partition(" ")
-            sheet.refused[sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))[1]] = rest or line
+        return str(error).splitlines()
+    return []
 
 
 def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:

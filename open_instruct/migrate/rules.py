@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from open_instruct.config.upstream_flags import upstream_templates
+import re
+
+from open_instruct.config.upstream_flags import Entry, fate, upstream_families, upstream_table, upstream_templates
 from open_instruct.data.chat_templates import built_in_templates
+from open_instruct.families import FAMILIES
 from open_instruct.migrate.sheet import Sheet
 
 ADAPTERS = ("lora_rank", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
@@ -24,6 +27,7 @@ def settle(command: str, sheet: Sheet) -> None:
     _uploads(sheet)
     _tracking(sheet)
     _schedule(sheet)
+    _model(sheet)
     _names_of_files(sheet)
     _memory(sheet)
     if command == "grpo":
@@ -74,6 +78,14 @@ def _schedule(sheet: Sheet) -> None:
         sheet.drop("is none", "checkpointing_steps")
 
 
+def _model(sheet: Sheet) -> None:
+    """A folder may have any name; one that names a family of others is most likely of that."""
+    name = sheet.word("model_name_or_path").rstrip("/").rpartition("/")[2]
+    if family := next((family for family, form in upstream_families().items() if re.search(form, name)), ""):
+        known = ", ".join(each.name for each in FAMILIES.values())
+        sheet.refuse("model_name_or_path", f"names a model of the family {family}, which cannot be loaded: {known} can")
+
+
 def _names_of_files(sheet: Sheet) -> None:
     for name in ("chat_template_name", "chat_template"):
         template = " ".join(sheet.asked.get(name, []))
@@ -92,9 +104,12 @@ def _names_of_files(sheet: Sheet) -> None:
 
 
 def _memory(sheet: Sheet) -> None:
-    sheet.drop(
-        "is DeepSpeed's: FSDP2 shards weights, gradients and optimizer states; or use --backend deepspeed", *ZERO
-    )
+    """Where a launch names a stage of DeepSpeed, it may be a run on that too."""
+    for name in ZERO if sheet.given & {"zero_stage", "deepspeed_stage"} else ():
+        if name in sheet.given:
+            becomes = fate(upstream_table().get(name, Entry(ours=name)), sheet.asked[name])
+            sheet.deepspeed += [f"--{becomes.ours}", *becomes.words]
+    sheet.drop("is DeepSpeed's: FSDP2 shards weights, gradients and optimizer states; see --backend deepspeed", *ZERO)
     if sheet.number("activation_memory_budget", 1.0) < 1:
         sheet.drop("--activation_memory_budget says what is recomputed", "gradient_checkpointing")
     if not sheet.is_on("use_lora") and not sheet.is_on("use_peft") and not sheet.is_on("use_qlora"):

@@ -18,6 +18,7 @@ class Sheet:
         given: names of the flags that the launch gives.
         ours: of our flags the words, and upstream's flag that they come from.
         dropped, refused: the reasons, by upstream's names.
+        deepspeed: words that say the same to DeepSpeed, where the launch names a stage.
     """
 
     trainer: str
@@ -26,6 +27,7 @@ class Sheet:
     ours: dict[str, tuple[list[str], str]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    deepspeed: list[str] = field(default_factory=list)
 
     def word(self, name: str, default: str = "none") -> str:
         """The value of a flag of one word, in small letters."""

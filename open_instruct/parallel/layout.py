@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import gcd, isqrt
+from math import gcd, isqrt, prod
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
@@ -84,7 +84,9 @@ def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardL
     """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
     degrees = parallel.fsdp_shard_degree, parallel.fsdp_num_replicas
     if parallel.zero_stage is not None:
-        degrees = (None, 1) if parallel.zero_stage else (1, None)
+        shared = (None, 1) if parallel.zero_stage else (1, None)
+        degrees = (None, None) if parallel.single_gpu_mode else shared
+    _refuse_one_rank_for_many(parallel, gpus_per_node)
     layout = resolve_layout(
         gpus_per_node,
         fsdp_shard_degree=degrees[0],
@@ -95,8 +97,20 @@ def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardL
     )
     if parallel.zero_stage is None:
         return layout
-    _check_divides("--deepspeed_zpg", parallel.deepspeed_zpg, layout.gpus_per_node)
-    return replace(layout, warnings=())
+    _check_divides("--deepspeed_zpg", parallel.zpg, layout.gpus_per_node)
+    # One rank shares with itself: ZeRO casts what computes, as it does for several.
+    return replace(layout, single_device=False, warnings=())
+
+
+def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
+    """That the degrees of one rank are 1 is no help to whoever asks for more: the launcher was left out."""
+    names = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree")
+    degrees = {name: degree for name in names if (degree := getattr(parallel, name) or 1) > 1}
+    if not degrees or sum(gpus_per_node) != 1 or parallel.single_gpu_mode or not parallel.more_ranks:
+        return
+    given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
+    needed = prod(degrees.values())
+    raise InputError(f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}")
 
 
 def check_heads(layout: ShardLayout, *, num_heads: int, num_kv_heads: int, model: str) -> None:

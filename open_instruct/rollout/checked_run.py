@@ -23,7 +23,7 @@ from open_instruct.records import ShardLayout
 from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker
-from open_instruct.run.opened import made_ready
+from open_instruct.run.opened import made_ready, shared_by
 from open_instruct.run.plan_check import memory_of, say_plan, with_chosen
 from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
@@ -65,11 +65,12 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
     doing("starting")
-    with made_ready(directory, config, layout, console):
+    with made_ready(directory, config, layout, console, "grpo"):
         log_to(directory.log, rank=0)
         trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
         for warning in layout.warnings:
             console.warn(warning)
+        console.say(shared_by(layout, config.parallel, who="learner"))
         pretrained = open_pretrained(
             config.model,
             max_seq_length=config.data.max_seq_length,

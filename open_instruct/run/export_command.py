@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ import yaml
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import asks_for_help, print_help
-from open_instruct.config.parser import parse
+from open_instruct.config.parser import COMMAND, parse
 from open_instruct.config.sections import flag
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.foreign_json import one_line
@@ -111,23 +112,28 @@ def export_command(words: Sequence[str]) -> int:
 def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
     """What the run was asked for, and its objective, if that was an offline one.
 
-    :raises InputError: there is no such run, or it had an objective of one's own, or flags of another version.
+    A flag that the version of the run had not yet has its default; one that this version has no more is named.
+
+    :raises InputError: there is no such run, or it had an objective of one's own.
     """
-    path = RunDirectory(path=run).config
+    path, classes = RunDirectory(path=run).config, dict[str, type[LearnerConfig]](grpo=GRPOConfig)
+    classes |= {name: objective_named(name).config_class for name in OBJECTIVES}
     try:
-        named = set(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, TypeError) as error:
+        saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise InputError(f"{run} is not the --output_dir of a run: {path} cannot be read ({one_line(error)})") from None
-    if named == set(flags_of(GRPOConfig)):
-        return parse(GRPOConfig, [str(path)]), None
-    for name in OBJECTIVES:
-        objective = objective_named(name)
-        if named == set(flags_of(objective.config_class)):
-            return parse(objective.config_class, [str(path)]), objective
-    raise InputError(
-        f"{path} has other flags than any command of this version: give the command of the run again, with the version "
-        "that wrote it, to end it with an export"
-    )
+    known = {name: flags_of(config_class).keys() for name, config_class in classes.items()}
+    # Before it was written there: the one that knows most of what it has, and of those the one that misses least.
+    guessed = min(known, key=lambda name: (len(saved.keys() - known[name]), len(known[name] - saved.keys())))
+    command = saved.pop(COMMAND, guessed)
+    if command not in known:
+        raise InputError(
+            f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export"
+        )
+    config = parse(classes[command], [str(path)], unknown=[])
+    if unread := sorted(saved.keys() - known[command]):
+        print(f"{path}: not read, as {command} has no such flags in this version: {', '.join(unread)}", file=sys.stderr)
+    return config, objective_named(command) if command in OBJECTIVES else None
 
 
 def checkpoint_of(run: Path, named: str) -> Path:

@@ -13,6 +13,7 @@ import torch
 from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
+from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
@@ -39,7 +40,7 @@ class Run:
 
 
 @contextmanager
-def open_run(config: TrainingConfig) -> Iterator[Run]:
+def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     """Start the process group, decide the layout, and make the run directory ready; leave the group at the end.
 
     :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
@@ -53,24 +54,27 @@ def open_run(config: TrainingConfig) -> Iterator[Run]:
     console = Console(speaks=process.rank == 0)
     peers.watch(config.parallel.dist_timeout_s)
     with ExitStack() as held:
-        on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console)))
+        on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console, command)))
         log_to(directory.log, rank=process.rank)
         idle = idle_gpus(config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count())
         for warning in (*layout.warnings, *([idle] if idle else [])):
             console.warn(warning)
-        _say_layout(layout, process, console, config.parallel.zero_stage)
+        console.say(f"{shared_by(layout, config.parallel)} on {process.device.type}")
         yield Run(process=process, layout=layout, directory=directory, console=console)
         # Not after a failure: the peers may be gone, and leaving the group would wait for them.
         stop_process()
 
 
-def _say_layout(layout: ShardLayout, process: Process, console: Console, zero_stage: int | None) -> None:
+def shared_by(layout: ShardLayout, parallel: ParallelSection, *, who: str = "rank") -> str:
+    """How many there are, and who of them shares what with whom: `2 ranks: DeepSpeed ZeRO-3`."""
     degrees = f"{layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
-    console.say(
-        f"{counted(layout.world_size, 'rank')}: {degrees if zero_stage is None else f'DeepSpeed ZeRO-{zero_stage}'}"
+    if parallel.zero_stage is not None:
+        nearby = f", second copies of the weights shared by {parallel.zpg} neighbours" if parallel.zpg > 1 else ""
+        degrees = f"DeepSpeed ZeRO-{parallel.zero_stage}{nearby}"
+    return (
+        f"{counted(layout.world_size, who)}: {degrees}"
         + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
         + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
-        + f" on {process.device.type}"
     )
 
 
@@ -87,7 +91,9 @@ def join_run(config: LearnerConfig) -> Run:
 
 
 @contextmanager
-def made_ready(directory: RunDirectory, config: LearnerConfig, layout: ShardLayout, console: Console) -> Iterator[None]:
+def made_ready(
+    directory: RunDirectory, config: LearnerConfig, layout: ShardLayout, console: Console, command: str
+) -> Iterator[None]:
     """Make the folder of the run, leave its layout and its flags there, and keep other runs out while the block runs.
 
     One process does this for all.
@@ -103,7 +109,7 @@ def made_ready(directory: RunDirectory, config: LearnerConfig, layout: ShardLayo
         if (step := latest_step(directory.path)) is not None:
             _refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)
-        write_config(config, directory.config, {"world_size": layout.world_size} | provenance())
+        write_config(config, directory.config, {"world_size": layout.world_size} | provenance(), command=command)
         yield
 
 

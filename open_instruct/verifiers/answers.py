@@ -59,13 +59,13 @@ class StringF1(Verifier):
 
 
 class Passthrough(Verifier):
-    """1 for every completion: for rows whose reward comes from elsewhere, such as the format alone."""
+    """0 for every completion: for rows whose reward comes from elsewhere, such as the format alone."""
 
     name: ClassVar[str] = "passthrough"
     isolated: ClassVar[bool] = False
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        return 1.0
+        return 0.0
 
 
 class R1Format(Verifier):

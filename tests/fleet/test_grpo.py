@@ -309,6 +309,24 @@ def test_a_killed_engine_and_a_killed_learner_are_replaced(
     assert_same_weights(case, undisturbed)
 
 
+def assert_same_steps(ours: GRPOCase, theirs: GRPOCase) -> None:
+    # The last step's tokens are of the third version that learners have sent.
+    assert max(row["logprob_diff/max"] for row in ours.rows()) < 1e-4
+    for our, their in zip(ours.rows(), theirs.rows(), strict=True):
+        assert our["reward"] == their["reward"]
+        assert our["loss"] == pytest.approx(their["loss"], abs=1e-6)
+        assert our["grad_norm"] == pytest.approx(their["grad_norm"], rel=1e-4)
+
+
+def test_one_device_for_a_learner_on_deepspeed_and_its_engine(
+    variant: Callable[..., GRPOCase], undisturbed: GRPOCase
+) -> None:
+    case = replace(variant(single_gpu_mode="true", deepspeed_stage=2), script="grpo_fast.py")
+    assert "1 learner: DeepSpeed ZeRO-2" in case.run()
+    assert "command: grpo\n" in (case.output_dir / "config.yaml").read_text()
+    assert_same_steps(case, undisturbed)
+
+
 def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
@@ -317,15 +335,13 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     process = case.start()
     case.when_step(3, process, lambda: os.kill(case.pids()["learners"][1], signal.SIGKILL))
     said = finished(process, exit_code=0)
-    assert "2 learners" in said and "starting the learners again from the last checkpoint (1 of 3)" in said
+    assert (
+        "2 learners: DeepSpeed ZeRO-3" in said
+        and "starting the learners again from the last checkpoint (1 of 3)" in said
+    )
     rows = case.rows()
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
-    # The last step's tokens are of the third version that learners have sent.
-    assert max(row["logprob_diff/max"] for row in rows) < 1e-4
-    for ours, theirs in zip(rows, undisturbed.rows(), strict=True):
-        assert ours["reward"] == theirs["reward"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert_same_steps(case, undisturbed)
     for name, tensor in weights(undisturbed).items():
         torch.testing.assert_close(weights(case)[name], tensor, rtol=0, atol=1e-4)
 

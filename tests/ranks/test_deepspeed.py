@@ -230,6 +230,23 @@ def test_every_objective_takes_the_same_steps(tmp_path: Path) -> None:
     assert_same(cases["distill"], "kept_split", "kept_base")
 
 
+def test_a_reward_model_in_bfloat16(tmp_path: Path) -> None:
+    """Its matrix has the dtype of all, which DeepSpeed wants, and is stepped in float32; scores are float32 as ever."""
+    case = objective_case(tmp_path, "reward_model", family="llama")
+    run([a_run(case, "base", {}, readers=1, entry="reward_model")], ranks=1)
+    flags = {str(stage): of_stage(stage, **BFLOAT16) for stage in (2, 3)}
+    flags["adapters"] = of_stage(2, **BFLOAT16, **LORA)
+    runs = [a_run(case, name, each, readers=2, entry="reward_model") for name, each in flags.items()]
+    assert run(runs, ranks=2) == [[None] * len(runs)] * 2
+    assert "command: reward_model\n" in (case.folder / "base" / "config.yaml").read_text()
+    exact = case.metrics("base")
+    for name in flags:
+        rows = case.metrics(name)
+        assert len(rows) == STEPS_OF_AN_EPOCH
+        for row, other in zip(rows[:1] if name == "adapters" else rows, exact, strict=False):
+            assert row["loss"] == pytest.approx(other["loss"], rel=2e-2)
+
+
 def objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     rows, own = folder / "rows.jsonl", dict[str, Any](max_train_steps=STEPS_OF_AN_EPOCH)
     model = write_shallow_model(folder / "model", family=family, tie=entry == "sft")

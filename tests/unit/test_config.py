@@ -162,9 +162,12 @@ class TestCommandLine:
             (["--beta", "--seed", "1"], ["--beta needs a value: a number"]),
             (["--beta", "1", "2"], ["--beta takes one value", "'2' after '1' belongs to no flag"]),
             (["--beta", "1", "--beta=1"], ["--beta is given twice"]),
-            (["--packing", "--no_packing"], ["--no_packing is given twice"]),
+            (["--packing", "--no_packing"], ["--packing and --no_packing both say what --packing is here"]),
             (["--max-seq-length", "8", "--max_seq_length", "8"], ["--max_seq_length is given twice"]),
-            (["--context_parallel_degree", "2", "--sequence_parallel_size", "4"], ["_size is given twice"]),
+            (
+                ["--context_parallel_degree", "2", "--cp_degree", "4"],
+                ["--context_parallel_degree and --cp_degree both"],
+            ),
         ],
     )
     def test_refusals_name_the_flag_and_what_would_work(self, words: list[str], parts: list[str]) -> None:
@@ -294,7 +297,7 @@ class TestUpstreamFlags:
     def test_without_a_reference_policy_is_beta_0(self) -> None:
         for words in ("--load_ref_policy false", "--load_ref_policy false --beta 0.0", "--beta 0 --no_load_ref_policy"):
             assert parse(GRPOConfig, [*GRPO_REQUIRED, *words.split()]).loss.beta == 0
-        with pytest.raises(InputError, match="--load_ref_policy is given twice"):
+        with pytest.raises(InputError, match="--beta and --load_ref_policy both say what --beta is here"):
             parse(GRPOConfig, [*GRPO_REQUIRED, "--beta", "0.1", "--load_ref_policy", "false"])
 
     @pytest.mark.parametrize("section", SECTIONS)
@@ -364,6 +367,10 @@ class TestYaml:
         [
             ("beta: 1\nlerning_rate: 1\n", ["line 5: lerning_rate is not a flag", "did you mean learning_rate?"]),
             ("beta: 1\nseed: 2\nbeta: 3\n", ["line 6: beta is given twice in this file"]),
+            (
+                "beta: 1\ndpo_beta: 3\n",
+                ["line 5: beta and dpo_beta both say what --beta is here, and are given in this"],
+            ),
             ("beta: much\n", ["line 4: beta takes a number, or none, not 'much'"]),
             ("seed: null\n", ["line 4: seed needs a value: a whole number"]),
             ("seed:\n", ["line 4: seed needs a value: a whole number"]),
@@ -660,7 +667,8 @@ class TestSavedConfig:
         config = config_of()
         for flag in flags_of(DPOConfig).values():
             setattr(getattr(config, flag.section), flag.name, data.draw(values_of(flag), label=flag.name))
-        config.__post_init__()  # as if it had been built so
+        for built in (config.parallel, config):  # as if it had been built so
+            built.__post_init__()
         path = tmp_path / "config.yaml"
         write_config(config, path)
         assert parse(DPOConfig, [str(path)]) == config

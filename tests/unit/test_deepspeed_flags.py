@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from open_instruct import grpo_fast
+from open_instruct.cluster.placement import FleetShape
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
@@ -23,6 +24,7 @@ from open_instruct.learner.olmo_core.kernels import kernel_warnings
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
 from open_instruct.parallel.layout import layout_of
 from open_instruct.rollout import checked_run
+from open_instruct.run.opened import shared_by
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
 
@@ -67,7 +69,6 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
             "--backend deepspeed (it steps AdamW; its own Muon takes the gradient's norm, and clips, ",
         ),
         (2, "--compile_model", "--compile_model true cannot go with"),
-        (1, "--deepspeed_zpg 2", "--deepspeed_zpg 2 has no use under --deepspeed_stage 1; use 3 or more"),
         (
             3,
             "--deepspeed_zpg 2 --tensor_parallel_degree 2",
@@ -101,7 +102,10 @@ def test_upstreams_names_are_known() -> None:
 @pytest.mark.parametrize("words", ["--zero_stage 2", "--offload_optimizer", "--backend olmo_core --deepspeed_zpg 8"])
 def test_under_fsdp2_they_are_not_needed_and_said_so_in_one_line(words: str) -> None:
     (line,) = validate_dpo(config_of(words, stage=None))
-    assert "not needed, FSDP2 shards" in line and "--backend deepspeed" in line
+    assert "FSDP2 shards all that is trained" in line and "read only with --backend deepspeed" in line
+    # Who asks for that lacks memory.
+    helps = ("--fsdp_num_replicas 1", "--activation_checkpointing full", "--use_lora", "--adam_offload has it in host")
+    assert [word in line for word in helps] == ["offload" in words] * len(helps)
 
 
 GRPO_REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
@@ -127,8 +131,7 @@ def test_both_entries_of_grpo_take_either_backend() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("", "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"),
-        ("--deepspeed_stage 2 --single_gpu_mode", "--single_gpu_mode true cannot go with --backend deepspeed"),
+        ("--deepspeed_stage 0", "use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"),
         ("--deepspeed_stage 2 --optimizer skip_step_adamw", "--optimizer skip_step_adamw cannot go with"),
         ("--deepspeed_stage 2 --offload", "--offload true has no use under --deepspeed_stage 2"),
     ],
@@ -137,6 +140,54 @@ def test_grpo_refuses_what_cannot_be(words: str, told: str) -> None:
     assert told in grpo_refusal(words)
     if "olmo_core" not in words:
         assert told in grpo_refusal(f"--backend deepspeed {words}", GRPOConfig)
+
+
+def test_a_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None:
+    for given in ([], ["--single_gpu_mode", "--deepspeed_stage", "2"], ["--single_gpu_mode", "--deepspeed_stage", "3"]):
+        config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *given])
+        assert validate_grpo(config) == []
+        assert config.model.param_dtype == "bfloat16" and config.parallel.zero_stage == int(given[-1] if given else 2)
+        layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
+        # The engine has the same GPU, and the one learner is ZeRO's as any other: it has a mesh.
+        assert (layout.world_size, layout.single_device) == (1, False)
+        assert FleetShape.of(config.fleet, config.parallel).shares_device is bool(given)
+    config = config_of("--backend deepspeed", stage=None)
+    assert validate_dpo(config) == [] and config.parallel.zero_stage == 2
+    with pytest.raises(InputError, match="--single_gpu_mode trains on one GPU, not on 2"):
+        layout_of(config_of("--single_gpu_mode").parallel, [2])
+
+
+@pytest.mark.parametrize(
+    ("words", "zpg"),
+    [
+        ("--num_learners_per_node 8 8", 8),
+        ("--num_learners_per_node 4 4 4", 4),
+        ("--num_learners_per_node 16 16", 8),
+        ("--num_learners_per_node 2 4", 2),
+        ("--num_learners_per_node 8", 1),  # a second copy would be no nearer
+        ("--num_learners_per_node 8 8 --tensor_parallel_degree 2", 1),
+        ("--num_learners_per_node 8 8 --deepspeed_stage 2", 1),
+        ("--num_learners_per_node 8 8 --deepspeed_zpg 4", 4),
+    ],
+)
+def test_neighbours_hold_a_second_copy_where_there_are_several_nodes(words: str, zpg: int) -> None:
+    stage = [] if "stage" in words else ["--deepspeed_stage", "3"]
+    config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *stage, *words.split()])
+    assert validate_grpo(config) == []
+    assert config.parallel.zpg == zpg
+    settings = engine_settings(config.parallel, model=config.model, optim=config.optim, on_cuda=False)
+    assert settings["zero_optimization"]["zero_hpz_partition_size"] == zpg
+    told = shared_by(layout_of(config.parallel, config.parallel.num_learners_per_node), config.parallel, who="learner")
+    assert f"learners: DeepSpeed ZeRO-{config.parallel.deepspeed_stage}" in told
+    assert (f"second copies of the weights shared by {zpg} neighbours" in told) is (zpg > 1)
+
+
+def test_second_copies_below_stage_3_are_not_made_and_said_so() -> None:
+    config = config_of("--deepspeed_zpg 8", stage=2)
+    (line,) = validate_dpo(config)
+    assert line.startswith("--deepspeed_zpg 8: read only with --deepspeed_stage 3")
+    assert settings_of("--deepspeed_zpg 8")["zero_optimization"]["zero_hpz_partition_size"] == 1
+    assert layout_of(config.parallel, [2]).world_size == 2  # whatever would divide them
 
 
 def test_a_refused_run_of_grpo_starts_nothing(

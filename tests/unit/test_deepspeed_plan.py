@@ -17,7 +17,7 @@ from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import PLAN_CONFIGS, parse_request
 from open_instruct.planning.shown.json_record import as_record
-from open_instruct.planning.shown.summary import traffic_rows
+from open_instruct.planning.shown.summary import headline, traffic_rows
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.start_check import check_plan
 from open_instruct.report.plan_page import html_page
@@ -42,6 +42,19 @@ def test_each_stage_needs_less_than_the_one_before() -> None:
     needed = [planned_with(stage, "--param_dtype", "float32").peak.total_bytes for stage in range(4)]
     assert needed == sorted(needed, reverse=True)
     assert planned_with(3).peak.total_bytes < needed[3]
+
+
+def test_an_engine_on_the_learners_gpu_is_planned_for() -> None:
+    words = ["grpo", "--model_name_or_path", "Qwen/Qwen3-0.6B", "--vllm_kv_cache_mib", "1024"]
+    one, two = (
+        plan_of(parse_request([*words, "--backend", "deepspeed", "--num_learners_per_node", "1", *more]).setting)
+        for more in (["--single_gpu_mode", "--gpus_per_node", "1"], ["--gpus_per_node", "2"])
+    )
+    assert one.workload.sync_backend == "ipc" and two.workload.sync_backend == "nccl"
+    engine = dict(one.peak.parts)["vLLM engine"]
+    assert engine > 2 * one.setting.shape.num_params + 2**30
+    assert one.peak.total_bytes - engine == pytest.approx(two.peak.total_bytes, rel=1e-3)
+    assert "engine" not in headline(one) and "1 engine of 1 GPU" in headline(two)
 
 
 def test_of_a_frozen_model_nothing_is_shared_but_under_stage_3() -> None:

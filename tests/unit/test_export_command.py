@@ -12,6 +12,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.errors import InputError
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.run.export_command import checkpoint_of, export_command, settings_of
 
 
@@ -22,21 +23,59 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         export_command(["--output_dir", str(tmp_path / "out")])
 
 
-def test_flags_tell_of_which_command_they_are(tmp_path: Path) -> None:
-    of_both = ["--model_name_or_path", "m", "--output_dir", str(tmp_path)]
-    grpo, dpo = tmp_path / "grpo", tmp_path / "dpo"
-    for folder, config_class, rows in ((grpo, GRPOConfig, "--dataset_mixer_list"), (dpo, DPOConfig, "--mixer_list")):
-        folder.mkdir()
-        write_config(parse(config_class, [*of_both, rows, "r.jsonl", "1.0"]), folder / "config.yaml")
-    config, objective = settings_of(grpo)
-    assert (type(config), objective) == (GRPOConfig, None)
-    config, objective = settings_of(dpo)
-    assert objective is not None
-    assert (type(config), objective.name) == (DPOConfig, "dpo")
-    with (dpo / "config.yaml").open("a") as file:
-        file.write("of_another_version: 1\n")
-    with pytest.raises(InputError, match="other flags than any command of this version"):
-        settings_of(dpo)
+COMMANDS = {"grpo": GRPOConfig, **{name: objective_named(name).config_class for name in OBJECTIVES}}
+
+
+def wrote(folder: Path, name: str, *, says_command: bool) -> Path:
+    """The config.yaml of a run of the command `name`."""
+    rows, more = "--dataset_mixer_list" if name == "grpo" else "--mixer_list", list[str]()
+    if name == "distill":
+        more = ["--teacher_model_name_or_path", "t"]
+    words = ["--model_name_or_path", "m", "--output_dir", str(folder), rows, "r.jsonl", "1.0", "--seed", "7", *more]
+    write_config(parse(COMMANDS[name], words), folder / "config.yaml", command=name if says_command else "")
+    return folder / "config.yaml"
+
+
+@pytest.mark.parametrize("says_command", [True, False])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_run_of_another_version_is_read_too(
+    name: str, says_command: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one that had some flags not yet, and one that this version has no more."""
+    path = wrote(tmp_path, name, says_command=says_command)
+    for removed in ((), ("lora_sync", "wandb_entity", "adam_epsilon", "deepspeed_zpg")):
+        kept = [line for line in path.read_text().splitlines() if line.partition(":")[0] not in removed]
+        path.write_text("\n".join(kept) + "\n")
+        config, objective = settings_of(tmp_path)
+        assert type(config) is COMMANDS[name]
+        assert (objective.name if objective else "grpo") == name
+        assert (config.optim.seed, config.optim.adam_epsilon) == (7, 1e-8)
+    assert capsys.readouterr().err == ""
+    path.write_text(path.read_text() + "of_another_version: 1\nnor_this: [2]\n")
+    assert type(settings_of(tmp_path)[0]) is COMMANDS[name]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert f"not read, as {name} has no such flags in this version: nor_this, of_another_version" in told
+
+
+def test_what_is_no_run_of_a_command_is_refused(tmp_path: Path) -> None:
+    path = wrote(tmp_path, "sft", says_command=True)
+    path.write_text(path.read_text().replace("command: sft", "command: mine"))
+    with pytest.raises(InputError, match="is of an objective of your own, mine: give the run's command again"):
+        settings_of(tmp_path)
+    for text in ("- 1\n", "5\n", "{\n"):
+        path.write_text(text)
+        with pytest.raises(InputError, match="is not the --output_dir of a run"):
+            settings_of(tmp_path)
+    path.write_text("a: 1\n")
+    with pytest.raises(InputError, match="missing: "):
+        settings_of(tmp_path)
+
+
+def test_a_run_says_its_command_and_its_file_can_be_given_to_it_again(tmp_path: Path) -> None:
+    path = wrote(tmp_path, "dpo", says_command=True)
+    assert "\ncommand: dpo\n" in f"\n{path.read_text()}"
+    assert parse(DPOConfig, [str(path)]).optim.seed == 7
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from open_instruct.cli import main
+from open_instruct.config.rollout_sections import LearnerParallelSection
+from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.errors import InputError
-from open_instruct.parallel.layout import divisors, resolve_layout
+from open_instruct.parallel.layout import divisors, layout_of, resolve_layout
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout, print_layout
@@ -652,3 +654,25 @@ def test_a_count_and_its_noun(count: int, noun: str, text: str) -> None:
 def test_a_memory_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layout", "--gpus_per_node", "8", "--device_memory_gib", "40"]) == 2
     assert "--device_memory_gib is read only with --num_params" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parallel", "told"),
+    [
+        (
+            RanksSection(fsdp_shard_degree=8),
+            "--fsdp_shard_degree 8: that takes 8 processes, and there is one; --num_processes 8 starts them, and so "
+            "does torchrun --nproc_per_node 8",
+        ),
+        (
+            RanksSection(tensor_parallel_degree=2, context_parallel_degree=2),
+            "--tensor_parallel_degree 2 and --context_parallel_degree 2: that takes 4 processes",
+        ),
+        (RanksSection(fsdp_num_replicas=2, backend="deepspeed", tensor_parallel_degree=2), "takes 4 processes"),
+        (LearnerParallelSection(fsdp_shard_degree=4), "and there is one; --num_learners_per_node 4 starts them"),
+    ],
+)
+def test_degrees_of_one_process_say_how_more_are_started(parallel: ParallelSection, told: str) -> None:
+    with pytest.raises(InputError) as caught:
+        layout_of(parallel, [1])
+    assert told in str(caught.value)

@@ -13,7 +13,7 @@ import pytest
 from open_instruct.cli import main
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
-from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.upstream_flags import upstream_defaults, upstream_reasons, upstream_table
 from open_instruct.errors import InputError
@@ -197,6 +197,21 @@ class TestFlags:
             ("dpo", f"{DPO} --learning_rate fast", "learning_rate", "takes a number"),
             ("sft", f"{SFT} --lr_scheduler_type polynomial", "lr_scheduler_type", "takes one of linear"),
             ("grpo", f"{GRPO} --tools search", "tools", "not had yet"),
+            ("grpo", f"{GRPO} --max_steps 5", "max_steps", "no tool or environment answers it"),
+            ("grpo", f"{GRPO} --tool_parser_type vllm_hermes", "tool_parser_type", "not had yet"),
+            (
+                "grpo",
+                f"{GRPO} --model_name_or_path Qwen/Qwen3.5-0.8B",
+                "model_name_or_path",
+                "the family Qwen 3.5, which",
+            ),
+            (
+                "grpo",
+                f"{GRPO} --model_name_or_path allenai/OLMoE-1B-7B-0125/",
+                "model_name_or_path",
+                "the family OLMoE",
+            ),
+            ("dpo", f"{DPO} --model_name_or_path EleutherAI/pythia-14m", "model_name_or_path", "the family Pythia"),
             ("grpo", f"{GRPO} --llm_judge_model gpt", "llm_judge_model", "not had yet"),
             ("grpo", f"{GRPO} --loss_denominator 4096", "loss_denominator", "use token"),
             ("grpo", f"{GRPO} --vllm_top_p 0.9", "vllm_top_p", "biased"),
@@ -209,6 +224,37 @@ class TestFlags:
         migration = of(command, words)
         assert not migration.is_equivalent
         assert part in migration.refused[flag]
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("allenai/OLMo-2-1124-7B-SFT", "allenai/Olmo-3-7B-Think-DPO", "allenai/tulu-2-7b", "Qwen/Qwen2.5-0.5B"),
+            *("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B", "HuggingFaceTB/SmolLM2-135M", "/weka/pythia/tulu_7B"),
+        ],
+    )
+    def test_models_of_our_families_are_the_same(self, name: str) -> None:
+        assert of("dpo", f"--mixer_list r 1.0 --max_seq_length 8 --model_name_or_path {name}").is_equivalent
+
+    @pytest.mark.parametrize(
+        ("words", "deepspeed"),
+        [
+            ("", ""),
+            ("--deepspeed_stage 2 --single_gpu_mode", "--deepspeed_stage 2"),
+            ("--deepspeed_stage 3 --num_learners_per_node 8 8", "--deepspeed_stage 3"),
+            (
+                "--deepspeed_stage 3 --deepspeed_zpg 1 --deepspeed_offload_optimizer",
+                "--deepspeed_stage 3 --deepspeed_zpg 1 --adam_offload true",
+            ),
+            ("--deepspeed_stage 0", ""),  # which has no float32 weights beside those in bfloat16
+            ("--deepspeed_stage 2 --optimizer muon", ""),  # which it does not take
+        ],
+    )
+    def test_a_launch_on_deepspeed_may_be_one_here(self, words: str, deepspeed: str) -> None:
+        migration = of("grpo", f"{GRPO} {words}")
+        assert migration.is_equivalent and "--backend" not in migration.arguments
+        expected = f"--backend deepspeed {deepspeed}".split() if deepspeed else []
+        assert migration.deepspeed == expected
+        validate_grpo(parse(GRPOConfig, [*migration.arguments, *expected]))
 
     def test_a_number_of_rows_becomes_an_amount(self) -> None:
         words = "--model_name_or_path m --max_seq_length 8 --max_train_samples 500"
@@ -239,7 +285,7 @@ class TestCommand:
     ) -> None:
         assert main(["migrate-args", "grpo", "--json", "--", *GRPO.split(), "--tools", "search"]) == 2
         told = json.loads(capsys.readouterr().out)
-        assert list(told) == ["arguments", "renamed", "dropped", "refused", "defaults"]
+        assert list(told) == ["arguments", "deepspeed", "renamed", "dropped", "refused", "defaults"]
         assert told["defaults"]["beta"] == {"upstream": 0.05, "here": 0.0}
         assert list(told["refused"]) == ["tools"]
 

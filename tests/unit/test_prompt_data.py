@@ -125,6 +125,10 @@ def test_verifiers_and_ground_truths_pair_up(keys: dict[str, Any], checks: list[
         ({"ground_truth": float("nan")}, "bad_ground_truth", "JSON"),
         ({"ground_truth": b"1"}, "bad_ground_truth", "JSON"),
         ({"dataset": "ifeval"}, "bad_ground_truth", "'ground_truth' for 'ifeval': it must be an object"),
+        ({"env_config": {"env_configs": [{"env_name": "counter"}]}}, "environment", "'env_config' says what answers a"),
+        ({"env_config": {"max_steps": 5, "env_configs": None}}, "environment", "leave such rows out"),
+        ({"tools": ["python"]}, "environment", "'tools' says what answers a reply, and nothing does yet"),
+        ({"tools": '[{"type": "function"}]'}, "environment", "'tools'"),
     ],
 )
 def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
@@ -132,6 +136,12 @@ def test_malformed_rows(change: dict[str, Any], kind: str, told: str) -> None:
         parse_prompt_row(row("q") | change, VERIFIERS)
     assert raised.value.kind == kind
     assert told in raised.value.reason
+
+
+@pytest.mark.parametrize("said", [None, "", "[]", [], {}, {"env_configs": [], "max_steps": None}, [{"env_name": None}]])
+def test_a_column_of_environments_that_says_nothing_is_nothing(said: Any) -> None:
+    messages, _ = parse_prompt_row(row("q") | {"env_config": said, "tools": said}, VERIFIERS)
+    assert messages[-1]["content"] == "q"
 
 
 def test_an_answer_behind_the_question_is_left_out() -> None:

@@ -33,7 +33,7 @@ def config_of(folder: Path, *words: str) -> DPOConfig:
 def with_checkpoint(folder: Path) -> DPOConfig:
     """The folder of a run that has taken two steps."""
     config = config_of(folder)
-    with made_ready(RunDirectory(path=folder), config, LAYOUT, Console(speaks=False)):
+    with made_ready(RunDirectory(path=folder), config, LAYOUT, Console(speaks=False), "dpo"):
         pass
     (folder / "step2").mkdir()
     (folder / "step2" / "checkpoint.json").touch()
@@ -86,7 +86,7 @@ def test_a_damaged_layout_blocks_no_later_start(tmp_path: Path, monkeypatch: pyt
     config = with_checkpoint(tmp_path)
     monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
     (tmp_path / "layout.json").write_text(content)
-    with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False)):
+    with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False), "dpo"):
         assert json.loads((tmp_path / "layout.json").read_text())["shard_degree"] == 2
 
 
@@ -95,7 +95,7 @@ def test_another_global_batch_is_still_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
     layout = ShardLayout(gpus_per_node=(4,), shard_degree=4, num_replicas=1)
     with pytest.raises(InputError, match="global batch"):
-        made_ready(RunDirectory(path=tmp_path), config, layout, Console(speaks=False)).__enter__()
+        made_ready(RunDirectory(path=tmp_path), config, layout, Console(speaks=False), "dpo").__enter__()
 
 
 def test_a_damaged_config_names_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_damaged_config_names_the_way_on(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(InputError, match=r"config\.yaml.*Remove that file"):
-        made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False)).__enter__()
+        made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False), "dpo").__enter__()
 
 
 BAD_LINES = b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": null}\n{"step": 3, "lo'

@@ -137,7 +137,7 @@ def check(verifier: str, ground_truth: Any = None, weight: float = 1.0) -> Check
         ("string_f1", "a big red dog", "the red cat", 0.4),
         ("string_f1", "x", ["y", "x"], 1.0),
         ("string_f1", "", "x", 0.0),
-        ("passthrough", "anything", None, 1.0),
+        ("passthrough", "anything", None, 0.0),
     ],
 )
 def test_scores(verifier: str, completion: str, ground_truth: Any, expected: float) -> None:

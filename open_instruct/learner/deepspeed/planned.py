@@ -25,7 +25,7 @@ class DeepSpeed(Backend):
         self.parallel = flags = config.parallel
         self.zero = Zero(
             stage=flags.deepspeed_stage,
-            nearby=flags.deepspeed_zpg,
+            nearby=flags.zpg,
             optimizer_on_host=flags.adam_offload,
             weights_on_host=flags.offload,
         )

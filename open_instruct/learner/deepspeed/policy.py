@@ -15,7 +15,6 @@ from olmo_core.utils import seed_all
 from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import InputError
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
 from open_instruct.learner.deepspeed.reference import HeldReference
@@ -24,6 +23,7 @@ from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule
 from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
 from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.olmo_core.policy import choose_kernels
+from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.objectives.objective import BoundLoss
@@ -78,12 +78,9 @@ def build_policy(
     transformer, param_dtype = pretrained.build(init_device="meta"), getattr(torch, model.param_dtype)
     if (lora := config.adapters) is not None:
         adapt(transformer, lora, dtype=param_dtype)
-    transformer.to(param_dtype)  # adapters too, of which float32 ones are stepped
-    if len({parameter.dtype for parameter in transformer.parameters()}) > 1:
-        raise InputError(
-            f"--param_dtype {model.param_dtype}: the matrix of the score stays float32, and DeepSpeed takes one dtype "
-            "for all; use --param_dtype float32, or --backend olmo_core"
-        )
+    if isinstance(transformer.lm_head, ValueHead):
+        transformer.lm_head.keeps_float32 = False  # DeepSpeed takes one dtype for all, and steps float32 ones
+    transformer.to(param_dtype)  # adapters too
     adamw = build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases)
     forget_mesh()  # OLMo-core's train module insists on making one of its own, of which nothing is read
     module = DeepSpeedTrainModule(

@@ -12,11 +12,11 @@ from open_instruct.config.validation import changed
 
 # Flags of what the other backend does alone; and of what a stage of ZeRO, or a later one, has something for.
 NOT_HAD = {
-    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "single_gpu_mode", "init_device"), ""),
+    **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "init_device"), ""),
     **dict.fromkeys(("gradient_reduction", "compile_model", "activation_memory_budget"), ""),
     "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",
 }
-FIRST_STAGE = {"adam_offload": 1, "deepspeed_zpg": 3, "offload": 3, "tensor_parallel_degree": 1}
+FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}
 
 
 def problems(config: LearnerConfig) -> Iterator[str]:
@@ -28,8 +28,8 @@ def problems(config: LearnerConfig) -> Iterator[str]:
     if stage == 0 and config.model.param_dtype == "bfloat16":
         lost = "keeps no float32 weights beside the bfloat16 ones, and small updates are lost"
         yield f"--deepspeed_stage 0 {lost}; use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"
-    for given in changed(config, "deepspeed_zpg") if config.parallel.tensor_parallel_degree > 1 else ():
-        yield f"{given}: neighbours that split matrices have no weights in common; leave --tensor_parallel_degree out"
+    if config.parallel.tensor_parallel_degree > 1 and (zpg := config.parallel.zpg) > 1:
+        yield f"--deepspeed_zpg {zpg}: neighbours that split matrices have no weights in common; leave one of them out"
     for name, first in FIRST_STAGE.items():
         for given in changed(config, name) if stage < first else ():
             yield f"{given} has no use under --deepspeed_stage {stage}; use {first} or more"
@@ -52,7 +52,7 @@ def engine_settings(
         "gradient_clipping": optim.max_grad_norm if parallel.deepspeed_stage else 0.0,
         # PyTorch's AdamW is as good, where DeepSpeed's own for states in host memory cannot be compiled.
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": parallel.deepspeed_stage, "zero_hpz_partition_size": parallel.deepspeed_zpg},
+        "zero_optimization": {"stage": parallel.deepspeed_stage, "zero_hpz_partition_size": parallel.zpg},
         "tensor_parallel": {"autotp_size": parallel.tensor_parallel_degree},
     }
     on_host = {"offload_optimizer": parallel.adam_offload, "offload_param": parallel.offload}

@@ -1,7 +1,7 @@
 """A head that gives one number at a position instead of something of every word: a score.
 
-Its weight and its product are float32 also where the model computes in less: two replies to one prompt often score
-alike to three digits.
+Its product is float32 also where the model computes in less: two replies to one prompt often score alike to three
+digits. So is its weight, but where whoever holds it takes one dtype for all.
 
 B rows, T tokens of a row, K positions kept of a row, D width of the model.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from olmo_core.nn.lm_head import LMHead
 from olmo_core.nn.transformer import Transformer, TransformerConfig
 from torch.distributed import DeviceMesh
@@ -28,18 +29,22 @@ from open_instruct.models.names import HF_LM_HEAD, HF_SCORE
 class ValueHead(LMHead):
     """The model's last norm, and a matrix of one row."""
 
+    keeps_float32 = True
+
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """The score at the positions to keep (all, where none are chosen): one column, float32 of shape (B, K)."""
         h_BKD = x if self.norm is None else self.norm(x)
         keep_BK = kwargs.get("logits_to_keep")
         if isinstance(keep_BK, torch.Tensor):
             h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
+        if not self.keeps_float32:
+            return (F.linear(h_BKD.float(), self.w_out.weight.float()).squeeze(-1),)
         return (self.w_out(h_BKD.float()).squeeze(-1),)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ValueHead:
         """What `Module.to` is built on: the matrix moves with the model, and keeps its dtype."""
         super()._apply(fn, recurse)
-        if self.w_out.weight.dtype != torch.float32:
+        if self.keeps_float32 and self.w_out.weight.dtype != torch.float32:
             self.w_out.float()
         return self
 

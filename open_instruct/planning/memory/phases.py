@@ -124,7 +124,7 @@ class Moments:
             GRADIENTS: gradients,
             OPTIMIZER: self.optimizer if is_training else 0,
             **{each.stands_as: self._frozen_bytes(each) for each in frozen},
-            ENGINE: engine if self.workload.num_engines and self.layout.single_device else 0,
+            ENGINE: engine if self.workload.shares_device else 0,
             BUFFERS: self._rope_bytes() + (0 if self.workload.on_cuda or not is_training else self.checkpoint_copy()),
             CUDA: CUDA_BYTES if self.workload.on_cuda else 0,
         }

@@ -31,7 +31,7 @@ def headline(plan: Plan) -> str:
     name, num_params = setting.config.model.model_name_or_path, billions(setting.shape.num_params)
     what = f"{workload.algorithm.upper()} of {name} ({num_params} parameters)"
     machines = f"{nodes_text(plan.layout.gpus_per_node)} ({device_text(setting.device)})"
-    if workload.num_engines and not plan.layout.single_device:
+    if workload.num_engines and not workload.shares_device:
         engines = counted(workload.num_engines, "engine")
         machines += f", and {engines} of {counted(workload.engine_tensor_degree, 'GPU')}"
     return f"{what} on {machines}"

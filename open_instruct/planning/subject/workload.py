@@ -96,6 +96,7 @@ class Workload:
     num_values: int = 1
     export_bytes_per_param: int = 2
     num_engines: int = 0
+    shares_device: bool = False
     engine_tensor_degree: int = 1
     sync_backend: str = "nccl"
     sync_bucket_bytes: int = 0
@@ -268,10 +269,11 @@ def _of_rollouts(
         scorings.append(frozen if _is_own_teacher(config, teacher) else beside)
     if chooses_tokens(loss):
         scorings.append(Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss)))
-    on_auto = "ipc" if layout.single_device else "nccl"
+    shares_device = config.parallel.single_gpu_mode
+    on_auto = "ipc" if shares_device else "nccl"
     sync_dtype = config.model.param_dtype if fleet.vllm_dtype == "policy" else fleet.vllm_dtype
     sync_bytes_per_param = BYTES_OF_DTYPE[sync_dtype]
-    cache_bytes = _cache_bytes(fleet, shape, sync_bytes_per_param, device_memory_bytes) if layout.single_device else 0
+    cache_bytes = _cache_bytes(fleet, shape, sync_bytes_per_param, device_memory_bytes) if shares_device else 0
     return Workload(
         algorithm=GRPO,
         tokens_per_microbatch=num_tokens,
@@ -287,6 +289,7 @@ def _of_rollouts(
         records_entropy=measures_entropy(loss),
         num_values=1 + measures_entropy(loss),
         num_engines=fleet.vllm_num_engines,
+        shares_device=shares_device,
         engine_tensor_degree=fleet.vllm_tensor_parallel_size,
         sync_backend=on_auto if fleet.weight_sync_backend == "auto" else fleet.weight_sync_backend,
         sync_bucket_bytes=fleet.weight_sync_bucket_mib * MIB,
