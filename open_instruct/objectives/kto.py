@@ -380,8 +380,10 @@ def outputs_of(
 ) -> LossOutputs:
     """The share of R rows in the loss and the means of their global batch; a class that it lacks has no means."""
     losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
+    from open_instruct.losses.logprobs import ROUNDING
+
     rewards_R, num_rows = loss.beta * log_ratios_R.detach(), float(losses_R.numel())
-    is_right_R = (rewards_R > loss.beta * z0) == is_desirable_R
+    is_right_R = (log_ratios_R - z0 > ROUNDING * logps_R.abs()) == is_desirable_R
     means = {"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()}
     metrics = mean_metrics(means)
     if loss.has_mismatched:

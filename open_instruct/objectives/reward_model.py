@@ -154,7 +154,8 @@ def bind(loss: RewardLossSection) -> BoundLoss:
 
 def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:
     """Means over the pairs of a microbatch, weighted by their number."""
-    losses_P, (chosen_P, rejected_P) = losses_P.detach(), rewards_2P.detach()
+    # Float64: their variance is the difference of two means, which may be a million times as large.
+    losses_P, (chosen_P, rejected_P) = losses_P.detach(), rewards_2P.detach().double()
     values_P = {
         "loss": losses_P,
         "rewards/chosen": chosen_P,
