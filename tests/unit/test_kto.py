@@ -456,7 +456,7 @@ class TestStep:
         self, policy: torch.nn.Module, load: Load, tmp_path: Path
     ) -> None:
         dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
-        reference_ND = logps_of(policy, dataset) * (1 + 3e-7 * np.float32([[1, 1], [-1, 1]] * 4))
+        reference_ND = logps_of(policy, dataset) * (1 + 3e-7 * np.float32([[-1, -1], [1, -1]] * 4))
         for microbatches in (1, 4):
             metrics, _ = step_of(policy, dataset, tmp_path, reference_ND=reference_ND, microbatches=microbatches)
             assert metrics["rewards/accuracy"] == 3 / 8  # that of "nothing is desirable"
