@@ -120,8 +120,8 @@ class PolicyLossSection:
     clip_lower: float = flag("the ratio of new to old policy is clipped to at least 1 minus this", 0.2, above=0)
     clip_higher: float = flag("the ratio of new to old policy is clipped to at most 1 plus this", 0.2, above=0)
     delta: float | None = flag(
-        "two-sided clip: where the advantage is negative the ratio is at most this; in dppo_tv and dppo_kl, which clip no "
-        "ratio, wherever the token is learned from; above 1 plus --clip_higher",
+        "two-sided clip: where the advantage is negative the ratio is at most this; in dppo_tv and dppo_kl, which have "
+        "no other bound on it, everywhere; above 1 plus --clip_higher",
         None,
     )
     cispo_clamp_below: bool = flag("cispo: clamp the ratio from below too, at 1 minus --clip_lower", False)

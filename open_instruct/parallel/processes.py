@@ -6,6 +6,10 @@ import os
 import socket
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 PROC = Path("/proc")
 
@@ -18,6 +22,11 @@ def machine() -> str:
         return f"{boot} {os.readlink(PROC / 'self/ns/pid')}"
     except OSError:
         return socket.gethostname()
+
+
+def host_of_cores(device: torch.device) -> str | None:
+    """The host whose CPU cores this process computes on; None where it has a device of its own."""
+    return machine().split()[0] if device.type == "cpu" else None
 
 
 def state(pid: int) -> str | None:

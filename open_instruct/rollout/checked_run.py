@@ -111,8 +111,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
                     on_progress=on_progress,
                     **changes,
                 )
-            for line in report.lines():
-                console.say(f"{title}: {line}")
+            console.report(title, report.lines())
             return prompts
 
         held_out = None
@@ -134,7 +133,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
-            conversations=load_conversations(config, pretrained.tokenizer, say=console.say),
+            conversations=load_conversations(config, pretrained.tokenizer, tell=console.report),
             trackers=tuple(trackers),
         )
 
