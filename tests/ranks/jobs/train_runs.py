@@ -51,7 +51,7 @@ def run_with_a_slow_rank(
 
     with (
         mock.patch.object(loop, "WINDOW", window),
-        nullcontext() if on_one_host else mock.patch.object(loop, "host_of_cores", lambda device: os.environ["RANK"]),
+        nullcontext() if on_one_host else mock.patch.object(loop, "host_of_cores", return_value=os.environ["RANK"]),
         mock.patch.object(speed, "LEAST_TOKENS", 1),
         mock.patch.object(logprob_head, "losses_of_logits", slow_losses),
         mock.patch.object(speed, "losses_of_logits", slow_losses),
