@@ -140,7 +140,7 @@ class Loop:
         row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
         row["time/checkpoint"], self._checkpoint_s = self._checkpoint_s, 0.0
         if self.step % WINDOW == 0:
-            paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device)))
+            paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
             row |= slowest("learner", *zip(*paces, strict=True))
         self._call("post_step")
         if self._is_heard:

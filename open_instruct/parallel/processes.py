@@ -6,10 +6,6 @@ import os
 import socket
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 PROC = Path("/proc")
 
@@ -24,9 +20,9 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def host_of_cores(device: torch.device) -> str | None:
+def host_of_cores(device_type: str) -> str | None:
     """The host whose CPU cores this process computes on; None where it has a device of its own."""
-    return machine().split()[0] if device.type == "cpu" else None
+    return machine().split()[0] if device_type == "cpu" else None
 
 
 def state(pid: int) -> str | None:

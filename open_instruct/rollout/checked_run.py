@@ -79,6 +79,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             adapters=config.adapters,
             data=config.data,
         )
+        for warning in pretrained.warnings:
+            console.warn(warning)
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
         config = _planned(config, pretrained.folder, console, directory)

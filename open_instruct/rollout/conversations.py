@@ -15,12 +15,11 @@ from open_instruct.records import RolloutSample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+Tell = Callable[[str, Sequence[str]], None]
+
 
 def load_conversations(
-    config: GRPOConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    tell: Callable[[str, Sequence[str]], None] = lambda title, lines: None,
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, tell: Tell = lambda title, lines: None
 ) -> TokenDataset | None:
     """The rows of --sft_mixer_list, none where there is none.
 

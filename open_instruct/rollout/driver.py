@@ -105,12 +105,9 @@ class Driver:
         rollouts = training_samples(batch, config=config.rollout, version=self.step)
         given = conversations_of(self.run.conversations, step=step, config=config)
         num_tokens = rollouts.num_tokens + sum(len(sample.document) for sample in given)
-        for warning in (
-            self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)),
-            self.cut_watch.after_step(asked),
-        ):
-            if warning:
-                self.console.warn(warning)
+        silence = self.signal_watch.after_step(asked, num_samples=len(rollouts.samples))
+        for warning in filter(None, (silence, self.cut_watch.after_step(asked))):
+            self.console.warn(warning)
         if config.run.save_traces:
             write_traces(self.run.directory.path, step, batch, rollouts)
         generated_s = time.monotonic()

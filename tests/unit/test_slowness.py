@@ -51,7 +51,7 @@ def test_processes_that_share_the_cores_of_a_host_are_not_compared() -> None:
         "learners/token_s": 0.002,
     }
     assert slowest("learner", paces, [None] * 4) == slowest("learner", paces) != {}
-    assert host_of_cores(torch.device("cpu")) and host_of_cores(torch.device("cuda", 1)) is None
+    assert host_of_cores("cpu") and host_of_cores("cuda") is None
 
 
 def test_two_looks_in_a_row_must_find_one() -> None:
