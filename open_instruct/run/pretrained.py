@@ -63,7 +63,7 @@ class Pretrained:
     def warnings(self) -> list[str]:
         """What people should know of the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
-        told = f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}. The model is that without them"
+        told = f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}; the model is computed without them"
         return [told] if unknown else []
 
     @property
