@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo check quick-tests test all-tests lint ruff types format gpu-check clean
+.PHONY: help install lock demo demo-dpo demo-grpo check quick-tests test all-tests test-again lint ruff types format gpu-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ test: ruff  ## lint, types and all tests
 # Three files at a time keep two cores busy: in tests of a fleet, processes wait for each other.
 all-tests: $(STAMP)
 	$(PYTEST) -n 3 tests
+
+# Tests that read what lies in the checkout or in HOME, for a checkout that has been used.
+test-again: $(STAMP)
+	$(PYTEST) -n 2 -m "not slow" tests/house tests/unit
 
 format: $(STAMP)  ## what ruff can mend by itself
 	$(PY) -m ruff check --fix .

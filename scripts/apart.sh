@@ -11,8 +11,11 @@ set -euo pipefail
 
 say() { printf '%s\n' "apart: $*" >&2; }
 
-# What the command may change in the checkout: caches that git ignores.
-changes() { git status --porcelain --ignored 2>/dev/null | grep -vE '__pycache__|\.(pytest|mypy|ruff)_cache/|\.hypothesis/' || true; }
+# What the command may change in the checkout: caches that git ignores, and the folder that the demos fill.
+changes() {
+    git status --porcelain --ignored 2>/dev/null |
+        grep -vE '__pycache__|\.(pytest|mypy|ruff)_cache/|\.hypothesis/|^!! demo_output/$' || true
+}
 
 # Lines of the second text that the first has not.
 added() { { grep -vxFf <(printf '%s\n' "$1") <<<"$2" || true; } | sed '/^$/d'; }

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,17 @@ settings.load_profile("any_time")
 
 # What is imported with the tests stays: looking for garbage in it took a quarter of the time.
 gc.disable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def empty_folder_to_work_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests work in an empty folder: a relative name must not find what lies beside the sources, as a demo does."""
+    folder = tmp_path_factory.mktemp("empty")
+    before = Path.cwd()
+    os.chdir(folder)
+    yield
+    os.chdir(before)
+    assert [path.name for path in folder.iterdir()] == []  # a test writes into a folder of its own
 
 
 def pytest_collection_finish() -> None:

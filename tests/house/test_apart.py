@@ -70,6 +70,12 @@ def test_a_file_left_in_the_checkout_fails(checkout: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith("/checkout/here")
 
 
+def test_what_the_demos_leave_in_their_folder_may_stay(checkout: Path) -> None:
+    (checkout / ".gitignore").write_text("demo_output/\n")
+    assert run(checkout, "mkdir demo_output; touch demo_output/model").returncode == 0
+    assert run(checkout, "mkdir output; touch output/model").returncode == 1
+
+
 def test_a_process_that_was_left_fails_and_is_ended(checkout: Path) -> None:
     done = run(checkout, "sleep 55 >/dev/null 2>&1 & echo $!")
     assert done.returncode == 1
