@@ -63,10 +63,7 @@ class Pretrained:
     def warnings(self) -> list[str]:
         """What people should know of the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
-        file = self.folder / "config.json"
-        return (
-            [f"{file} has fields that nothing reads: {unknown}; the model is computed without them"] if unknown else []
-        )
+        return [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
 
     @property
     def pad_token_id(self) -> int:
