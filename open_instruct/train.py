@@ -148,7 +148,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
         num_rows_per_step = shape.max_samples_per_rank * run.layout.data_parallel_world_size
         save_interval = config.run.checkpointing_steps or shape.num_steps_per_epoch(len(rows), layout=run.layout)
-        for warning in objective.check_rows(rows, num_rows_per_step, config):
+        for warning in (*pretrained.warnings, *objective.check_rows(rows, num_rows_per_step, config)):
             run.console.warn(warning)
 
         policy = backend.build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)

@@ -86,6 +86,7 @@ class PolicyLoss:
         denominator: what the sum over all tokens is divided by: the tokens, or (--loss_denominator) a constant length
             for each completion; the completions; or --response_length for each completion.
         averaged: whether each completion is averaged over its tokens first.
+        by_completion: whether a completion has one ratio, the geometric mean of its tokens'.
         reads: the flags that not every loss reads.
         marks: whether it singles out tokens of the whole update by their covariance.
     """
@@ -93,6 +94,7 @@ class PolicyLoss:
     paper: str
     denominator: Literal["tokens", "completions", "response_length"] = "tokens"
     averaged: bool = False
+    by_completion: bool = False
     reads: tuple[str, ...] = ()
     marks: bool = False
 
@@ -102,7 +104,9 @@ POLICY_LOSSES = {
     "cispo": PolicyLoss(paper="2506.13585", reads=("cispo_clamp_below",)),
     "grpo": PolicyLoss(paper="2402.03300", denominator="completions", averaged=True, reads=("delta",)),
     "dr_grpo": PolicyLoss(paper="2503.20783", denominator="response_length", reads=("delta",)),
-    "gspo": PolicyLoss(paper="2507.18071", denominator="completions", averaged=True, reads=("delta",)),
+    "gspo": PolicyLoss(
+        paper="2507.18071", denominator="completions", averaged=True, by_completion=True, reads=("delta",)
+    ),
     "bnpo": PolicyLoss(paper="2503.14476", reads=("delta",)),
     "sapo": PolicyLoss(
         paper="2511.20347",
@@ -110,11 +114,11 @@ POLICY_LOSSES = {
         averaged=True,
         reads=("sapo_temperature_pos", "sapo_temperature_neg"),
     ),
-    "gmpo": PolicyLoss(paper="2507.20673", denominator="completions", averaged=True),
-    "luspo": PolicyLoss(paper="2602.05261", denominator="completions", reads=("delta",)),
+    "gmpo": PolicyLoss(paper="2507.20673", denominator="completions", averaged=True, by_completion=True),
+    "luspo": PolicyLoss(paper="2602.05261", denominator="completions", by_completion=True, reads=("delta",)),
     "vespo": PolicyLoss(paper="2602.10693"),
-    "dppo_tv": PolicyLoss(paper="2602.04879"),
-    "dppo_kl": PolicyLoss(paper="2602.04879"),
+    "dppo_tv": PolicyLoss(paper="2602.04879", reads=("delta",)),
+    "dppo_kl": PolicyLoss(paper="2602.04879", reads=("delta",)),
     "clip_cov": PolicyLoss(
         paper="2505.22617", marks=True, reads=("delta", "cov_fraction", "clip_cov_lower", "clip_cov_upper")
     ),

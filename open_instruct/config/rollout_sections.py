@@ -121,7 +121,9 @@ class PolicyLossSection:
     clip_lower: float = flag("the ratio of new to old policy is clipped to at least 1 minus this", 0.2, above=0)
     clip_higher: float = flag("the ratio of new to old policy is clipped to at most 1 plus this", 0.2, above=0)
     delta: float | None = flag(
-        "two-sided clip: where the advantage is negative the ratio is at most this; above 1 plus --clip_higher", None
+        "two-sided clip: where the advantage is negative the ratio is at most this; in dppo_tv and dppo_kl, which have "
+        "no other bound on it, everywhere; above 1 plus --clip_higher",
+        None,
     )
     cispo_clamp_below: bool = flag("cispo: clamp the ratio from below too, at 1 minus --clip_lower", False)
     sapo_temperature_pos: float = flag("sapo: steepness of the gate where the advantage is positive", 1.0, above=0)
@@ -144,7 +146,9 @@ class PolicyLossSection:
         "0 difference, 1 half its square, 2 the unbiased and positive one, 3 importance-weighted", "2"
     )
     kl_importance_weighted: bool = flag(
-        "multiply the estimate by the ratio of new to old policy, which makes it unbiased after the first update", False
+        "multiply the estimate by the ratio of new to old policy (gspo, gmpo, luspo: by that of the whole completion), "
+        "which makes it unbiased after the first update",
+        False,
     )
     loss_denominator: str = flag(
         f"'token', or a constant number of tokens per completion: {', '.join(OVER_TOKENS)}", "token"

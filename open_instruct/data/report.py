@@ -14,6 +14,7 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 
 NUM_REASONS_SHOWN = 5
+WARNING = "warning: "  # how a line begins that is one
 # Kinds of rows whose form is right; why they cannot be used says something of each, and is one reason still.
 WELL_FORMED = ("template", "tokenizer")
 
@@ -116,7 +117,7 @@ class DataReport:
                 f"{counted(self.num_bad, 'row')} skipped as malformed ({_counts(self.bad.items())}); the first:"
             )
             lines += [f"  {row}" for row in self.bad_rows]
-        lines += [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"{WARNING}{warning}" for warning in self.warnings]
         if self.cache_file:
             lines.append(f"{'read from' if self.from_cache else 'kept in'} {self.cache_file}")
         return lines

@@ -24,6 +24,7 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 
 _ROWS_AT_ONCE = 512
+MOST_CUT = 0.1  # of the rows; beyond, the limit is not one for the few longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,16 @@ class RowBuilder(ABC):
         """What to change when nothing is left."""
         return f"raise --max_seq_length: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
 
+    def told_of_cuts(self) -> str | None:
+        """What people should not miss of the rows that were cut."""
+        num_kept = len(self.edges)
+        if self.num_truncated <= MOST_CUT * num_kept:
+            return None
+        return (
+            f"{self.num_truncated:,} of {counted(num_kept, 'row')} are cut to --max_seq_length {self.max_seq_length}, "
+            "and teach replies that break off: raise it, or leave such rows out"
+        )
+
     def build(
         self,
         entries: Sequence[MixerEntry],
@@ -154,6 +165,8 @@ class RowBuilder(ABC):
                 f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
                 "end-of-turn token, so the model will not learn where a reply stops"
             )
+        if told := self.told_of_cuts():
+            warnings.append(told)
         return arrays, DataReport(
             sources=tuple(
                 (source.name, len(source), len(indices)) for source, indices in zip(sources, selected, strict=True)

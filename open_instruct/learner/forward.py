@@ -26,7 +26,7 @@ def token_logprobs(
     batch: PackedBatch,
     *,
     device: torch.device,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     with_entropy: bool = False,
     with_collisions: bool = False,
     classes: tuple[int, ...] = (),
@@ -34,13 +34,15 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
-    `batch` is on the CPU. The language-model head runs only where there are labels. Under tensor parallelism the
-    hidden states are split along T, so there the head runs everywhere and the result is gathered. Where rows are split
-    over ranks, each runs its part and all of them get the log-probs of the whole row. `measure` is computed of the
-    same logits, at the head's own positions.
+    `batch` is on the CPU, and so is a temperature for each label, (N,). The language-model head runs only where there
+    are labels. Under tensor parallelism the hidden states are split along T, so there the head runs everywhere and the
+    result is gathered. Where rows are split over ranks, each runs its part and all of them get the log-probs of the
+    whole row. `measure` is computed of the same logits, at the head's own positions.
 
     Of a model that scores, or with `classes` (ids of words), also what its head says there: see `TokenLogprobs`.
     """
+    if isinstance(temperature, torch.Tensor):  # 1 where there is no label
+        temperature = beside_labels(model, batch, temperature - 1, device=device) + 1
     settings = HeadSettings(temperature, with_entropy, with_collisions, classes, measure)
     output, inputs = _run(model, batch, settings, device=device)
 

@@ -31,6 +31,7 @@ from open_instruct.learner.olmo_core.trainer import Place, trainer_of
 from open_instruct.learner.speed import flops_of_step, peak_flops_per_second
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
+from open_instruct.parallel.processes import host_of_cores
 from open_instruct.records import StepBatch
 from open_instruct.run.signals import noting_signals
 from open_instruct.run.slowness import WINDOW, slowest, slowest_loader
@@ -139,7 +140,8 @@ class Loop:
         row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
         row["time/checkpoint"], self._checkpoint_s = self._checkpoint_s, 0.0
         if self.step % WINDOW == 0:
-            row |= slowest("learner", gathered(self.learner.own_pace()))
+            paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
+            row |= slowest("learner", *zip(*paces, strict=True))
         self._call("post_step")
         if self._is_heard:
             for name, value in row.items():

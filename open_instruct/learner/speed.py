@@ -18,6 +18,7 @@ from open_instruct.planning.subject.devices import DEVICES
 Moment = float | torch.cuda.Event
 MOST_PASSES = 256
 SHORT_S = 2e-4  # the time of a few launches says nothing of a device
+LEAST_TOKENS = 256  # of fewer a GPU takes as long: the head's matrix is read for as many multiplications
 
 
 class StepClock:
@@ -71,9 +72,13 @@ class OwnPace:
         head.register_forward_hook(self._end, with_kwargs=True, prepend=True)
 
     def read(self) -> float | None:
-        """Median seconds for a token since the last call; None where a pass is too short to tell."""
+        """Median seconds for a token since the last call; None where all passes are too short to tell."""
         spans = [(num_tokens, _seconds_between(began, ended)) for num_tokens, began, ended in self._spans]
-        paces = [seconds / num_tokens for num_tokens, seconds in spans if seconds and seconds > SHORT_S]
+        paces = [
+            seconds / num_tokens
+            for num_tokens, seconds in spans
+            if num_tokens >= LEAST_TOKENS and seconds and seconds > SHORT_S
+        ]
         self._spans.clear()
         return median(paces) if paces else None
 

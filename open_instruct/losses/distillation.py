@@ -4,6 +4,9 @@ With p the teacher's distribution and q the student's, and beta between 0 and 1 
 beta 0 is the forward KL(p || q), beta 1 the reverse KL(q || p), and between them the generalised Jensen-Shannon
 divergence `beta KL(p || m) + (1 - beta) KL(q || m)` of the mixture `m = beta p + (1 - beta) q`.
 
+Where the teacher rules tokens out (a logit of -inf), the reverse KL of any q is infinite: there it is that of q without
+these tokens, which have no gradient. The other divergences are finite, and pull q away from them.
+
 Legend: N labelled tokens, V vocabulary, k tokens kept of a teacher's distribution, O outcomes (V, or k and the rest).
 """
 
@@ -12,6 +15,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+
+LEAST_KEPT = 1e-6  # of a student's distribution, by what float32 can tell
 
 
 def divergence(
@@ -70,7 +75,11 @@ class _Divergence(torch.autograd.Function):
             value_N1 = _mean(p_NO, teacher_NO - logprobs_NO)
             slope_NO = q_NO - p_NO
         elif beta == 1.0:
-            ratio_NO = logprobs_NO - teacher_NO
+            is_out_NO = teacher_NO.isneginf()
+            # Exactly 1 where none is out.
+            kept_N1 = (1.0 - torch.where(is_out_NO, q_NO, 0.0).sum(dim=-1, keepdim=True)).clamp(min=LEAST_KEPT)
+            q_NO = q_NO.masked_fill_(is_out_NO, 0.0).div_(kept_N1)
+            ratio_NO = logprobs_NO - teacher_NO - kept_N1.log()
             value_N1 = _mean(q_NO, ratio_NO)
             slope_NO = _weighed(q_NO, ratio_NO - value_N1)
         else:

@@ -10,6 +10,7 @@ With d = log policy - log reference at a token that the policy sampled (J. Schul
                               expected gradient is that of the KL
 
 Estimate 2 takes no d below -20: float32 overflows at -89, and then its gradient is not a number. Beyond it is flat.
+A token that the reference rules out (-inf) has no distance to it: d is 0 there, and pulls nowhere.
 
 Legend: N labelled tokens of a microbatch.
 """
@@ -26,7 +27,7 @@ def kl_estimates(estimator: str, logprobs_N: torch.Tensor, reference_logprobs_N:
 
     Example: policy log-prob -1 and reference -2, so d = 1: 1.0, 0.5, 0.3679 and 1.0.
     """
-    difference_N = logprobs_N - reference_logprobs_N
+    difference_N = logprobs_N - torch.where(reference_logprobs_N.isneginf(), logprobs_N, reference_logprobs_N)
     if estimator == "0":
         return difference_N
     if estimator == "1":

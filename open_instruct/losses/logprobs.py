@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+ROUNDING = 1e-6
+"""Of the log-prob of a reply: what it may differ by where the same is added up in another order, in float32."""
 MAX_LOG_RATIO = 20.0
 """Of what is exponentiated: e^20 is 5e8. Float32 overflows from 89 on, and then finite losses have NaN gradients."""
 

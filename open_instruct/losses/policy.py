@@ -25,7 +25,8 @@ With r = policy / policy at the start of the step, A the advantage of the comple
     gpg       -A log policy                                        GPG, arXiv 2504.02546; token mean
 
 With --delta D the r of a negative A is at most D: the two-sided clip of INTELLECT-2 (arXiv 2505.07291), which for
-D > 1 + E is the dual clip of arXiv 1912.09729.
+D > 1 + E is the dual clip of arXiv 1912.09729. In dppo_tv and dppo_kl, which clip no ratio, the r of any A weighs at
+most D, and keeps its gradient: -stop(min(1, D / r)) r A.
 
 Ratios are those of log-ratios clamped to +-20. Beyond, a loss is flat, so that its value and gradient stay finite
 however far the policies are apart.
@@ -82,7 +83,10 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossOutputs:
-    """`losses_N` carries the gradient; `is_clipped_N` (0 or 1) marks tokens that the clip range took it from."""
+    """`losses_N` carries the gradient; `is_clipped_N` (0 or 1) marks tokens that the clip range took it from.
+
+    What has an advantage of 0 has no gradient to take: `policy_loss` marks none of it.
+    """
 
     losses_N: torch.Tensor
     is_clipped_N: torch.Tensor
@@ -118,6 +122,14 @@ def _cispo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutpu
 
 def _gspo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
     return _clipped(inputs, inputs.mean_by_sequence(inputs.log_ratio_N), loss)
+
+
+def importance_ratio(kind: str, inputs: PolicyLossInputs) -> torch.Tensor:
+    """Of each token, the ratio by which the loss `kind` weighs the samples: its own, or its completion's."""
+    log_ratio_N = inputs.log_ratio_N
+    if policy_loss_facts(kind).by_completion:
+        log_ratio_N = inputs.mean_by_sequence(log_ratio_N)
+    return clamped_exp(log_ratio_N)
 
 
 def _sapo(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
@@ -163,9 +175,11 @@ def _within_divergence(
     too_far_up_N = (inputs.advantages_N > 0) & (ratio_N > 1) & (divergence_N > loss.clip_higher)
     too_far_down_N = (inputs.advantages_N <= 0) & (ratio_N < 1) & (divergence_N > loss.clip_lower)
     is_clipped_N = (too_far_up_N | too_far_down_N).to(ratio_N.dtype)
-    return PolicyLossOutputs(
-        losses_N=-ratio_N * inputs.advantages_N * (1 - is_clipped_N), is_clipped_N=is_clipped_N.float()
-    )
+    losses_N = -ratio_N * inputs.advantages_N * (1 - is_clipped_N)
+    if loss.delta is not None:
+        losses_N = losses_N * (loss.delta / ratio_N.detach()).clamp(max=1)
+        is_clipped_N = torch.maximum(is_clipped_N, (ratio_N > loss.delta).to(ratio_N.dtype))
+    return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=is_clipped_N.float())
 
 
 def _clip_cov(inputs: PolicyLossInputs, loss: PolicyLossSection) -> PolicyLossOutputs:
@@ -219,7 +233,10 @@ def policy_loss(
     `own` is the function of a `--loss_fn` that is not in the table.
     """
     outputs = (own or POLICY_FUNCTIONS[loss.loss_fn])(inputs, loss)
-    return PolicyLossOutputs(losses_N=shares(loss.loss_fn, outputs.losses_N, inputs), is_clipped_N=outputs.is_clipped_N)
+    return PolicyLossOutputs(
+        losses_N=shares(loss.loss_fn, outputs.losses_N, inputs),
+        is_clipped_N=outputs.is_clipped_N * (inputs.advantages_N != 0),
+    )
 
 
 def shares(kind: str, values_N: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:

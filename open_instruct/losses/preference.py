@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.losses.logprobs import MAX_LOG_RATIO, per_token
+from open_instruct.losses.logprobs import MAX_LOG_RATIO, ROUNDING, per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,8 @@ class PreferenceLossOutputs:
     Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta * policy):
     sums, or means over the reply's tokens for a length-normalised loss. `*_logps_P` are those of the policy.
     Of several losses the leading one says how. `parts` are the losses of each, before they are weighted.
+    `is_right_P` says whether the chosen reply has the higher reward, by more than the log-probs' rounding: a policy
+    that equals its reference, and has it computed by ranks that split rows otherwise, tells no pair apart.
     """
 
     losses_P: torch.Tensor
@@ -73,6 +75,7 @@ class PreferenceLossOutputs:
     rejected_rewards_P: torch.Tensor
     chosen_logps_P: torch.Tensor
     rejected_logps_P: torch.Tensor
+    is_right_P: torch.Tensor
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -312,6 +315,7 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
     if PREFERENCE_LOSSES[loss.leading].per_token:
         chosen_logps_P = per_token(chosen_logps_P, inputs.chosen_lengths_P)
         rejected_logps_P = per_token(rejected_logps_P, inputs.rejected_lengths_P)
+    rounding_P = ROUNDING * (chosen_logps_P.abs() + rejected_logps_P.abs())
     weights = loss.loss_weights or [1.0] * len(parts)
     weighted = [weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)]
     return PreferenceLossOutputs(
@@ -320,6 +324,7 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
         rejected_rewards_P=loss.beta * rejected_P.detach(),
         chosen_logps_P=chosen_logps_P.detach(),
         rejected_logps_P=rejected_logps_P.detach(),
+        is_right_P=(chosen_P - rejected_P > rounding_P).float(),
         parts={name: part_P.detach() for name, part_P in parts.items()},
     )
 

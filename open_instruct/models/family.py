@@ -33,6 +33,7 @@ from open_instruct.models.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
 MAX_NUMBER = 1e12  # of RoPE's parameters; float32 can still tell the frequencies apart
 FULL, SLIDING = "full_attention", "sliding_attention"
+HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
 
 # Fields that change what a model computes, with the only values that the forward pass here stands for.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -52,7 +53,11 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1, None),
     "attention_multiplier": (None,),
     "logits_scaling": (1, None),
+    "is_causal": (True,),
+    "dual_chunk_attention_config": (None,),
 }
+# Fields that no class has and something knows: those of every file, and those that are looked at below or written here.
+KNOWN = {"model_type", "tokenizer_class", "head_dim", "layer_types", "score_mean", "score_std", *REQUIRED_VALUES}
 
 ROPE_FIELDS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -105,7 +110,7 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
             names the field, its value and what is supported.
     """
     family = family_of(hf_config.model_type)
-    _check_fields(hf_config)
+    _check_fields(hf_config, family)
 
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
     norm = LayerNormConfig(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
@@ -123,8 +128,17 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     )
 
 
-def _check_fields(hf_config: PretrainedConfig) -> None:
-    for field, supported in REQUIRED_VALUES.items():
+def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
+    """Fields that config.json gives, and that transformers and we have no use for in a model of this family."""
+    given = (name for name, value in vars(hf_config).items() if value is not None and value is not False)
+    unknown = (name for name in given if name not in KNOWN and not hasattr(type(hf_config), name))
+    return [name for name in unknown if not name.startswith(("_", "prm_"))]
+
+
+def _check_fields(hf_config: PretrainedConfig, family: Family) -> None:
+    # transformers may give all layers a window, by that field alone.
+    required = REQUIRED_VALUES if family.has_windows else REQUIRED_VALUES | {"sliding_window": (None,)}
+    for field, supported in required.items():
         value = getattr(hf_config, field, supported[0])
         if value not in supported:
             raise InputError(
@@ -132,7 +146,8 @@ def _check_fields(hf_config: PretrainedConfig) -> None:
                 f"supported: {' or '.join(repr(v) for v in supported if v is not None) or 'absent'}"
             )
     _number(hf_config.rms_norm_eps, "rms_norm_eps")
-    check_size("head_dim", head_dim(hf_config), MAX_SIZE, "config.json")
+    if check_size(HEAD_DIM, head_dim(hf_config), MAX_SIZE, "config.json") % 2:
+        raise InputError(f"config.json: {HEAD_DIM} = {head_dim(hf_config)} is odd, and RoPE turns pairs")
     if hf_config.num_attention_heads % hf_config.num_key_value_heads:
         raise InputError(
             f"config.json: num_attention_heads = {hf_config.num_attention_heads} is not a multiple of "

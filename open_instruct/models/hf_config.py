@@ -26,6 +26,11 @@ SIZES: dict[str, int] = {
     "vocab_size": MAX_SIZE,
     "max_position_embeddings": MAX_POSITIONS,
 }
+REFUSED = {
+    # Tokenizers and engines would follow it.
+    "configuration_files": "lets readers take another file in its place; remove that field",
+    "per_layer_config": "gives layers settings of their own, which is not supported",
+}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Fields by which transformers finds code to run: in the folder or on the hub, as a class or as a kernel.
@@ -83,8 +88,9 @@ def config_fields(folder: Path) -> dict[str, Any]:
     fields = read_object(file)
     family_of(fields.get("model_type"), str(file))
 
-    if "configuration_files" in fields:  # tokenizers and engines would follow it
-        raise InputError(f"{file}: configuration_files lets readers take another file in its place; remove that field")
+    for name, does in REFUSED.items():
+        if name in fields:
+            raise InputError(f"{file}: {name} {does}")
     for name, largest in SIZES.items():
         if fields.get(name) is not None:
             check_size(name, fields[name], largest, str(file))

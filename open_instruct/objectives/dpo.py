@@ -153,7 +153,7 @@ def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
         "rewards/chosen": outputs.chosen_rewards_P,
         "rewards/rejected": outputs.rejected_rewards_P,
         "rewards/margin": margins_P,
-        "rewards/accuracy": (margins_P > 0).float(),
+        "rewards/accuracy": outputs.is_right_P,
         "logps/chosen": outputs.chosen_logps_P,
         "logps/rejected": outputs.rejected_logps_P,
     }
@@ -186,7 +186,7 @@ def evaluate(
     return Evaluation(
         row={
             "eval/preference_accuracy": accuracy,
-            "eval/rewards/accuracy": float((margins_N > 0).float().mean()),
+            "eval/rewards/accuracy": float(outputs.is_right_P.mean()),
             "eval/rewards/margin": float(margins_N.mean()),
             "eval/loss": float(outputs.losses_P.mean()),
             "eval/num_pairs": len(dataset),

@@ -379,9 +379,11 @@ def outputs_of(
     loss: KTOLossSection,
 ) -> LossOutputs:
     """The share of R rows in the loss and the means of their global batch; a class that it lacks has no means."""
+    from open_instruct.losses.logprobs import ROUNDING
+
     losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
     rewards_R, num_rows = loss.beta * log_ratios_R.detach(), float(losses_R.numel())
-    is_right_R = (rewards_R > loss.beta * z0) == is_desirable_R
+    is_right_R = (log_ratios_R - z0 > ROUNDING * logps_R.abs()) == is_desirable_R
     means = {"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()}
     metrics = mean_metrics(means)
     if loss.has_mismatched:

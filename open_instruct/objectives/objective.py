@@ -71,10 +71,11 @@ class BoundLoss:
     """The loss of a run: an objective's, with the settings of its flags.
 
     `function(scores, batch, counts)` is given the values of `batch` on the device of the scores. `temperature`
-    divides the logits; `with_entropy` and `with_collisions` ask for what `TokenLogprobs` may have. `ld_alpha` says how
-    frozen log-probs are summed over the replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy
-    that equals its reference, where that is a number, or one of the counts of the first step; `never_negative` are
-    metrics that are below 0 by rounding at most; `remedy` says what it means that a step had another.
+    divides the logits, but for those of the labels that the value called `unscaled` lists; `with_entropy` and
+    `with_collisions` ask for what `TokenLogprobs` may have. `ld_alpha` says how frozen log-probs are summed over the
+    replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy that equals its reference, where that is
+    a number, or one of the counts of the first step; `never_negative` are metrics that are below 0 by rounding at most;
+    `remedy` says what it means that a step had another.
 
     `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
@@ -92,6 +93,7 @@ class BoundLoss:
     prepare: Callable[[StepBatch, Sequence[TokenLogprobs], Gather], StepBatch] | None = None
     looks_at: Callable[[StepBatch], StepBatch] | None = None
     temperature: float = 1.0
+    unscaled: str = ""
     with_entropy: bool = False
     with_collisions: bool = False
     ld_alpha: float | None = None
@@ -102,6 +104,16 @@ class BoundLoss:
     class_ids: tuple[int, ...] = ()
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
     summed: Summed = lambda scores, batch: (scores.logprobs_N,)
+
+    def temperature_of(self, batch: Batch) -> float | torch.Tensor:
+        """Of the labels of a microbatch on the CPU, (N,) where it is not the same for all."""
+        tokens_M = batch.values.get(self.unscaled)
+        if tokens_M is None or self.temperature == 1.0:
+            return self.temperature
+        import torch
+
+        num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
+        return torch.full((num_labels,), self.temperature).index_fill(0, tokens_M, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
     rl  the policy loss, of tokens that the policy sampled; weighed by --rl_coef
     kl  the penalty for being elsewhere than a frozen model: --beta times that of the reference policy,
         --teacher_kl_coef times that of a teacher (on-policy distillation, arXiv 2306.13649)
-    ce  the cross-entropy of tokens that somebody else wrote, such as conversations or a tool; weighed by --ce_coef
+    ce  the cross-entropy, at temperature 1, of tokens that somebody else wrote, such as conversations or a tool;
+        weighed by --ce_coef
 
 Each has weights a token and counts of its own, so none of them changes with what is added to another.
 
@@ -41,7 +42,7 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
 
     Args:
         loss: which policy loss, and its settings.
-        temperature: of sampling; all log-probs are taken under it.
+        temperature: of sampling; the log-probs of sampled tokens are taken under it.
         response_length: tokens that a completion may have at most; the denominator of dr_grpo.
 
     Raises:
@@ -52,6 +53,7 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
         function=partial(policy_gradient, loss=loss, response_length=response_length, own=own),
         prepare=partial(choose_tokens, loss=loss) if chooses_tokens(loss) else None,
         temperature=temperature,
+        unscaled="ce_tokens",
         with_entropy=measures_entropy(loss),
     )
 
@@ -76,9 +78,8 @@ def policy_gradient(
 ) -> LossOutputs:
     """The microbatch's share of all three."""
     from open_instruct.losses.kl import kl_estimates
-    from open_instruct.losses.logprobs import clamped_exp
     from open_instruct.losses.mismatch import rho_values
-    from open_instruct.losses.policy import global_denominator, policy_loss, shares
+    from open_instruct.losses.policy import global_denominator, importance_ratio, policy_loss, shares
 
     def denominator_of(stream: str) -> float:
         denominator = global_denominator(
@@ -115,9 +116,9 @@ def policy_gradient(
         if name == "reference":
             of_kl["kl"] = kl_M.detach()
         else:  # half the square has the gradient of the divergence, and the difference its value
-            of_kl["teacher_kl"] = (at.logprobs_N - kl.take(frozen_N)).detach()
+            of_kl["teacher_kl"] = kl_estimates("0", at.logprobs_N, kl.take(frozen_N)).detach()
         if loss.kl_importance_weighted and name == "reference":
-            kl_M = clamped_exp(at.log_ratio_N) * kl_M
+            kl_M = importance_ratio(loss.loss_fn, at) * kl_M
         # The estimate, too, is of an expectation under the policy, so the engine's samples weigh as above.
         kl_M = kl.weighed(trusted.weights_N * shares(loss.loss_fn, kl_M, at))
         total = total + weight * kl_M.sum() / denominator_of("kl")

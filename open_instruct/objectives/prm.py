@@ -6,7 +6,7 @@ Legend: N steps of a microbatch, R rows of a data set.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, flag
@@ -14,7 +14,6 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import refuse, training_problems, training_warnings
 from open_instruct.data.chat import ChatFormat, single_token_id
 from open_instruct.data.messages import kind_of, parse_conversation
-from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.rows import MalformedRow
 from open_instruct.objectives.mean_metrics import mean_metrics
@@ -231,12 +230,10 @@ class StepBuilder(RowBuilder):
     def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
         super()._keep(pieces, details[: BYTES_OF_VALUE * (len(pieces) // 2)])
 
-    def build(self, *sources: Any, **rest: Any) -> tuple[dict[str, np.ndarray], DataReport]:
-        arrays, report = super().build(*sources, **rest)
-        if self.num_steps_cut:
-            told = f"{counted(self.num_steps_cut, 'step')} cut off at --max_seq_length, with their labels"
-            report = replace(report, warnings=(*report.warnings, told))
-        return arrays, report
+    def told_of_cuts(self) -> str | None:
+        if not self.num_steps_cut:
+            return None
+        return f"{counted(self.num_steps_cut, 'step')} cut off at --max_seq_length, with their labels"
 
 
 def step_losses(logits_N2: torch.Tensor, right_N: torch.Tensor) -> torch.Tensor:

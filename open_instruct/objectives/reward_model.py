@@ -15,7 +15,6 @@ from open_instruct.config.validation import refuse, sharing_problems, training_p
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.messages import kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder
-from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
@@ -99,15 +98,13 @@ class RewardBuilder(PreferenceBuilder):
         rendered = super().render(row)
         return replace(rendered, values=(margin_of(row),)) if self.margin else rendered
 
-    def build(self, *sources: Any, **rest: Any) -> tuple[dict[str, np.ndarray], DataReport]:
-        arrays, report = super().build(*sources, **rest)
-        if report.num_truncated:
-            told = (
-                f"{counted(report.num_truncated, 'pair')} with a reply that was cut: its reward is read where it does "
-                "not end; raise --max_seq_length, or leave such rows out"
-            )
-            report = replace(report, warnings=(*report.warnings, told))
-        return arrays, report
+    def told_of_cuts(self) -> str | None:
+        if not self.num_truncated:
+            return None
+        return (
+            f"{counted(self.num_truncated, 'pair')} with a reply that was cut: its reward is read where it does "
+            "not end; raise --max_seq_length, or leave such rows out"
+        )
 
 
 def margin_of(row: Mapping[str, Any]) -> float:
@@ -154,7 +151,8 @@ def bind(loss: RewardLossSection) -> BoundLoss:
 
 def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:
     """Means over the pairs of a microbatch, weighted by their number."""
-    losses_P, (chosen_P, rejected_P) = losses_P.detach(), rewards_2P.detach()
+    # Float64: their variance is the difference of two means, which may be a million times as large.
+    losses_P, (chosen_P, rejected_P) = losses_P.detach(), rewards_2P.detach().double()
     values_P = {
         "loss": losses_P,
         "rewards/chosen": chosen_P,

@@ -20,6 +20,11 @@ def machine() -> str:
         return socket.gethostname()
 
 
+def host_of_cores(device_type: str) -> str | None:
+    """The host whose CPU cores this process computes on; None where it has a device of its own."""
+    return machine().split()[0] if device_type == "cpu" else None
+
+
 def state(pid: int) -> str | None:
     """The letter of `ps`: "T" and "t" are frozen, "Z" has ended. None where there is no such process, or no /proc."""
     fields = _fields(pid)

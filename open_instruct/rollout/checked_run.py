@@ -80,6 +80,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             adapters=config.adapters,
             data=config.data,
         )
+        for warning in pretrained.warnings:
+            console.warn(warning)
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
             open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
         config = _planned(config, pretrained.folder, console, directory)
@@ -112,8 +114,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
                     on_progress=on_progress,
                     **changes,
                 )
-            for line in report.lines():
-                console.say(f"{title}: {line}")
+            console.report(title, report.lines())
             return prompts
 
         held_out = None
@@ -135,7 +136,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             chat=chat,
             prompts=prompts,
             held_out=held_out,
-            conversations=load_conversations(config, pretrained.tokenizer, say=console.say),
+            conversations=load_conversations(config, pretrained.tokenizer, tell=console.report),
             trackers=tuple(trackers),
         )
 

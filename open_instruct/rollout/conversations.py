@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +15,11 @@ from open_instruct.records import RolloutSample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+Tell = Callable[[str, Sequence[str]], None]
+
 
 def load_conversations(
-    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, say: Callable[[str], None] = lambda line: None
+    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, tell: Tell = lambda title, lines: None
 ) -> TokenDataset | None:
     """The rows of --sft_mixer_list, none where there is none.
 
@@ -41,8 +43,7 @@ def load_conversations(
         columns=data.columns,
         flag="--sft_mixer_list",
     )
-    for line in report.lines():
-        say(f"conversations: {line}")
+    tell("conversations", report.lines())
     return dataset
 
 

@@ -19,7 +19,7 @@ from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conversations import conversations_of
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
-from open_instruct.rollout.learning_signal import SignalWatch, refuse_failed_verdicts
+from open_instruct.rollout.learning_signal import CutWatch, SignalWatch, refuse_failed_verdicts
 from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import training_samples
 from open_instruct.rollout.traces import write_traces
@@ -50,7 +50,7 @@ class Driver:
         self.fleet = fleet
         self.console = run.console
         self.conductor = fleet.new_conductor()
-        self.signal_watch = SignalWatch(config)
+        self.signal_watch, self.cut_watch = SignalWatch(config), CutWatch(config)
         self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
@@ -105,7 +105,8 @@ class Driver:
         rollouts = training_samples(batch, config=config.rollout, version=self.step)
         given = conversations_of(self.run.conversations, step=step, config=config)
         num_tokens = rollouts.num_tokens + sum(len(sample.document) for sample in given)
-        if warning := self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)):
+        silence = self.signal_watch.after_step(asked, num_samples=len(rollouts.samples))
+        for warning in filter(None, (silence, self.cut_watch.after_step(asked))):
             self.console.warn(warning)
         if config.run.save_traces:
             write_traces(self.run.directory.path, step, batch, rollouts)
@@ -137,7 +138,7 @@ class Driver:
         every = config.evaluation.local_eval_every
         if self.run.held_out is not None and (is_last or (every and step % every == 0)):
             row |= self._evaluate()
-        if step % WINDOW == 0:
+        if step % WINDOW == 0 and not self.fleet.engines_share_cores:
             row |= slowest("engine", self.fleet.engines.paces())
         row["time/step"] = time.monotonic() - began_s
         row["tokens_per_second/learners"] = num_tokens / max(row["time/train"], 1e-9)

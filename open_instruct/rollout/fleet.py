@@ -37,13 +37,14 @@ LOGS_FOLDER = "logs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """A running fleet. `publisher` brings the learners' weights to the engines."""
+    """A running fleet. `publisher` brings the learners' weights to the engines, which may share one host's cores."""
 
     run: RolloutRun
     learners: LearnerGroup[LearnerProcess]
     engines: EnginePool
     rewards: RewardModel
     publisher: WeightPublisher
+    engines_share_cores: bool
 
     def new_conductor(self) -> Conductor:
         """One that stands at the start of the run, until it loads another state."""
@@ -99,7 +100,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         began_s = time.monotonic()
         doing("starting learners and engines")
         console.say(f"starting {counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}")
-        same_host = placement.whereabouts().share_memory()
+        places = placement.whereabouts()
+        same_host = places.share_memory()
         backend = choose_backend(
             config.fleet.weight_sync_backend,
             on_cuda=placement.on_gpus,
@@ -163,6 +165,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             engines=engines,
             rewards=RewardModel(verifiers, config.reward),
             publisher=publisher,
+            engines_share_cores=not placement.on_gpus and len(places.engines) == 1,
         )
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import RunError
@@ -11,6 +13,9 @@ from open_instruct.records import RolloutGroup
 
 # Steps in a row without a signal, before that is worth a warning.
 MAX_SILENT_STEPS = 5
+# Of the completions of as many steps, those that may be cut.
+MOST_CUT = 0.5
+LONGER = "Raise it, or start from a model that has learned to end its answers (open-instruct sft)"
 
 
 class SignalWatch:
@@ -38,6 +43,28 @@ class SignalWatch:
         )
 
 
+class CutWatch:
+    """Looks at how completions end, and says once in a run that most of several steps were cut at the limit."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self._limit = config.data.response_length
+        self._ends: deque[list[bool]] | None = deque(maxlen=MAX_SILENT_STEPS)
+
+    def after_step(self, groups: Sequence[RolloutGroup]) -> str | None:
+        """The warning, after the step that makes it due."""
+        if self._ends is None:
+            return None
+        self._ends.append([each.is_truncated for group in groups for each in group.completions])
+        are_cut = list(chain.from_iterable(self._ends))
+        if len(self._ends) < MAX_SILENT_STEPS or sum(are_cut) <= MOST_CUT * len(are_cut):
+            return None
+        self._ends = None
+        return (
+            f"{sum(are_cut) / len(are_cut):.0%} of the completions of the last {MAX_SILENT_STEPS} steps were cut off "
+            f"at --response_length {self._limit} tokens, and one that breaks off is seldom judged right. {LONGER}"
+        )
+
+
 def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
     """End a run in which no verifier works.
 
@@ -58,10 +85,7 @@ def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
     if all(verdict.is_right for verdict in verdicts):
         return "every answer was right. The prompts are too easy for this model: use harder ones"
     if all(completion.is_truncated for group in groups for completion in group.completions):
-        return (
-            f"every completion was cut off at --response_length {config.data.response_length} tokens. Raise it, or "
-            "start from a model that has learned to end its answers (open-instruct sft)"
-        )
+        return f"every completion was cut off at --response_length {config.data.response_length} tokens. {LONGER}"
     if config.reward.apply_r1_style_format_reward and not any(verdict.scores["format"] for verdict in verdicts):
         return (
             "no completion had the form <think>…</think><answer>…</answer>. Ask for it in the prompts, or show the "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+
+from open_instruct.data.report import WARNING
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,13 @@ class Console:
         """One line that people should not miss."""
         log.warning(text)
         if self.speaks:
-            self.rich.print(f"warning: {text}", style="yellow", markup=False)
+            self.rich.print(f"{WARNING}{text}", style="yellow", markup=False)
+
+    def report(self, title: str, lines: Iterable[str]) -> None:
+        """The lines of a `DataReport`, its warnings as what they are."""
+        for line in lines:
+            say = self.warn if line.startswith(WARNING) else self.say
+            say(f"{title}: {line.removeprefix(WARNING)}")
 
     @contextmanager
     def counting(self, title: str) -> Iterator[OnProgress]:

@@ -49,8 +49,7 @@ def load_datasets(
                     **own,
                 )
 
-        for line in on_main_process(lambda: read(console.speaks)[1].lines()):
-            console.say(f"{title}: {line}")
+        console.report(title, on_main_process(lambda: read(console.speaks)[1].lines()))
         return read(False)[0]
 
     doing("reading the rows")

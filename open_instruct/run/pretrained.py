@@ -21,6 +21,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_destination, check_exportable
+from open_instruct.models.family import unknown_fields
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.heads.value_head import ScoreFiles
 from open_instruct.models.hf_config import load_hf_config
@@ -57,6 +58,12 @@ class Pretrained:
     def weights_fingerprint(self) -> str:
         """See there. Collective when it is first asked for: every byte of the checkpoint is read, and only once."""
         return weights_fingerprint(self.files)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What people should know of the start model."""
+        unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
+        return [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
 
     @property
     def pad_token_id(self) -> int:

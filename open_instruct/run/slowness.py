@@ -15,12 +15,18 @@ LATE = 0.2
 WAITING = {"learner": "all others wait for it in every step", "engine": "long completions wait for it"}
 
 
-def slowest(what: str, token_s: Sequence[float | None]) -> dict[str, float]:
+def slowest(what: str, token_s: Sequence[float | None], hosts: Sequence[str | None] | None = None) -> dict[str, float]:
     """What a row of metrics has of the slowest of several, by index, given the seconds that each takes for a token.
 
-    None is one that is not known. With fewer than two that are, nothing.
+    None is one that is not known. With fewer than two that are, nothing. Of those that compute on the cores of a host
+    (None: on a device of its own) the fastest stands for the host: which of them waits for a core is chance.
     """
-    known = {index: seconds for index, seconds in enumerate(token_s) if seconds}
+    fastest: dict[str | int, tuple[float, int]] = {}
+    for index, (seconds, host) in enumerate(zip(token_s, hosts or [None] * len(token_s), strict=True)):
+        if seconds:
+            place = host or index
+            fastest[place] = min(fastest.get(place, (seconds, index)), (seconds, index))
+    known = {index: seconds for seconds, index in fastest.values()}
     if len(known) < 2:
         return {}
     slow = max(known, key=lambda index: known[index])
@@ -70,7 +76,7 @@ def _looks(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         words = (
             f"{what}-{row[f'slowest_{what}']:.0f} takes {times:.1f} times as long as the other {what}s for a token "
             f"({1000 * times * others:.3g} ms, their median {1000 * others:.3g}): {WAITING[what]}. "
-            "See on its node whether other programs take its GPUs or CPU cores, and whether they are throttled "
-            "(nvidia-smi -q -d PERFORMANCE); where it stays so, leave that node out"
+            "See on its node whether other programs take its GPUs or CPU cores; where it computes on a GPU, nvidia-smi "
+            "-q -d PERFORMANCE says whether that is throttled. Where it stays so, leave that node out"
         )
         yield what, words if times >= TIMES else ""

@@ -137,6 +137,7 @@ def test_rows_may_be_split_over_ranks(on_four: TrainCase, stage: int) -> None:
     Nor does host memory change anything, where stage 2 has its optimizer, and stage 3 all, with second copies.
     """
     assert_same(on_four, f"rows_{stage}")
+    assert on_four.metrics(f"rows_{stage}")[0]["rewards/accuracy"] == 0
 
 
 @pytest.mark.parametrize(("name", "base"), [("matrices_1", "base"), ("matrices_3", "moving_base")])

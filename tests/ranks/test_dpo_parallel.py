@@ -143,6 +143,8 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     run_ranks(2, JOB, commands=commands, ports=free_ports(len(commands)))
     for name in ("fsdp_2", "replicas_2", "tensor_2", "context_2", "context_2_unshared", "context_2_full"):
         assert_same_trajectory(one_process, name)
+        # A policy that is its reference tells no pair apart, however its rows are computed.
+        assert one_process.metrics(name)[0]["rewards/accuracy"] == 0
 
 
 def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:

@@ -92,7 +92,7 @@ def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks
         one_process.command("slow_tensor", ranks=1, tensor_parallel_degree=2, batch=4, **flags),
     ]
     job = JOB.replace("run_each", "run_with_a_slow_rank")
-    run_ranks(2, job, commands=commands, ports=free_ports(2), slow_rank=1, window=window)
+    run_ranks(2, job, commands=commands, ports=free_ports(2), slow_rank=1, window=window, on_one_host=False)
     for name in ("slow", "slow_tensor"):
         rows, log = one_process.metrics(name), (one_process.folder / name / "run.log").read_text().splitlines()
         assert [row["step"] for row in rows if "slowest_learner" in row] == [window, 2 * window]
@@ -104,6 +104,12 @@ def test_a_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks
     log = (one_process.folder / "slow" / "run.log").read_text().splitlines()
     (late,) = [line for line in log if "waits for its own rows" in line]
     assert f"after step {2 * window} learner-1 waits " in late
+
+    # Of one host's CPU ranks, none is slow by itself.
+    shared = [one_process.command("shares_cores", ranks=2, max_train_steps=window, eval_steps=0)]
+    run_ranks(2, job, commands=shared, ports=free_ports(1), slow_rank=1, window=window, on_one_host=True)
+    row = one_process.metrics("shares_cores")[window - 1]
+    assert "slowest_loader" in row and "slowest_learner" not in row
 
 
 def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:

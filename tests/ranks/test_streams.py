@@ -63,6 +63,7 @@ def one_process(grpo_case: GRPOCase, ways: dict[str, dict[str, Any]]) -> dict[st
         for way in ways
         for cut, (flags, job) in cuts.items()
     }
+    cases["warm"] = case_of(grpo_case, "warm", ways["streams"] | {"temperature": 1.0})
     for loss_fn in ("gmpo", "vespo", "luspo"):
         for cut in ("", "/single"):
             cases[loss_fn + cut] = case_of(grpo_case, loss_fn + cut, {"loss_fn": loss_fn}, **cuts[cut][1])
@@ -83,6 +84,13 @@ def test_every_stream_is_learned(one_process: dict[str, Rows]) -> None:
         assert row["has_moved"] and row["loss"] > 0.5 * row["ce"] + row["policy_loss"]  # and two divergences
     assert one_process["streams"][0]["kl"] == pytest.approx(0, abs=1e-6)
     assert abs(one_process["streams"][0]["teacher_kl"]) > 1e-3
+
+
+def test_conversations_know_nothing_of_the_temperature_of_sampling(one_process: dict[str, Rows]) -> None:
+    """Their cross-entropy is that of SFT. Completions have theirs, here of 0.7 and of 1."""
+    cold, warm = (one_process[name][0] for name in ("streams", "warm"))
+    assert cold["ce"] == pytest.approx(warm["ce"], rel=1e-6)
+    assert abs(cold["teacher_kl"] - warm["teacher_kl"]) > 1e-3
 
 
 @pytest.mark.parametrize("way", ["streams", "marked"])

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import io
+import logging
 
+import pytest
 from rich.console import Console as RichConsole
 
 from open_instruct.run.console import Console
+
+
+def test_a_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    console = Console(speaks=True)
+    console.rich = RichConsole(file=io.StringIO(), record=True, width=100, soft_wrap=True)
+    with caplog.at_level(logging.INFO):
+        console.report("training data", ["240 pairs", "warning: 203 of 240 rows are cut"])
+    assert console.rich.export_text().splitlines() == [
+        "training data: 240 pairs",
+        "warning: training data: 203 of 240 rows are cut",
+    ]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
 def test_rows_are_counted_below_the_bar_of_the_training() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +18,9 @@ from olmo_core.nn.hf.convert import convert_state_from_hf
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
+from open_instruct.families import FAMILIES, Family
 from open_instruct.models.build import build_model, find_not_finite
-from open_instruct.models.family import transformer_config
+from open_instruct.models.family import transformer_config, unknown_fields
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.names import TensorNames
 
@@ -76,7 +81,8 @@ def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module
     model = build_model(config)
     model.init_weights(device=CPU, max_seq_len=NUM_TOKENS)
     theirs = dict(reference.state_dict())
-    if FAMILIES[config.model_type].qkv_bias:  # which OLMo-core's own conversion does not know
+    # What OLMo-core's own conversion does not know.
+    if FAMILIES[config.model_type].qkv_bias or config.model_type == "mistral":
         state = {name: theirs[hf_name] for name, hf_name in TensorNames(config)}
         model.load_state_dict(state, strict=not config.tie_word_embeddings)
     else:
@@ -130,6 +136,113 @@ def test_logits_are_those_of_transformers(family: str, fields: dict[str, Any]) -
         torch.testing.assert_close(model(input_ids_BT), expected, atol=1e-5, rtol=1e-5)
 
 
+# Where transformers reads a model's configuration, whatever its class has.
+READERS = (
+    "transformers.configuration_utils",
+    "transformers.masking_utils",
+    "transformers.modeling_rope_utils",
+    "transformers.integrations.sdpa_attention",
+)
+READING = re.compile(r'(?:getattr\((?:self\.)?config, |kwargs\.(?:pop|get)\()"([a-z]\w*)"')
+# Fields by which code is found: they are left out.
+OF_CODE = {"attn_implementation", "experts_implementation"}
+# What a field that is absent, or null, may be set to.
+SET = (False, True, 2, "gelu", ["sliding_attention", "full_attention"], {"0": {"hidden_act": "gelu"}})
+
+
+def names_of_fields(family: str) -> list[str]:
+    """All that a config.json of the family may have, as transformers' own sources say."""
+    config_class = transformers.CONFIG_MAPPING[family]
+    names = {field.name for field in dataclasses.fields(config_class)} | {"sliding_window", "rope_theta"}
+    for module in (*READERS, f"transformers.models.{family}.modeling_{family}"):
+        names |= set(READING.findall(Path(str(importlib.import_module(module).__file__)).read_text()))
+    return sorted(names - OF_CODE)
+
+
+def other_values(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return tuple(other for other in (1, 2, 8) if other != value)
+    if isinstance(value, float):
+        return (0.25, 1.0)
+    if isinstance(value, str):
+        return ("gelu",)
+    if isinstance(value, list):
+        return (value[::-1], ["sliding_attention"] * 2, ["full_attention"] * 2, ["chunked_attention"] * 2)
+    if isinstance(value, dict):
+        return (DEFAULT_ROPE | {"rope_theta": 100.0}, LINEAR, YARN, DEFAULT_ROPE | {"partial_rotary_factor": 0.5})
+    return SET
+
+
+def changed_configs(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A config.json of a tiny model with one field changed, and which."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config = hf_config(family, **sizes, vocab_size=31, **({"sliding_window": None} if family == "mistral" else {}))
+    fields = json.loads(config.to_json_string(use_diff=False))
+    if family == "olmo3":
+        fields |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    yield "", fields
+    for name in names_of_fields(family):
+        for value in other_values(fields.get(name)):
+            yield name, fields | {name: value}
+
+
+# Mistral as a record that forgets its windows.
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral"])
+def test_every_field_of_a_config_is_read_or_refused(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of it changes what transformers computes."""
+    monkeypatch.setitem(FAMILIES, "mistral", Family(name="Mistral", config_class="MistralConfig", qk_norm="none"))
+    input_ids_BT = torch.randint(3, 31, (2, 24), generator=torch.Generator().manual_seed(1))
+    unnamed: list[str] = []
+    plain_BTV, logits, became = torch.empty(0), dict[tuple[str, float], torch.Tensor](), Counter[str]()
+    for name, fields in changed_configs(family):
+        case, text = f"{name} = {fields.get(name)}", json.dumps(fields)
+        (tmp_path / "config.json").write_text(text)
+        try:
+            config = load_hf_config(str(tmp_path))
+            ours = transformer_config(config)
+        except InputError as error:
+            became["refused"] += 1
+            # RoPE's are named by the name they have now.
+            if not re.search(rf"{name}|rope_parameters|transformers cannot read it", str(error)):
+                unnamed.append(f"{case}: {error}")
+            continue
+        try:
+            reference = hf_model(transformers.CONFIG_MAPPING[family].from_dict(json.loads(text)))  # which it changes
+            with torch.no_grad():
+                expected_BTV = reference(input_ids_BT).logits
+        except Exception:  # transformers has no model of it either
+            continue
+        # What it is built from: of the same there is the same.
+        built_from = repr(ours.as_config_dict()), float(sum(each.double().sum() for each in reference.parameters()))
+        if built_from not in logits:
+            with torch.no_grad():
+                logits[built_from] = same_model(config, reference)(input_ids_BT)
+        ours_BTV = logits[built_from]
+        torch.testing.assert_close(
+            ours_BTV, expected_BTV, atol=1e-4, rtol=1e-4, msg=lambda told, case=case: f"{case}: {told}"
+        )
+        if not name:
+            plain_BTV = expected_BTV
+        became["no matter" if torch.equal(expected_BTV, plain_BTV) else "read"] += 1
+    assert not unnamed
+    # Of each kind there are some.
+    assert became["refused"] > 30 and became["read"] > 8 and became["no matter"] > 30, became
+
+
+def test_fields_that_nothing_knows_are_named(tmp_path: Path) -> None:
+    fields = hf_config("qwen2").to_dict() | {"torch_dtype": "bfloat16", "do_sample": True, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(
+        json.dumps(fields | {"use_mrope": False, "tokenizer_class": "T", "eos": None})
+    )
+    assert unknown_fields(load_hf_config(str(tmp_path))) == []
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"residual_scale": 0.5, "qk_clip": True}))
+    assert unknown_fields(load_hf_config(str(tmp_path))) == ["residual_scale", "qk_clip"]
+
+
 @pytest.mark.parametrize("scaled", [LINEAR, LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
 def test_rope_scaling_changes_the_logits(scaled: dict[str, Any]) -> None:
     """The equality above would mean little if the logits did not depend on the scaling."""
@@ -178,6 +291,10 @@ def test_shape_of_a_large_model_follows_from_its_config() -> None:
         ("llama", {"rope_parameters": YARN | {"mscale": 0.7}}, "mscale = 0.7"),
         ("llama", {"rope_parameters": LINEAR | {"factor": -1.0}}, "factor = -1.0"),
         ("olmo3", {"sliding_window": None}, "sliding_window = None"),
+        ("llama", {"sliding_window": 16}, "sliding_window = 16"),
+        ("qwen3", {"is_causal": False}, "is_causal = False"),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ("llama", {"head_dim": 3}, "= 3 is odd, and RoPE turns pairs"),
         ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
     ],
 )

@@ -296,6 +296,7 @@ def test_a_kernel_that_a_config_object_names_is_not_loaded(monkeypatch: pytest.M
         ("config.json", '"num_attention_heads": 4', '"num_attention_heads": 0', "num_attention_heads = 0"),
         ("config.json", '"dtype": "float32"', '"dtype": "load"', "dtype = 'load'"),
         ("config.json", "{", '{"configuration_files": ["config.4.0.0.json"],', "configuration_files lets readers"),
+        ("config.json", "{", '{"per_layer_config": {"0": {"head_dim": 8}},', "per_layer_config gives layers settings"),
         ("generation_config.json", "{", "[", "generation_config.json, line"),
         ("tokenizer.json", '"id": 2,', '"id": 2000000000,', "2000000000 is no token id"),
         ("tokenizer_config.json", '"chat_template": "', '"chat_template": 7, "x": "', "is a int, not text"),

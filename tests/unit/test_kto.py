@@ -452,6 +452,15 @@ class TestStep:
         with pytest.raises(RunError, match=r"the first loss is .* has 1.187500: the reference log-probs do not belong"):
             step_of(policy, dataset, tmp_path, reference_ND=elsewhere_ND, **run)
 
+    def test_a_reply_within_rounding_of_the_reference_is_not_above_it(
+        self, policy: torch.nn.Module, load: Load, tmp_path: Path
+    ) -> None:
+        dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
+        reference_ND = logps_of(policy, dataset) * (1 + 3e-7 * np.float32([[-1, -1], [1, -1]] * 4))
+        for microbatches in (1, 4):
+            metrics, _ = step_of(policy, dataset, tmp_path, reference_ND=reference_ND, microbatches=microbatches)
+            assert metrics["rewards/accuracy"] == 3 / 8  # that of "nothing is desirable"
+
     def test_a_class_that_is_not_there_has_no_metrics(
         self, policy: torch.nn.Module, load: Load, tmp_path: Path
     ) -> None:

@@ -11,7 +11,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import RunError
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.learning_signal import MAX_SILENT_STEPS, SignalWatch, refuse_failed_verdicts
+from open_instruct.rollout.learning_signal import MAX_SILENT_STEPS, CutWatch, SignalWatch, refuse_failed_verdicts
 
 FLAGS = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0 --output_dir out --apply_r1_style_format_reward"
 
@@ -75,6 +75,23 @@ def test_a_signal_of_completions_that_are_all_left_out_is_none() -> None:
     it = watch()
     warnings = [it.after_step([replace(MIXED, completions=CUT.completions)], num_samples=0) for _ in range(5)]
     assert warnings[-1] is not None and "cut off" in warnings[-1]
+
+
+def test_completions_that_are_mostly_cut_are_told_of_once() -> None:
+    """Also where some are judged right, so that there is a signal."""
+    it, cut = CutWatch(parse(GRPOConfig, FLAGS.split())), replace(MIXED, completions=CUT.completions)
+    *before, warning = [it.after_step([cut, cut, cut, RIGHT]) for _ in range(MAX_SILENT_STEPS)]
+    assert not any(before) and warning is not None
+    assert warning.startswith("75% of the completions of the last 5 steps were cut off at --response_length 256 tokens")
+    assert "Raise it, or start from a model that has learned to end its answers" in warning
+    assert not any(it.after_step([cut]) for _ in range(20))
+
+
+def test_some_completions_that_are_cut_are_no_matter() -> None:
+    """Nor is a step of cut ones."""
+    it = CutWatch(parse(GRPOConfig, FLAGS.split()))
+    steps = [[], [CUT], *[[MIXED, MIXED, CUT]] * 8, [CUT], *[[MIXED, MIXED, CUT]] * 8]
+    assert not any(it.after_step(groups) for groups in steps)
 
 
 def test_a_step_whose_verdicts_all_failed_ends_the_run() -> None:

@@ -69,8 +69,9 @@ def test_only_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> N
     assert [shape[0] for shape in shapes] == [4, 4, 2]
 
 
+@pytest.mark.parametrize("temperatures", [[0.5] * 6, [0.5, 1.0, 2.0, 1.0, 1.0, 0.25]])
 @pytest.mark.parametrize("rows_per_chunk", [2, 1000])
-def test_temperature_entropy_and_collisions(rows_per_chunk: int) -> None:
+def test_temperature_entropy_and_collisions(rows_per_chunk: int, temperatures: list[float]) -> None:
     torch.manual_seed(0)
     model = build_model(tiny_config("olmo2", SIZES["tiny"], vocab_size=VOCAB_SIZE, tie=False))
     materialize(model, device=torch.device("cpu"), max_seq_len=16)
@@ -80,14 +81,18 @@ def test_temperature_entropy_and_collisions(rows_per_chunk: int) -> None:
     ids = torch.randint(0, VOCAB_SIZE, (9,)).tolist()
     batch = pack_documents([document(ids[:5], num_prompt=2), document(ids[5:], num_prompt=1)], pad_to_multiple_of=12)
     model.lm_head.max_logits_bytes = rows_per_chunk * 4 * VOCAB_SIZE
+    temperature = 0.5 if set(temperatures) == {0.5} else torch.tensor(temperatures)
     tokens = token_logprobs(
-        model, batch, device=torch.device("cpu"), temperature=0.5, with_entropy=True, with_collisions=True
+        model, batch, device=torch.device("cpu"), temperature=temperature, with_entropy=True, with_collisions=True
     )
 
     lengths = torch.tensor([batch.document_lengths], dtype=torch.int32)
-    logits_TV = model(batch.input_ids_BT, doc_lens=lengths, max_doc_lens=[5])[0].float() / 0.5
-    logprobs_TV = logits_TV.log_softmax(dim=-1)
     positions, labels = [1, 2, 3, 5, 6, 7], [*ids[2:5], *ids[6:9]]
+    divisors_T1 = torch.ones(batch.input_ids_BT.shape[1], 1).index_copy(
+        0, torch.tensor(positions), torch.tensor(temperatures)[:, None]
+    )
+    logits_TV = model(batch.input_ids_BT, doc_lens=lengths, max_doc_lens=[5])[0].float() / divisors_T1
+    logprobs_TV = logits_TV.log_softmax(dim=-1)
     torch.testing.assert_close(tokens.logprobs_N, logprobs_TV[positions, labels], rtol=1e-5, atol=1e-5)
     entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
     assert tokens.entropy_N is not None and not tokens.entropy_N.requires_grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -69,13 +70,15 @@ def vespo(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tens
     return -(w**k * torch.exp(rate - rate * w) * a * new).sum()
 
 
-def dppo(divergence: Callable[[float, float], float]) -> Formula:
+def dppo(divergence: Callable[[float, float], float], delta: float = math.inf) -> Formula:
     def formula(r: Tensor, new: Tensor, old: Tensor, marked: Tensor, a: float) -> Tensor:
         terms = []
         for x, p, q in zip(r, new.detach().exp().tolist(), old.exp().tolist(), strict=True):
             moved_as_asked = p > q if a > 0 else p < q
             is_blocked = moved_as_asked and divergence(q, p) > (E_HIGH if a > 0 else E_LOW)
-            terms.append(x * 0 if is_blocked else -x * a)
+            # Beyond delta the ratio is a weight: the token keeps a gradient, of log p.
+            kept = x if x <= delta else delta * (x.log() - x.log().detach() + 1)
+            terms.append(x * 0 if is_blocked else -kept * a)
         return torch.stack(terms).sum()
 
     return formula
@@ -193,6 +196,30 @@ def test_two_sided_and_dual_clip_are_one(spread: float) -> None:
         check(given, loss, by_formula(lambda r, new, old, marked, a: ppo(r, a, delta=DELTA).sum(), given))
     is_out_N = (given.log_ratio_N.exp() > DELTA) & (given.advantages_N < 0)
     assert policy_loss(given, loss).is_clipped_N[is_out_N].all() and is_out_N.any() == (spread == 2.0)
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 12.0])
+def test_delta_bounds_the_ratio_where_no_other_clip_does(spread: float) -> None:
+    """A rare token may multiply its probability, and have moved by little."""
+    for kind, divergence in (("dppo_tv", lambda q, p: abs(p - q)), ("dppo_kl", coins)):
+        for seed in range(5):
+            given, loss = inputs(seed, spread=spread), settings(kind, delta=DELTA)
+            check(given, loss, by_formula(dppo(divergence, DELTA), given))
+            outputs = policy_loss(given, loss)
+            assert (outputs.losses_N.abs() <= (1 + 1e-6) * DELTA * given.advantages_N.abs()).all()
+            assert outputs.is_clipped_N[given.log_ratio_N.exp() > DELTA].all()
+        unbounded = policy_loss(given, settings(kind)).losses_N
+        assert (unbounded.abs() > DELTA * given.advantages_N.abs()).any() == (spread > 1)
+
+
+def test_a_token_without_an_advantage_is_not_clipped() -> None:
+    """It has no gradient to take."""
+    given = inputs(3, spread=2.0)
+    without = dataclasses.replace(given, advantages_N=torch.where(given.sequence_ids_N == 1, 0.0, given.advantages_N))
+    for kind in POLICY_LOSSES:
+        plain, clipped_N = (policy_loss(each, settings(kind)).is_clipped_N for each in (given, without))
+        assert torch.equal(clipped_N, plain * (given.sequence_ids_N != 1)), kind
+    assert policy_loss(given, settings("gmpo")).is_clipped_N[given.sequence_ids_N == 1].any()
 
 
 def test_a_clip_covers_what_it_says() -> None:

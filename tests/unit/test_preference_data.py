@@ -303,6 +303,23 @@ def test_report_round_trip_and_words(load: Load, tmp_path: Path) -> None:
     assert f"kept in {report.cache_file}" in report.lines()
 
 
+def test_rows_that_are_mostly_cut_are_a_warning(load: Load, tmp_path: Path) -> None:
+    """Once, with the remedy, also where they are read from the cache; a few long ones are not."""
+    rows = [row("hi", "yes", f"no {i}" + "!" * (30 if i < 2 else 0)) for i in range(20)]
+    path, room = write(tmp_path / "rows.jsonl", *rows), HEAD + 2 + 5
+    expected = (
+        f"20 of 20 rows are cut to --max_seq_length {room - 2}, and teach replies that break off: raise it, or leave "
+        "such rows out"
+    )
+    for _ in range(2):
+        _, report = load(path, "1.0", max_seq_length=room - 2)
+        assert report.warnings == (expected,)
+    _, report = load(path, "1.0", max_seq_length=room)
+    assert report.num_truncated == 12 and report.warnings[0].startswith("12 of 20 rows are cut")
+    _, report = load(path, "1.0", max_seq_length=room + 20)
+    assert (report.num_truncated, report.warnings) == (2, ())
+
+
 def test_progress_counts_distinct_rows(load: Load, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     one, two = numbered(tmp_path / "one.jsonl", 700), numbered(tmp_path / "two.jsonl", 5)

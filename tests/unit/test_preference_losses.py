@@ -318,6 +318,14 @@ def gradients(losses_P: torch.Tensor, inputs: PreferenceLossInputs) -> list[torc
     return list(torch.autograd.grad(losses_P.sum(), of, allow_unused=True, materialize_grads=True))
 
 
+@pytest.mark.parametrize("name", REFERENCE_BASED)
+def test_pairs_within_rounding_of_the_reference_are_not_told_apart(name: str) -> None:
+    """The same log-probs added up in another order; 1e-4 nats of 30 are more than that."""
+    rest = {"reference_chosen": [-30.0] * 3, "reference_rejected": [-25.0] * 3, "rejected": [-25.0] * 3}
+    inputs = make_inputs([-29.99999, -30.00001, -29.9999], chosen_lengths=[3] * 3, rejected_lengths=[3] * 3, **rest)
+    assert preference_loss(name, inputs, beta=0.1).is_right_P.tolist() == [0, 0, 1]
+
+
 @pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
 def test_no_pairs(name: str) -> None:
     inputs = make_inputs([], [], [], [], [], [])

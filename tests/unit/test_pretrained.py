@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
+from open_instruct.config.sections import ModelSection
 from open_instruct.errors import InputError
 from open_instruct.run import pretrained
 from open_instruct.run.pretrained import local_folder, open_pretrained
+from open_instruct.toys.tiny import write_tiny_model
 
 REQUIRED = ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out", "--model_name_or_path"]
 
@@ -59,3 +62,16 @@ def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
 def test_a_revision_of_no_tokenizer_is_refused() -> None:
     with pytest.raises(InputError, match="--tokenizer_revision: the tokenizer is the model's"):
         validate_dpo(parse(DPOConfig, [*REQUIRED, "m", "--tokenizer_revision", "v2"]))
+
+
+def test_fields_that_nothing_reads_are_told_of(tmp_path: Path) -> None:
+    """Printable, and not all of a thousand."""
+    folder = write_tiny_model(tmp_path / "model", family="llama", tie=True)
+    section = ModelSection(model_name_or_path=str(folder))
+    assert open_pretrained(section, max_seq_length=8, export_folder=tmp_path / "out").warnings == []
+    fields = json.loads((folder / "config.json").read_text())
+    more = {"residual_scale": 0.5, "\u202e": 1, **dict.fromkeys(map(str, range(1000)), True)}
+    (folder / "config.json").write_text(json.dumps(fields | more))
+    (warning,) = open_pretrained(section, max_seq_length=8, export_folder=tmp_path / "out").warnings
+    assert "config.json has fields that nothing reads: 'residual_scale', '\\u202e', '0', " in warning
+    assert warning.isprintable() and len(warning) < 400

@@ -21,6 +21,7 @@ from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.olmo_core.train_module import WeightedSums
 from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import TokenLogprobs
@@ -36,6 +37,7 @@ from open_instruct.objectives.reward_model import (
     with_std,
 )
 from open_instruct.packing.documents import pack_documents, pad_documents
+from open_instruct.parallel.reduce import reduce_metrics
 from open_instruct.records import ROW_VALUES, Batch, Check, Document, Span
 from open_instruct.rollout.checked_run import has_other_template
 from open_instruct.run.pretrained import Pretrained, open_pretrained
@@ -98,11 +100,13 @@ def test_a_head_of_zeros_has_ln_2() -> None:
     assert float(pair_losses(torch.zeros(2, 1), None, 1.0)) == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize("mean", [0.0, 100.0, 1000.0])
 @pytest.mark.parametrize("cut", [[5], [1, 4], [2, 0, 3]])
-def test_the_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int]) -> None:
-    rewards_2P, margins_P = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)), torch.arange(5.0)
+def test_the_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float) -> None:
+    rewards_2P = mean + 0.05 * torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    margins_P = torch.arange(5.0)
     loss = bind(RewardLossSection(margin=True, center_rewards_coefficient=0.1))
-    total, sums, start = 0.0, dict.fromkeys(("rewards/mean", SQUARE), 0.0), 0
+    total, sums, start = 0.0, WeightedSums(), 0
     for size in cut:
         part = slice(start, start + size)
         scores = TokenLogprobs(logprobs_N=rewards_2P[:, part].flatten(), sequence_ids_N=torch.arange(2 * size))
@@ -113,12 +117,11 @@ def test_the_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int]) -> None:
         )
         outputs = loss.function(scores, batch, {"rows": 5})
         total += float(outputs.loss)
-        for name in sums:
-            sums[name] += float(outputs.metrics[name].value) * float(outputs.metrics[name].weight) / 5
+        sums.add(outputs.metrics)
         start += size
     assert total == pytest.approx(float(pair_losses(rewards_2P, margins_P, 0.1).mean()), rel=1e-6)
-    row = with_std(sums)
-    assert row["rewards/std"] == pytest.approx(float(rewards_2P.std(correction=0)), rel=1e-5)
+    row = with_std(reduce_metrics(sums.means(), group=None, device=CPU))
+    assert row["rewards/std"] == pytest.approx(float(rewards_2P.double().std(correction=0)), rel=1e-6)
     assert SQUARE not in row
 
 

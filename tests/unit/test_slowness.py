@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from open_instruct.learner import speed
-from open_instruct.learner.speed import OwnPace
+from open_instruct.learner.speed import LEAST_TOKENS, OwnPace
+from open_instruct.parallel.processes import host_of_cores
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.slowness import SlownessWatch, slowest, slowest_loader
 
@@ -37,6 +38,20 @@ def test_it_is_named_with_figures_and_what_to_do() -> None:
 )
 def test_those_that_are_alike_or_unknown_are_not_told_of(token_s: list[float | None]) -> None:
     assert told("learner", token_s) == []
+
+
+def test_processes_that_share_the_cores_of_a_host_are_not_compared() -> None:
+    """Which of them waits for a core is chance; a host may still be slower than another."""
+    paces: list[float | None] = [0.001, 0.0041, None, 0.002]
+    assert slowest("learner", paces, ["laptop"] * 4) == {}
+    row = slowest("learner", [0.01, 0.002, 0.003, 0.007, 0.006], ["a", "a", "a", "b", "b"])
+    assert row == {
+        "slowest_learner": 4.0,
+        "slowest_learner/times": pytest.approx(3.0),
+        "learners/token_s": 0.002,
+    }
+    assert slowest("learner", paces, [None] * 4) == slowest("learner", paces) != {}
+    assert host_of_cores("cpu") and host_of_cores("cuda") is None
 
 
 def test_two_looks_in_a_row_must_find_one() -> None:
@@ -86,10 +101,13 @@ def test_the_pace_of_a_rank_is_that_of_its_head(monkeypatch: pytest.MonkeyPatch)
     pace = OwnPace(head, torch.device("cpu"))
     head.register_forward_hook(lambda *_: pass_time(0.1))
     assert pace.read() is None
-    head(torch.zeros(1, 4, 2))
-    assert pace.read() == pytest.approx(0.005)
-    head(torch.zeros(1, 4, 2), logits_to_keep=torch.zeros(1, 2))
-    assert pace.read() == pytest.approx(0.01)
+    head(torch.zeros(1, 400, 2))
+    assert pace.read() == pytest.approx(0.00005)
+    head(torch.zeros(1, 800, 2), logits_to_keep=torch.zeros(1, 400))
+    head(torch.zeros(1, LEAST_TOKENS - 1, 2))  # takes as long
+    assert pace.read() == pytest.approx(0.00005)
+    assert pace.read() is None
+    head(torch.zeros(1, LEAST_TOKENS - 1, 2))
     assert pace.read() is None
 
 

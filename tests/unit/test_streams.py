@@ -93,7 +93,7 @@ def scores_of(samples: Sequence[RolloutSample], batch: Batch) -> TokenLogprobs:
 
 
 def loss_and_gradient(
-    samples: Sequence[RolloutSample], loss: PolicyLossSection, **values: float
+    samples: Sequence[RolloutSample], loss: PolicyLossSection, **values: float | torch.Tensor
 ) -> tuple[LossOutputs, torch.Tensor]:
     """Of one microbatch; `values` are offsets of the frozen log-probs from the engine's, by name."""
     batch = rollout_batch(samples, pad_token_id=0)
@@ -163,6 +163,52 @@ def test_the_importance_weighted_estimate() -> None:
     engine_N, new_N = batch.values["engine_logprobs_N"], scores_of(samples, batch).logprobs_N.detach()
     ratio_N, d_N = (new_N - engine_N - 0.1).exp(), new_N - engine_N + 0.4
     torch.testing.assert_close(gradient_N, 0.5 * ratio_N * d_N / len(d_N), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gmpo", "luspo", "dapo", "vespo"])
+def test_the_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> None:
+    """Of gspo and its like by the geometric mean s over the completion, through which each token is pulled."""
+    samples = completions(6)
+    loss = PolicyLossSection(loss_fn=kind, rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none")
+    _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
+    batch = rollout_batch(samples, pad_token_id=0)
+    new_N = scores_of(samples, batch).logprobs_N.detach().requires_grad_()
+    total, start = new_N.sum() * 0, 0
+    for sample in samples:
+        own = slice(start, start := start + len(sample.engine_logprobs))
+        engine, new = batch.values["engine_logprobs_N"][own], new_N[own]
+        ratios, d = (new - engine - 0.1).exp(), new - engine + 0.4
+        if kind in ("gspo", "gmpo", "luspo"):
+            ratios = ratios.prod() ** (1 / len(ratios))
+        kl = ratios * ((-d).exp() - 1 + d)
+        total = total + (kl.mean() if kind in ("gspo", "gmpo") else kl.sum())
+    num = len(new_N) if kind in ("dapo", "vespo") else len(samples)
+    (expected_N,) = torch.autograd.grad(0.5 * total / num, new_N)
+    torch.testing.assert_close(gradient_N, expected_N, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["0", "1", "2", "3"])
+def test_a_token_that_a_frozen_model_rules_out_pulls_nowhere(estimator: str) -> None:
+    samples = completions(6)
+    offsets = torch.zeros(sum(len(sample.engine_logprobs) for sample in samples))
+    offsets[0] = -torch.inf
+    loss = PolicyLossSection(rl_coef=0.0, beta=0.5, kl_estimator=estimator, teacher_kl_coef=2.0)
+    outputs, gradient_N = loss_and_gradient(samples, loss, reference=offsets - 0.4, teacher=offsets - 0.2)
+    _, without_N = loss_and_gradient(samples, loss, reference=-0.4, teacher=-0.2)
+    assert gradient_N[0] == 0 != without_N[0] and torch.equal(gradient_N[1:], without_N[1:])
+    assert all(torch.as_tensor(metric.value).isfinite() for metric in outputs.metrics.values())
+
+
+def test_conversations_have_a_temperature_of_their_own() -> None:
+    """Whatever completions were sampled at."""
+    plain, other, written = completions(3, count=3)
+    given = [plain, with_tool(other), as_conversation(written)]
+    bound = bind(PolicyLossSection(), temperature=0.7, response_length=9)
+    assert bound.temperature_of(rollout_batch(given[:1], pad_token_id=0)) == 0.7
+    lengths = [len(sample.engine_logprobs) for sample in (plain, other, written)]
+    expected = [0.7] * lengths[0] + [1.0] * 2 + [0.7] * lengths[1] + [1.0] * lengths[2]
+    temperatures = torch.as_tensor(bound.temperature_of(rollout_batch(given, pad_token_id=0)))
+    assert temperatures.tolist() == pytest.approx(expected)
 
 
 # --- tokens of the whole update ----------------------------------------------------------------------

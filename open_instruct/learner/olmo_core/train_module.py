@@ -161,7 +161,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             self.computing_model,
             batch.packed,
             device=self.device,
-            temperature=self.loss.temperature,
+            temperature=self.loss.temperature_of(batch),
             with_entropy=self.loss.with_entropy,
             with_collisions=self.loss.with_collisions,
             classes=self.loss.class_ids,

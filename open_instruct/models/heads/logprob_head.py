@@ -38,11 +38,12 @@ class Measure(NamedTuple):
 class HeadSettings(NamedTuple):
     """What logits are divided by, and what is wanted of every position beside the loss: see `LabelLosses`.
 
+    Where that is not one number, `temperature` has one for each of the rank's own positions, (B, K).
     With `classes`, words of the vocabulary, their logits are wanted and nothing else; `only_hidden` asks for no logits
     at all, but for what they are computed from.
     """
 
-    temperature: float = 1.0
+    temperature: float | torch.Tensor = 1.0
     with_entropy: bool = False
     with_collisions: bool = False
     classes: tuple[int, ...] = ()
@@ -103,6 +104,8 @@ class LogprobHead(LMHead):
         max_bytes = self.max_logits_bytes
         if settings.measure is not None:
             beside, max_bytes = settings.measure.beside, max_bytes // MEASURED_SHARE
+        if isinstance(settings.temperature, torch.Tensor):
+            beside = (*beside, settings.temperature)
         num_positions = max(1, max_bytes // (4 * self.vocab_size))
         losses: Callable[..., Any] = partial(self._losses, ignored=kwargs.get("ignore_index", -100), settings=settings)
         if labels_BK.numel() > num_positions:
@@ -133,8 +136,11 @@ class LogprobHead(LMHead):
         else:
             logits_NV = self.w_out(h_ND)
         temperature, measured = settings.temperature, None
-        if settings.measure is not None:
+        if isinstance(temperature, torch.Tensor):
+            beside_N, temperature = beside_N[:-1], beside_N[-1].unsqueeze(-1)
+        if settings.measure is not None or isinstance(temperature, torch.Tensor):
             logits_NV, temperature = _scaled(logits_NV, temperature), 1.0
+        if settings.measure is not None:
             measured = settings.measure.function(logits_NV, *beside_N)
         of_logits = self.of_logits or losses_of_logits
         both = settings.with_entropy, settings.with_collisions
@@ -173,9 +179,9 @@ def losses_of_logits(
     return loss_N, entropy_N, collisions_N
 
 
-def _scaled(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+def _scaled(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     logits_NV = logits_NV.float()
-    return logits_NV if temperature == 1.0 else logits_NV / temperature
+    return logits_NV / temperature if isinstance(temperature, torch.Tensor) or temperature != 1.0 else logits_NV
 
 
 @contextmanager

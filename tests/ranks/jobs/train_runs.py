@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -30,10 +31,12 @@ def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") ->
     return codes
 
 
-def run_with_a_slow_rank(commands: list[list[str]], ports: list[int], slow_rank: int, window: int) -> list[int]:
+def run_with_a_slow_rank(
+    commands: list[list[str]], ports: list[int], slow_rank: int, window: int, on_one_host: bool
+) -> list[int]:
     """SFT runs in which the losses of one rank take three times as long for a token as those of the others.
 
-    Its rows come late, too. Ranks look every `window` steps.
+    Its rows come late, too. Ranks look every `window` steps, and take each other for processes of other hosts.
     """
     is_slow = int(os.environ["RANK"]) == slow_rank
     own_losses, own_batch = logprob_head.losses_of_logits, sample_loader.step_batch
@@ -48,6 +51,8 @@ def run_with_a_slow_rank(commands: list[list[str]], ports: list[int], slow_rank:
 
     with (
         mock.patch.object(loop, "WINDOW", window),
+        nullcontext() if on_one_host else mock.patch.object(loop, "host_of_cores", return_value=os.environ["RANK"]),
+        mock.patch.object(speed, "LEAST_TOKENS", 1),
         mock.patch.object(logprob_head, "losses_of_logits", slow_losses),
         mock.patch.object(speed, "losses_of_logits", slow_losses),
         mock.patch.object(sample_loader, "step_batch", late_batch),
