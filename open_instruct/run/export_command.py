@@ -113,7 +113,8 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
 
     :raises InputError: there is no such run, or it had an objective of one's own, or flags of another version.
     """
-    path = RunDirectory(path=run).config
+    (directory := RunDirectory(path=run)).refuse_others()
+    path = directory.config
     try:
         named = set(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, TypeError) as error:
