@@ -21,20 +21,25 @@ _LONGEST_ROW = 2**23  # bytes
 
 
 def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
-    may_be_long = batch.nbytes > _LONGEST_ROW or "dictionary<" in str(batch.schema.types)
+    has_dictionaries = "dictionary<" in str(batch.schema.types)  # then its size says nothing of its rows'
+    is_long = has_dictionaries or batch.nbytes > _LONGEST_ROW
     bad, values = partial(BadRow, file=file, line=wanted[0] + 1, kind="not_readable"), None
-    if len(wanted) == 1 or not may_be_long:
+    too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
+    if batch.num_rows == 1 and is_long and not has_dictionaries:
+        yield bad(reason=too_long)
+        return
+    if batch.num_rows == 1 or not is_long:
         try:
             values = batch.take([index - first for index in wanted]).to_pylist()
         except Exception as error:  # such as text that is not UTF-8
-            if len(wanted) == 1:
+            if batch.num_rows == 1:
                 yield bad(reason=f"damaged: {one_line(error)}")
                 return
     if values is None:  # one by one, to find the rows
         for index in wanted:
-            yield from _parsed(batch, [index], first, file)
-    elif may_be_long and len(str(values[0])) > _LONGEST_ROW:
-        yield bad(reason=f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads")
+            yield from _parsed(batch.slice(index - first, 1), [index], index, file)
+    elif is_long and len(str(values[0])) > _LONGEST_ROW:
+        yield bad(reason=too_long)
     else:
         yield from (RawRow(file=file, line=index + 1, value=value) for index, value in zip(wanted, values, strict=True))
 
