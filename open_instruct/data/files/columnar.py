@@ -16,7 +16,7 @@ from open_instruct.errors import InputError
 _ROWS_AT_ONCE = 1024
 # A text that many rows have may be in a Parquet file once, so how many bytes some rows become is not to be seen there;
 # but no cell has more than its row group has unpacked.
-_BYTES_AT_ONCE = 2**30
+_BYTES_AT_ONCE = 2**29
 _LONGEST_ROW = 2**23  # bytes
 
 
