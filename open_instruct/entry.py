@@ -32,6 +32,7 @@ from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
+from open_instruct.parallel.wording import escaped
 from open_instruct.run.run_directory import exported_by
 
 # Most errors are met by every rank at once, and rank 0 tells of them. torchrun ends all ranks as soon as one
@@ -296,7 +297,7 @@ def _rank() -> int:
 def _tell(*lines: str) -> None:
     with suppress(OSError):  # stderr may lie on the full disk, or its reader be gone
         for line in lines:
-            print(line, file=sys.stderr, flush=True)
+            print(escaped(line, "\n\t"), file=sys.stderr, flush=True)
 
 
 def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
@@ -315,7 +316,7 @@ def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
 
 def _tell_launcher(message: str) -> None:
     if error_file := os.environ.get(LAUNCHER_ERROR_FILE):
-        failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        failure = {"message": escaped(message, "\n\t"), "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(error_file).write_text(json.dumps({"message": failure}), encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -50,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     from open_instruct.models.hf_config import load_hf_config
     from open_instruct.models.load import check_cover, parameter_shapes
     from open_instruct.models.lora.adapters import MergedWeights
-    from open_instruct.models.lora.files import open_adapter, read_settings
+    from open_instruct.models.lora.files import check_base, open_adapter, read_settings
     from open_instruct.models.names import TensorNames
     from open_instruct.models.shards import held
     from open_instruct.run.first_look import local_folder
@@ -63,6 +64,8 @@ def main(words: Sequence[str]) -> int:
         dtype = None if flags.export_dtype == "source" else getattr(torch, flags.export_dtype)
         model.to(dtype or next(iter(files.dtypes.values())))
         adapter = open_adapter(adapter_folder, model, names, lora)
+        if told := check_base(adapter_folder, base, files):
+            print(f"warning: {told}", file=sys.stderr)
         stored = {name: held(files.read(hf_name)) for name, hf_name in names}  # views: nothing is read before its use
         report = export_hf(
             model,

@@ -1,10 +1,42 @@
-"""Small text files replaced as a whole: a full disk, a kill or a power cut leaves the old one or the new one."""
+"""Small files replaced as a whole, where a full disk, a kill or a power cut leaves the old one or the new one, and read
+as a whole, where nothing is waited for that stands in the place of one.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from pathlib import Path
+
+MAX_BYTES = 256 * 2**20
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+
+def kind_of_other(path: Path) -> str:
+    """What stands there in place of a file, such as `a FIFO`; "" for a file, a link to one, and nothing at all."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return "a link to nothing" if path.is_symlink() else ""
+    return "" if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "a device")
+
+
+def read_whole(path: Path, *, most: int = MAX_BYTES) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: it cannot be read, or is no file: a FIFO is not waited for, and a device, which may have no end, not
+            read; or it has more than `most` bytes.
+    """
+    if kind := kind_of_other(path):
+        raise OSError(errno.EINVAL, f"it is {kind}, where a file is needed", str(path))
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EINVAL, f"it has more than {most >> 20} MiB, more than a file of its kind needs", str(path))
+    return data
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -48,7 +49,8 @@ def converse(speaker: Speaker, chat: ChatFormat, *, system_prompt: str | None) -
         try:
             reply = _reply([*messages, asked], speaker, chat, said_before=REPLY)
         except InputError as error:
-            print(error if len(messages) == len(_opening(system_prompt)) else f"{error}; beginning anew")
+            told = f"{error}" if len(messages) == len(_opening(system_prompt)) else f"{error}; beginning anew"
+            print(escaped(told, "\n\t"))
             messages = _opening(system_prompt)
             continue
         messages += [asked, {"role": "assistant", "content": reply}]
@@ -75,7 +77,7 @@ def _reply(messages: Sequence[Message], speaker: Speaker, chat: ChatFormat, *, s
 
     def write(piece: str) -> None:
         pieces.append(piece)
-        print(escaped(piece, "\n\t") if said_before else piece, end="", flush=True)
+        print(escaped(piece, "\n\t") if sys.stdout.isatty() else piece, end="", flush=True)
 
     print(said_before, end="", flush=True)
     try:

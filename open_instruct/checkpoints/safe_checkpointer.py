@@ -31,6 +31,7 @@ from open_instruct.checkpoints.exact_json import from_json, to_json
 from open_instruct.checkpoints.step_folder import (
     INDEX,
     MANIFEST,
+    Damaged,
     Manifest,
     begin,
     beside,
@@ -228,7 +229,10 @@ class SafeCheckpointer(Checkpointer):
             read_parts(folder, index["tensors"], {name: part_of(tensor) for name, tensor in tensors.items()})
             put_values(state, {name: from_json(index["values"][name]) for name in values})
             own = f"rank{get_rank()}.json" if manifest.num_ranks > get_rank() else "rank0.json"
-            return cast(dict[str, Any], from_json(json.loads((folder / own).read_bytes())))
+            train_state = cast(dict[str, Any], from_json(json.loads((folder / own).read_bytes())))
+            if (step := train_state["global_step"]) != manifest.step:
+                raise Damaged(f"{folder / own} is of step {step}, and {MANIFEST} of step {manifest.step}")
+            return train_state
 
         train_state = _together(fill, kind=RunError)
         train_module.load_state_dict(state)

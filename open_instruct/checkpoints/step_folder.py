@@ -77,10 +77,13 @@ def read_manifest(folder: Path) -> Manifest:
         files = {name: WrittenFile(**file) for name, file in content.pop("files").items()}
         if any(name != Path(name).name or name in ("", "..") for name in files):
             raise ValueError
-        return Manifest(files=files, **content)
+        manifest = Manifest(files=files, **content)
     except UNREADABLE as error:
         why = f" ({error.strerror})" if isinstance(error, OSError) else ""
         raise Damaged(f"{path} is not what was written{why}") from error
+    if (named := NAME.fullmatch(folder.name.removesuffix(PART))) and int(named[1]) != manifest.step:
+        raise Damaged(f"{folder} is a copy of another checkpoint, that of step {manifest.step}")
+    return manifest
 
 
 def damage(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> list[str]:

@@ -22,6 +22,7 @@ Told: TypeAlias = list[str] | None  # None: what it would list is a problem
 
 YAML_SUFFIXES = (".yaml", ".yml")
 COMMAND = "command"  # the key under which config.yaml names who wrote it
+MAX_YAML_BYTES = 2**20
 YAML_NULL = "tag:yaml.org,2002:null"
 
 
@@ -226,7 +227,13 @@ def _is_word(node: Any) -> bool:
 
 def _compose(path: str) -> Any:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:  # it may be the end of a pipe
+            data = file.read(MAX_YAML_BYTES + 1)
+        if len(data) > MAX_YAML_BYTES:
+            raise InputError(f"{path}: more than {MAX_YAML_BYTES >> 20} MiB, so no file of flags")
+        text = data.decode("utf-8")
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; the first word may name a YAML file of flags") from None
     except (OSError, ValueError) as error:  # not UTF-8, or no possible name of a file

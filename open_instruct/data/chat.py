@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.data.chat_templates import built_in_templates, required_tokens, template_text
 from open_instruct.data.files.names import near_files
-from open_instruct.data.foreign_json import one_line, read_object
+from open_instruct.data.foreign_json import check_files, one_line, read_object
 from open_instruct.data.messages import Message
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
@@ -63,13 +63,18 @@ def load_tokenizer(
     elif name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2:
         raise InputError(f"{flag}: {name_or_path}: no such folder.{near_files(path)}")
     try:
-        if path.is_dir() and not (path / "tokenizer_config.json").is_file():
-            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
-        is_fast = tokenizer.is_fast
-        pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b")] if is_fast else []
-        text = tokenizer.backend_tokenizer.decode(pieces[0] + pieces[1]) if is_fast else ""
+        with _panics_told(f"{flag}: the tokenizer of {name_or_path}"):
+            if path.is_dir() and not (path / "tokenizer_config.json").is_file():
+                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+            is_fast = tokenizer.is_fast
+            pieces = (
+                [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b")] if is_fast else []
+            )
+            text = tokenizer.backend_tokenizer.decode(pieces[0] + pieces[1]) if is_fast else ""
+    except InputError:
+        raise
     except Exception as error:  # the library raises many kinds, of its own, of its parsers and of its downloads
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}"
@@ -93,6 +98,20 @@ def check_tokenizer_folder(path: Path, *, flag: str) -> None:
             f"{flag}: {path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
             "tokenizer_config.json, from the checkpoint that the model was trained from."
         )
+    check_files(path)
+
+
+@contextmanager
+def _panics_told(name: str) -> Iterator[None]:
+    """:raises InputError: the library, which is written in Rust, panics: what Python then gets is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputError(
+            f"{name} fails on a text ({one_line(error)}): mend its tokenizer.json, or use that of the model's origin"
+        ) from None
 
 
 def _check_token_ids(file: Path) -> None:
@@ -332,9 +351,10 @@ class ChatFormat:
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with nothing added: templates write their own special tokens."""
-        return self.tokenizer(
-            list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
-        )["input_ids"]
+        with _panics_told(f"the tokenizer of {self.tokenizer.name_or_path}"):
+            return self.tokenizer(
+                list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
+            )["input_ids"]
 
     def check_reply(self, reply_text: str, token_ids: Sequence[int]) -> None:
         """The tokens of a rendered reply must say it again.

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.errors import InputError
+from open_instruct.parallel.wording import escaped
+from open_instruct.whole_file import MAX_BYTES, kind_of_other, read_whole
 
-MAX_BYTES = 256 * 2**20
+# Ends of the names of files in a model's folder.
+READ_BY_LIBRARIES = (".json", ".jinja", ".model", ".safetensors", "vocab.txt", "merges.txt")
 LONGEST_SHOWN = 40
 
 
@@ -22,13 +25,21 @@ def read_object(file: Path) -> dict[str, Any]:
         InputError: it cannot be read, is no JSON object, or has a key twice in one object.
     """
     try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_BYTES + 1)
+        return parse_object(read_whole(file), str(file))
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
-    if len(data) > MAX_BYTES:
-        raise InputError(f"{file} has more than {MAX_BYTES >> 20} MiB, more than a file of its kind needs")
-    return parse_object(data, str(file))
+
+
+def check_files(folder: Path) -> None:
+    """:raises InputError: what libraries read of a model's folder is no file, or larger than any of its kind."""
+    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        if not path.name.endswith(READ_BY_LIBRARIES):
+            continue
+        kind = kind_of_other(path)
+        if not kind and path.suffix != ".safetensors" and path.stat().st_size > MAX_BYTES:
+            kind = f"of more than {MAX_BYTES >> 20} MiB"
+        if kind:
+            raise InputError(f"{path} is {kind}, and nothing that a model's folder may have there; fetch it again")
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
@@ -74,8 +85,7 @@ def shortened(value: Any, depth: int = 3) -> str:
     if isinstance(value, Mapping | list):
         return "…"
     text = value if isinstance(value, str) and len(value) <= LONGEST_SHOWN else f"{str(value)[:LONGEST_SHOWN]}…"
-    written = json.dumps(text if isinstance(value, str) else value, default=str, ensure_ascii=False)
-    return written.encode("utf-8", "backslashreplace").decode()
+    return escaped(json.dumps(text if isinstance(value, str) else value, default=str, ensure_ascii=False))
 
 
 def one_line(error: BaseException) -> str:

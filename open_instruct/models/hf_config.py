@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.foreign_json import one_line, read_object
+from open_instruct.data.foreign_json import check_files, one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.families import family_of
 
@@ -85,6 +85,7 @@ def config_fields(folder: Path) -> dict[str, Any]:
         if (run / "hf_model").is_dir():
             raise InputError(f"{folder} holds no model but a run's files; did you mean {run / 'hf_model'}?")
         raise InputError(f"{file}: no such file; a checkpoint folder needs the config.json it was saved with")
+    check_files(folder)
     fields = read_object(file)
     family_of(fields.get("model_type"), str(file))
 

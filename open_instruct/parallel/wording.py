@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from open_instruct.records import ShardLayout
+
+# What steers a terminal or turns the order of letters, and what has no form in UTF-8.
+_STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def one_of(values: Iterable[object]) -> str:
@@ -64,5 +68,5 @@ def nodes_text(gpus_per_node: Sequence[int]) -> str:
 
 
 def escaped(text: str, kept: str = "") -> str:
-    """A model's words, which then steer no terminal; `kept` are letters that may."""
-    return "".join(letter if letter.isprintable() or letter in kept else repr(letter)[1:-1] for letter in text)
+    """Words of a model or a file, which then steer no terminal; of those that would, `kept` stay."""
+    return _STEERS.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from open_instruct.parallel.wording import counted
+from open_instruct.parallel.wording import counted, escaped
 from open_instruct.preview.lengths import bars_of, summary
 from open_instruct.preview.sample import Sample, ShownDocument
 
@@ -29,11 +29,11 @@ def print_sample(sample: Sample, console: Console) -> None:
             console.print(Text(f"{title}{numbers}", style="dim"))
             console.print(shown_text(document, is_plain=not console.is_terminal))
         if row.note:
-            console.print(Text(row.note, style="cyan"))
+            console.print(Text(escaped(row.note), style="cyan"))
     for line in _length_lines(sample):
         console.print(line, markup=False)
     for line in sample.report.lines():
-        console.print(line, markup=False)
+        console.print(escaped(line, "\n\t"), markup=False)
 
 
 def shown_text(document: ShownDocument, *, is_plain: bool) -> Text:
@@ -47,8 +47,7 @@ def shown_text(document: ShownDocument, *, is_plain: bool) -> Text:
 
 def visible(text: str) -> str:
     """Text whose line ends are seen, and without what would steer a terminal."""
-    shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
-    return shown.replace("\n", "⏎\n")
+    return escaped(text, "\n\t").replace("\n", "⏎\n")
 
 
 def _length_lines(sample: Sample) -> Iterator[str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from open_instruct.config.parser import MAX_YAML_BYTES
 from open_instruct.errors import InputError
-from open_instruct.run.run_directory import RunDirectory, rows_of
+from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
+from open_instruct.whole_file import read_whole
 
 OF_PLAN = frozenset({"memory_bytes", "peak_phase", "phases"})
 OF_LAYOUT = frozenset(
@@ -48,17 +49,26 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """:raises InputError: there is no run in the folder."""
+        """:raises InputError: there is no run in the folder, or its settings are none."""
         directory = RunDirectory(path=folder)
+        directory.refuse_others()
         if not (directory.config.is_file() or directory.metrics.is_file()):
             raise InputError(
                 f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the --output_dir of a run"
             )
-        text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.is_file() else ""
+        text = ""
         try:
+            if directory.config.is_file():
+                text = read_whole(directory.config, most=MAX_YAML_BYTES).decode("utf-8", "replace")
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+                raise ValueError("it has aliases, of which a small file makes a large page")
             config = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InputError(f"{directory.config} cannot be read as YAML: {error}") from error
+            str(config)  # fails where a number has more digits than Python writes
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+            reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+            raise InputError(
+                f"{directory.config} cannot be read as YAML: {reason}. Move it away for a page without its flags"
+            ) from error
         config = config if isinstance(config, dict) else {}
         return cls(
             name=folder.resolve().name,
@@ -78,10 +88,6 @@ class RunFiles:
         return [row[name] for row in self.rows if is_number(row.get(name))]
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
 def differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
     """Flags that all runs have and not all have alike, with the value of each."""
     for name in runs[0].config:
@@ -93,10 +99,11 @@ def differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
 def _num_steps(config: Mapping[str, Any]) -> int | None:
     """Where the flags alone say it."""
     try:
+        num_steps = config.get("max_train_steps")
         if config.get("total_episodes"):
             a_step = config["num_unique_prompts_rollout"] * config["num_samples_per_prompt_rollout"]
-            return max(1, config["total_episodes"] // a_step)
-        return config.get("max_train_steps")
+            num_steps = max(1, config["total_episodes"] // a_step)
+        return num_steps if is_number(num_steps) else None
     except (KeyError, TypeError, ZeroDivisionError):
         return None
 

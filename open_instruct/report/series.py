@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any
 
-from open_instruct.report.run_files import is_number
+from open_instruct.run.run_directory import is_number
 
 # A curve is drawn some 700 pixels wide at most.
 MAX_POINTS = 4000

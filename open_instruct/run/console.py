@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from open_instruct.data.report import WARNING
+from open_instruct.parallel.wording import escaped
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +34,17 @@ class Console:
 
     def say(self, text: str, style: str | None = None) -> None:
         """One line for people."""
-        log.info(text)
+        self.log(text := escaped(text, "\n\t"))
         if self.speaks:
             self.rich.print(text, style=style, markup=False)
 
     def log(self, text: str) -> None:
         """One line for `run.log` alone."""
-        log.info(text)
+        log.info(escaped(text, "\n\t"))
 
     def warn(self, text: str) -> None:
         """One line that people should not miss."""
-        log.warning(text)
+        log.warning(text := escaped(text, "\n\t"))
         if self.speaks:
             self.rich.print(f"{WARNING}{text}", style="yellow", markup=False)
 

@@ -116,7 +116,8 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
 
     :raises InputError: there is no such run, or it had an objective of one's own.
     """
-    path, classes = RunDirectory(path=run).config, dict[str, type[LearnerConfig]](grpo=GRPOConfig)
+    (directory := RunDirectory(path=run)).refuse_others()
+    path, classes = directory.config, dict[str, type[LearnerConfig]](grpo=GRPOConfig)
     classes |= {name: objective_named(name).config_class for name in OBJECTIVES}
     try:
         saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -16,6 +16,7 @@ from open_instruct.data.chat_templates import template_text
 from open_instruct.data.files.names import refuse_missing_file
 from open_instruct.errors import InputError
 from open_instruct.models.hf_config import config_fields, weights_file
+from open_instruct.whole_file import read_whole
 
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -78,9 +79,9 @@ def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
 def _own_template(folder: Path) -> str | None:
     """Of a tokenizer that has one, in a file of its own or in its settings, as text."""
     with suppress(OSError, ValueError):
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_whole(folder / "chat_template.jinja").decode("utf-8")
     with suppress(OSError, ValueError, AttributeError):
-        text = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        text = json.loads(read_whole(folder / "tokenizer_config.json")).get("chat_template")
         return text if isinstance(text, str) else None
     return None
 

@@ -120,7 +120,8 @@ def _refuse_another_run(
     if not directory.config.exists():
         return
     try:
-        saved = as_flat_dict(parse(type(config), [str(directory.config)]))
+        before = parse(type(config), [str(directory.config)])
+        saved = as_flat_dict(before)
     except InputError as error:
         raise InputError(
             f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Remove that file to "
@@ -133,6 +134,11 @@ def _refuse_another_run(
         data_parallel_world_size=layout.data_parallel_world_size,
         ended_after=step if directory.hf_model.is_dir() or directory.adapter.is_dir() else None,
     )
+    if (was := before.parallel.zero_stage) != (stage := config.parallel.zero_stage):
+        console.say(
+            f"the run in {directory.path} was on ZeRO-{was}, and goes on on ZeRO-{stage} with the same weights and "
+            "optimizer states; sums are taken in another order, so losses may differ in their last digits"
+        )
     if lengths := changed_lengths(saved, config):
         told, schedule = "; ".join(lengths.values()), config.optim.lr_scheduler_type
         console.warn(

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.hub.card import model_card
 from open_instruct.records import ShardLayout
-from open_instruct.whole_file import remove_partials, replace_text
+from open_instruct.whole_file import kind_of_other, remove_partials, replace_text
+
+OWN_FILES = (
+    *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "pids.json", "plan.json"),
+    *("wandb_id", "trackio_name"),
+)
+WAY_OUT = "move it away, or take another folder"
 
 
 class _Inside:
@@ -56,11 +63,22 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK):
             raise InputError(f"--output_dir {self.path} cannot be written: choose another folder")
+        self.refuse_others()
+
+    def refuse_others(self) -> None:
+        """:raises InputError: what has the name of a file or a checkpoint of a run is something else."""
+        for name in (*OWN_FILES, "run.lock", "run.lock.json"):
+            if kind := kind_of_other(self.path / name):
+                raise InputError(f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}")
+        for step in self.path.glob("step*"):
+            if step.name.removeprefix("step").isdecimal() and not step.is_dir():
+                kind = kind_of_other(step) or "a file"
+                raise InputError(f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}")
 
     def remove_partials(self) -> None:
         """Remove what a killed run had not finished to write."""
-        for file in (self.config, self.layout, self.metrics, self.evaluations, self.pids, self.plan):
-            remove_partials(file)
+        for name in OWN_FILES:
+            remove_partials(self.path / name)
 
     def remove_earlier_run(self) -> None:
         """Only names that a run writes: the folder may hold the user's own files. The lock stays, for it is held.
@@ -73,9 +91,8 @@ class RunDirectory:
                     shutil.rmtree(step)
             for folder in (self.hf_model, self.adapter, self.path / "tensorboard", self.path / "traces"):
                 shutil.rmtree(folder, ignore_errors=True)
-            own_files = self.config, self.layout, self.log, self.metrics, self.evaluations, self.pids, self.plan
-            for file in (*own_files, self.path / "wandb_id", self.path / "trackio_name"):
-                file.unlink(missing_ok=True)
+            for name in OWN_FILES:
+                (self.path / name).unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -134,12 +151,17 @@ def card_of(
     return None
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file that has one JSON object with its `step` a line; damaged and half lines are passed over."""
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
             row = json.loads(line)
-            is_row = isinstance(row["step"], int | float)
+            is_row = is_number(row["step"])
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
         if is_row:

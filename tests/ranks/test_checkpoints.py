@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from open_instruct.checkpoints.step_folder import read_manifest, write_manifest
+from open_instruct.models.box_files import write_hashed
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
@@ -136,6 +140,18 @@ class Opens:
         return open, (str(self.path), "w")
 
 
+def put_another_step(run: Path) -> None:
+    """Into the trainer's state, as who knows the format would."""
+    folder = run / "step2"
+    state = json.loads((folder / "rank0.json").read_bytes())
+    state["dict"] = [[name, -5 if name == "global_step" else value] for name, value in state["dict"]]
+    (folder / "rank0.json").unlink()
+    written = {"rank0.json": write_hashed(folder / "rank0.json", [json.dumps(state).encode()])}
+    manifest = read_manifest(folder)
+    (folder / "checkpoint.json").unlink()
+    write_manifest(folder, replace(manifest, files={**manifest.files, **written}))
+
+
 def damage_both(run: Path) -> None:
     flip(run / "step2" / "index.json")
     flip(run / "step1" / "rank0.json")
@@ -154,6 +170,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "cut": (cut_short, 1, "rank1.safetensors is not what was written"),
     "half": (half_written, 2, ""),
     "planted": (plant, 2, "step9 is of the format before"),
+    "copied": (lambda run: shutil.copytree(run / "step2", run / "step9"), 2, "step9 is a copy of another checkpoint"),
+    "another step": (put_another_step, 0, "rank0.json is of step -5, and checkpoint.json of step 2"),
     "both": (damage_both, 0, "index.json is not what was written"),
 }
 
@@ -180,6 +198,10 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
                 assert "--overwrite_output_dir" in rank["error"]
             assert left == ["step1", "step2"], "what is damaged is left where it is"
             continue
+        if name == "another step":
+            for rank in of_ranks:
+                assert told in rank["error"] and "Remove that folder to go on from the one before it" in rank["error"]
+            continue
         for rank in of_ranks:
             assert rank["found"] == {"mark": step}, name
             if told:
@@ -188,7 +210,9 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
         if step == 1:
             assert left == ["step1", "step2-damaged"]
         else:
-            assert left == (["step1", "step2", "step9-damaged"] if name == "planted" else ["step1", "step2"])
+            assert left == (
+                ["step1", "step2", "step9-damaged"] if name in ("planted", "copied") else ["step1", "step2"]
+            )
 
 
 @pytest.mark.parametrize("in_background", ["off", "on"])

@@ -123,6 +123,10 @@ class TestCommands:
         assert cli.main([]) == EXIT_INPUT
         assert capsys.readouterr().err.startswith("usage: open-instruct COMMAND")
 
+    def test_a_refusal_steers_no_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["report", "gone\x9b31m\u202e\x1b[2J"]) == EXIT_INPUT
+        assert "gone\\x9b31m\\u202e\\x1b[2J holds no run" in capsys.readouterr().err
+
     def test_an_unknown_command_gets_the_nearest_name(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["layuot"]) == EXIT_INPUT
         assert "'layuot' is not a command; did you mean layout?" in capsys.readouterr().err

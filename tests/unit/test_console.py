@@ -23,6 +23,16 @@ def test_a_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureF
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
+def test_a_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    console = Console(speaks=True)
+    with caplog.at_level("INFO"):
+        for say in (console.say, console.warn, console.log):
+            say("a\x9bb\u202ec\ud800\n[red]")
+    told = capsys.readouterr().out
+    assert told.count("a\\x9bb\\u202ec\\ud800\n[red]") == 2
+    assert {record.message for record in caplog.records} == {"a\\x9bb\\u202ec\\ud800\n[red]"}
+
+
 def test_rows_are_counted_below_the_bar_of_the_training() -> None:
     """A terminal has room for one live drawing: two of them are an error of rich's."""
     console = Console(speaks=True)

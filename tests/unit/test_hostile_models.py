@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
 import shutil
@@ -16,6 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from open_instruct.config.dpo import DPOConfig
+from open_instruct.config.parser import parse
 from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.rows import MalformedRow
@@ -28,9 +31,12 @@ from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_conf
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.models.names import TensorNames
 from open_instruct.planning.subject.public_models import model_shape
+from open_instruct.run.first_look import look_at
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
 from tests.unit.mutations import mutated, mutated_bytes
+
+FLAGS = ("--mixer_list", __file__, "1.0", "--output_dir", "out")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -311,6 +317,51 @@ def test_what_is_refused_says_what_and_where(
     (folder / file_name).write_text(text.replace(old, new, 1))
     with pytest.raises(InputError, match=told):
         choose_chat_template(opened(folder).tokenizer, None)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"), [("/dev/zero", "a device"), ("gone", "a link to nothing"), (None, "a FIFO")]
+)
+@pytest.mark.parametrize(
+    "file_name", ["tokenizer_config.json", "chat_template.jinja", "added_tokens.json", "generation_config.json"]
+)
+def test_what_stands_in_a_files_place_is_not_read(
+    good: Path, tmp_path: Path, file_name: str, place: str | None, kind: str
+) -> None:
+    folder = copy_of(good / "llama", tmp_path)
+    (folder / file_name).unlink(missing_ok=True)
+    if place is None:
+        os.mkfifo(folder / file_name)
+    else:
+        (folder / file_name).symlink_to(place)
+    reads: list[Callable[[], Any]] = [
+        lambda: load_tokenizer(str(folder)),
+        lambda: load_hf_config(str(folder)),
+        lambda: look_at(parse(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder)])),
+    ]
+    for read in reads:
+        with pytest.raises(InputError, match=rf"{file_name} is {kind}, and nothing that a model's folder"):
+            read()
+
+
+def test_a_file_of_a_size_that_none_has_is_not_read(good: Path, tmp_path: Path) -> None:
+    folder = copy_of(good / "llama", tmp_path)
+    with (folder / "special_tokens_map.json").open("wb") as file:
+        file.truncate(2**40)  # of which the disk has nothing
+    with pytest.raises(InputError, match=r"special_tokens_map\.json is of more than 256 MiB"):
+        load_tokenizer(str(folder))
+
+
+def test_a_pattern_that_makes_the_library_panic_is_told_of(good: Path, tmp_path: Path) -> None:
+    folder = copy_of(good / "llama", tmp_path)
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "((a+)+)+$"}, "behavior": "Isolated", "invert": False}
+    fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, fields["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(str(folder))
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, None))
+    with pytest.raises(InputError, match=r"the tokenizer of .*model fails on a text \(.*\): mend its tokenizer\.json"):
+        chat.tokenize([f"{'a' * 40}b"])
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused(good: Path, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from pyarrow import ArrowException, Table, ipc, parquet
 
 from open_instruct.data import chat
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer
+from open_instruct.data.files import columnar
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow
 from open_instruct.errors import InputError
@@ -64,6 +66,39 @@ def test_any_bytes_of_a_columnar_file_are_read_or_refused(tmp_path: Path, kind: 
         except InputError:
             refused += 1
     assert refused > 0
+
+
+def one_text_of_many_rows(path: Path, *, num_rows: int, num_bytes: int) -> None:
+    """A small file: every second row has the same large text, which is in there once."""
+    which = pyarrow.array([0, 1] * (num_rows // 2), pyarrow.int32())
+    cells = pyarrow.DictionaryArray.from_arrays(which, ["x" * num_bytes, "short"])
+    if path.suffix == ".parquet":
+        table = Table.from_arrays([cells.dictionary_decode()], ["prompt"])
+        parquet.write_table(table, path, dictionary_pagesize_limit=2 * num_bytes)
+    else:
+        table = Table.from_arrays([cells], ["prompt"])
+        with ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path, num_bytes, num_rows = tmp_path / f"rows.{kind}", 2**20, 200
+    monkeypatch.setattr(columnar, "_BYTES_AT_ONCE", 2**23)
+    monkeypatch.setattr(columnar, "_LONGEST_ROW", 2**19)
+    one_text_of_many_rows(path, num_rows=num_rows, num_bytes=num_bytes)
+    assert path.stat().st_size < 2 * num_bytes
+    before, most = pyarrow.total_allocated_bytes(), 0
+    rows = []
+    for row in open_rows(str(path)).rows(range(num_rows)):
+        rows.append(row)
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < 2**25
+    assert [type(row) for row in rows] == [BadRow, RawRow] * (num_rows // 2)
+    assert isinstance(rows[0], BadRow) and "more than 0 MiB" in rows[0].reason and rows[0].line == 1
+    assert isinstance(rows[1], RawRow) and rows[1].value == {"prompt": "short"}
 
 
 # --- chat templates -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from open_instruct.preview.terminal import print_sample
 from open_instruct.toys.tiny import train_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HOSTILE = "<script>alert('x')</script> & \x1b[31m é🙂\nsecond"
+HOSTILE = "<script>alert('x')</script> & \x1b[31m \x9b31m \u202e é🙂\nsecond"
 
 SampleOf = Callable[..., Sample]
 
@@ -179,7 +179,20 @@ def test_the_terminal_shows_what_is_learned(model: Path, pairs: Path) -> None:
     assert "tokens of 40 documents (median " in plain and "█" in plain and f"{pairs}: 20 taken of 20 rows" in plain
     coloured = printed(shown, force_terminal=True, color_system="standard")
     assert "⟦" not in coloured.partition("\n")[2] and "\x1b[1;32mno<|eos|>\x1b[0m" in coloured
-    assert "\x1b[31m" not in coloured, "what a row holds steers no terminal"
+    for shown_so in (plain, coloured):
+        assert "\\x1b[31m \\x9b31m \\u202e é🙂" in shown_so, "what a row holds steers no terminal"
+        assert "\x1b[31m" not in shown_so and "\x9b" not in shown_so and "\u202e" not in shown_so
+
+
+def test_what_is_told_of_a_row_steers_no_terminal(model: Path, tmp_path: Path) -> None:
+    rows = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "2 + 3?", "ground_truth": "\x9b31m\u202e\ud800", "dataset": "gsm8k"},
+        {"\x9b31m\u202e": "?"},
+    )
+    shown = sample("grpo", model, rows)
+    assert '"\\x9b31m\\u202e' in printed(shown)
+    assert "\x9b" not in printed(shown) + str(shown.refusal) and "\u202e" not in printed(shown) + str(shown.refusal)
 
 
 class Page(HTMLParser):

@@ -442,6 +442,37 @@ class TestCommand:
         assert main(["report", *(word.replace("RUN", str(run)) for word in words)]) == EXIT_INPUT
         assert said in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ("a: " + "[" * 3000 + "]" * 3000, "nested too deep"),
+            ("a: 0x" + "f" * 5000, "digits"),
+            ("a: " + "9" * 5000, "digits"),
+            ("a: &a [1, 1]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9)), "aliases"),
+            ("a: " + "x" * 2**20, "more than 1 MiB"),
+        ],
+        ids=["brackets", "hexadecimal", "digits", "aliases", "large"],
+    )
+    def test_settings_that_no_run_has_are_refused(
+        self, settings: str, said: str, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (run / "config.yaml").write_text(settings)
+        assert main(["report", str(run)]) == EXIT_INPUT
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line and "config.yaml cannot be read as YAML" in line and "Move it away" in line
+        (run / "config.yaml").unlink()
+        assert main(["report", str(run)]) == 0
+
+    def test_numbers_that_no_float_holds_are_passed_over(self, run: Path) -> None:
+        digits = "9" * 400
+        with (run / "config.yaml").open("a") as file:
+            file.write(f"max_train_steps: {digits}\ntotal_episodes: 0\nbeta: {digits}\n")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {digits}}}\n{{"step": 4, "loss": {digits}}}\n{{"step": NaN}}\n')
+        assert main(["report", str(run)]) == 0
+        page = (run / "report.html").read_text()
+        assert digits in page and "step 4, ended" in page
+
     def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["report", "--help"]) == 0
         assert "open-instruct report RUN [RUN ...]" in capsys.readouterr().out

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from open_instruct.cli import main
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
-from open_instruct.errors import InputError
+from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.records import ShardLayout
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import MetricsLog
@@ -30,9 +31,12 @@ def config_of(folder: Path, *words: str) -> DPOConfig:
     )
 
 
-def with_checkpoint(folder: Path) -> DPOConfig:
+ZERO = ("--backend", "deepspeed", "--deepspeed_stage")
+
+
+def with_checkpoint(folder: Path, *words: str) -> DPOConfig:
     """The folder of a run that has taken two steps."""
-    config = config_of(folder)
+    config = config_of(folder, *words)
     with made_ready(RunDirectory(path=folder), config, LAYOUT, Console(speaks=False), "dpo"):
         pass
     (folder / "step2").mkdir()
@@ -104,6 +108,60 @@ def test_a_damaged_config_names_the_way_on(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(InputError, match=r"config\.yaml.*Remove that file"):
         made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False), "dpo").__enter__()
+
+
+OTHERS: dict[str, Any] = {
+    "a folder": Path.mkdir,
+    "a FIFO": os.mkfifo,
+    "a link to nothing": lambda path: path.symlink_to("gone"),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("run.lock", "run.lock.json", "layout.json", "config.yaml", "metrics.jsonl", "eval.jsonl", "run.log"),
+        *("plan.json", "step3"),
+    ],
+)
+def test_what_stands_in_a_files_place_is_named_and_not_waited_for(
+    tmp_path: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (name, kind) == ("step3", "a folder"):
+        return
+    config = with_checkpoint(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    OTHERS[kind](path)
+    told = f"{path} is {kind}, and a run has "
+    with pytest.raises(InputError) as caught:
+        made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=False), "dpo").__enter__()
+    assert str(caught.value).startswith(told) and "move it away" in str(caught.value)
+    for command in (["report", str(tmp_path)], ["export", str(tmp_path), "--output_dir", str(tmp_path / "model")]):
+        assert main(command) == EXIT_INPUT
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
+
+
+def test_a_file_that_is_called_like_a_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step3").touch()
+    (tmp_path / "step_by_step").touch()  # the user's own
+    with pytest.raises(InputError, match="step3 is a file, and a run has the folder of a checkpoint there: move"):
+        RunDirectory(path=tmp_path).create()
+
+
+def test_another_stage_of_zero_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_checkpoint(tmp_path, *ZERO, "2")
+    monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
+    for stage, told in (("2", ""), ("3", "was on ZeRO-2, and goes on on ZeRO-3")):
+        config = config_of(tmp_path, *ZERO, stage)
+        with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=True), "dpo"):
+            out = capsys.readouterr().out
+            assert told in out and bool(told) == ("ZeRO" in out)
 
 
 BAD_LINES = b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": null}\n{"step": 3, "lo'

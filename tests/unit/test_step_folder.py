@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
     assert [path.name for path in candidates(tmp_path)] == ["step10", "step9", "step2"]
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step2", "step9", "step10"]
     assert latest_step(tmp_path / "gone") is None and find_checkpoints(tmp_path / "gone") == []
+
+
+def test_a_copy_under_another_name_is_damaged(tmp_path: Path) -> None:
+    shutil.copytree(save(tmp_path, 4), tmp_path / "step9")
+    with pytest.raises(Damaged, match="step9 is a copy of another checkpoint, that of step 4"):
+        read_manifest(tmp_path / "step9")
+    (tmp_path / "step9").rename(tmp_path / "best")  # no name of a step says nothing of it
+    assert read_manifest(tmp_path / "best").step == 4
+    (tmp_path / "best").rename(tmp_path / "step7-tmp")
+    tidy(tmp_path)
+    assert names(tmp_path) == ["step4"]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +17,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.chat.folder import TalkingFolder, talking_folder
-from open_instruct.chat.talk import converse
+from open_instruct.chat.talk import answer_one, converse
 from open_instruct.cli import main
 from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.models.lora.files import OF_BASE
 from open_instruct.parallel import peers
 from open_instruct.toys.tiny import write_tiny_model
 
@@ -71,13 +75,12 @@ def test_a_pipe_is_one_question_in_the_exports_own_words(
     assert len(said) > 3
 
 
-def test_an_adapter_talks_as_the_model_that_it_is_merged_into(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter, fields = tmp_path / "adapter", json.loads((model / "config.json").read_text())
-    adapter.mkdir()
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["down_proj"], "base_model_name_or_path": str(model)}
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+def write_adapter(folder: Path, model: Path, *, base: str | Path, **header: str) -> dict[str, torch.Tensor]:
+    """Of `model`, as the files have it; `base` is what they name."""
+    fields = json.loads((model / "config.json").read_text())
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["down_proj"], "base_model_name_or_path": str(base)}
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
     generator = torch.Generator().manual_seed(1)
     sizes = {"lora_A": (4, fields["intermediate_size"]), "lora_B": (fields["hidden_size"], 4)}
     matrices = {
@@ -85,10 +88,18 @@ def test_an_adapter_talks_as_the_model_that_it_is_merged_into(
         for layer in range(fields["num_hidden_layers"])
         for name, size in sizes.items()
     }
-    save_file(matrices, adapter / "adapter_model.safetensors")
+    save_file(matrices, folder / "adapter_model.safetensors", metadata={"format": "pt", **header})
+    return matrices
+
+
+def test_an_adapter_talks_as_the_model_that_it_is_merged_into(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    matrices = write_adapter(adapter, model, base=model)
     words = ["--model_name_or_path", str(model), "--adapter_name_or_path", str(adapter)]
     assert main(["merge", *words, "--output_dir", str(tmp_path / "merged")]) == 0
-    capsys.readouterr()
+    assert capsys.readouterr().err == ""
     by_itself = asked(monkeypatch, capsys, str(tmp_path))[1]  # of a run that wrote nothing else
     assert by_itself == asked(monkeypatch, capsys, str(tmp_path / "merged"))[1]
     assert by_itself != asked(monkeypatch, capsys, str(model))[1]
@@ -99,6 +110,29 @@ def test_an_adapter_talks_as_the_model_that_it_is_merged_into(
     )
     code, _, told = asked(monkeypatch, capsys, str(adapter))
     assert code == 2 and f"{adapter} cannot be added to its model" in told
+
+
+def test_an_adapter_of_another_model_is_not_merged(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two models of the same shapes: by the weights of the one that it names, or by what its own file says."""
+    other = write_tiny_model(tmp_path / "other", family="olmo2", seed=1)
+    hub, adapter, merged = "allenai/OLMo-2-0425-1B", tmp_path / "adapter", tmp_path / "merged"
+    header = {OF_BASE: weights_fingerprint(CheckpointFiles.open(model))}
+    for named, known, base, told in (
+        (other, {}, model, f"was made beside {other}, and {model} has other weights; give that model"),
+        (other, {}, other, ""),
+        (hub, {}, model, f"warning: {adapter} says that it was made beside {hub}"),
+        (hub, header, model, ""),
+        (hub, header, other, f"was made beside {hub}, and {other} has other weights"),
+    ):
+        write_adapter(adapter, model, base=named, **known)
+        words = ["--model_name_or_path", str(base), "--adapter_name_or_path", str(adapter)]
+        code, said = main(["merge", *words, "--output_dir", str(merged)]), capsys.readouterr().err
+        is_refused = "other weights" in told
+        assert (code, merged.is_dir()) == ((2, False) if is_refused else (0, True)), said
+        assert told in said and bool(told) == bool(said)
+        shutil.rmtree(merged, ignore_errors=True)
 
 
 def test_what_is_no_model_that_talks_is_told_in_a_sentence(
@@ -196,10 +230,17 @@ def test_a_conversation_goes_on_until_its_end(
 def test_what_a_model_says_does_not_steer_the_terminal(
     parrot: Parrot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parrot.pieces = ("\x1b[2J", "\tyes\n")
+    parrot.pieces = ("\x1b[2J", "\x9b31m\u202e", "\tyes 👩‍🚀\n")
     monkeypatch.setattr(sys, "stdin", Terminal("first"))
     converse(parrot, parrot.chat, system_prompt=None)
-    assert "model> \\x1b[2J\tyes\n" in capsys.readouterr().out
+    answer_one("first", parrot, parrot.chat, system_prompt=None)
+    said = "".join(parrot.pieces)
+    assert capsys.readouterr().out.count(said) == 2, "a file has what the model said"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", Terminal("first"))
+    converse(parrot, parrot.chat, system_prompt=None)
+    answer_one("first", parrot, parrot.chat, system_prompt=None)
+    assert capsys.readouterr().out.count("\\x1b[2J\\x9b31m\\u202e\tyes 👩‍🚀\n") == 2
 
 
 def spoken(parrot: Parrot, token_ids: Sequence[int]) -> str:

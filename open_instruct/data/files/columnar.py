@@ -14,19 +14,34 @@ from open_instruct.data.rows import BadRow, RawRow
 from open_instruct.errors import InputError
 
 _ROWS_AT_ONCE = 1024
+# A text that many rows have may be in a Parquet file once, so how many bytes some rows become is not to be seen there;
+# but no cell has more than its row group has unpacked.
+_BYTES_AT_ONCE = 2**29
+_LONGEST_ROW = 2**23  # bytes
 
 
 def _parsed(batch: Any, wanted: Sequence[int], first: int, file: str) -> Iterator[RawRow | BadRow]:
-    try:
-        values = batch.take([index - first for index in wanted]).to_pylist()
-    except Exception as error:  # such as text that is not UTF-8: then one by one, to find the rows
-        if len(wanted) > 1:
-            for index in wanted:
-                yield from _parsed(batch, [index], first, file)
-        else:
-            yield BadRow(file=file, line=wanted[0] + 1, kind="not_readable", reason=f"damaged: {one_line(error)}")
+    has_dictionaries = "dictionary<" in str(batch.schema.types)  # then its size says nothing of its rows'
+    is_long = has_dictionaries or batch.nbytes > _LONGEST_ROW
+    bad, values = partial(BadRow, file=file, line=wanted[0] + 1, kind="not_readable"), None
+    too_long = f"the row has more than {_LONGEST_ROW >> 20} MiB, more than a model reads"
+    if batch.num_rows == 1 and is_long and not has_dictionaries:
+        yield bad(reason=too_long)
         return
-    yield from (RawRow(file=file, line=index + 1, value=value) for index, value in zip(wanted, values, strict=True))
+    if batch.num_rows == 1 or not is_long:
+        try:
+            values = batch.take([index - first for index in wanted]).to_pylist()
+        except Exception as error:  # such as text that is not UTF-8
+            if batch.num_rows == 1:
+                yield bad(reason=f"damaged: {one_line(error)}")
+                return
+    if values is None:  # one by one, to find the rows
+        for index in wanted:
+            yield from _parsed(batch.slice(index - first, 1), [index], index, file)
+    elif is_long and len(str(values[0])) > _LONGEST_ROW:
+        yield bad(reason=too_long)
+    else:
+        yield from (RawRow(file=file, line=index + 1, value=value) for index, value in zip(wanted, values, strict=True))
 
 
 def _readable(batches: Iterable[Any], file: str) -> Iterator[Any]:
@@ -71,7 +86,13 @@ def _parquet(path: Path) -> tuple[int, Batches]:
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(path, memory_map=True)
-    return file.metadata.num_rows, partial(file.iter_batches, batch_size=_ROWS_AT_ONCE)
+
+    def batches() -> Iterator[Any]:
+        for group in range(file.metadata.num_row_groups):
+            num_rows = _BYTES_AT_ONCE // max(1, file.metadata.row_group(group).total_byte_size)
+            yield from file.iter_batches(batch_size=max(1, min(num_rows, _ROWS_AT_ONCE)), row_groups=[group])
+
+    return file.metadata.num_rows, batches
 
 
 def _arrow(path: Path) -> tuple[int, Batches]:

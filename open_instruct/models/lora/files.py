@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from open_instruct.config.flags import spelled
@@ -29,12 +30,14 @@ from open_instruct.models.export_files import (
     put_in_place,
     write_texts,
 )
+from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.load import MAX_NAMED
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
 from open_instruct.parallel.process import on_main_process
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+OF_BASE = "base_fingerprint"  # in the header of the weights, which other readers pass over
 PREFIX = "base_model.model."
 
 # What peft may do to an adapter beside what is done here, and the values with which it does not.
@@ -115,6 +118,26 @@ def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoR
     return {name: files.read(file_name) for file_name, name in wanted.items()}
 
 
+def check_base(folder: Path, base: Path, files: CheckpointFiles) -> str | None:
+    """What has to be said of an adapter in `folder` that is to be added to `base`, whose `files` are open.
+
+    :raises InputError: it was made beside a model of other weights.
+    """
+    named = str(read_object(folder / CONFIG_NAME).get("base_model_name_or_path"))
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as adapter:
+        told = (adapter.metadata() or {}).get(OF_BASE)
+    theirs = Path(named).expanduser()
+    if told is None and theirs.is_dir():
+        if theirs.samefile(base):
+            return None
+        told = weights_fingerprint(CheckpointFiles.open(theirs))
+    if told is None:
+        return f"{folder} says that it was made beside {named}: whether {base} has those weights cannot be told"
+    if told != weights_fingerprint(files):
+        raise InputError(f"{folder} was made beside {named}, and {base} has other weights; give that model")
+    return None
+
+
 def write_adapter(
     folder: Path,
     adapter: Iterable[tuple[str, torch.Tensor]],
@@ -122,12 +145,14 @@ def write_adapter(
     lora: LoRASection,
     *,
     base: str,
+    fingerprint: str,
     chat_template: str | None = None,
     card: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective; rank 0 writes.
 
     :param base: what the adapter belongs to, for whoever opens it.
+    :param fingerprint: of the weights of `base`, for who adds the adapter to them.
     :param chat_template: that it was trained with, where that is not the base's own.
     :param card: gives README.md, for whoever finds the folder; rank 0 alone asks.
     :raises RunError: the disk filled up or failed; an earlier one is unharmed.
@@ -141,7 +166,7 @@ def write_adapter(
         try:
             prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
             beside = partial_folder_of(folder)
-            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt"})
+            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", OF_BASE: fingerprint})
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})
