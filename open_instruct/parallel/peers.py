@@ -1,8 +1,9 @@
 """What every rank is doing, told to the others: so that one that is gone or frozen is named by those that wait for it.
 
 Each rank keeps a sign in the key-value store that the ranks met by, and renews it every `BEAT_S`, and whenever it does
-something else, from a thread of its own. Rank 0 watches all of them, the others rank 0. Time is counted from when a reader last saw a sign change, never
-by another machine's clock; and a rank that computes for long, or compiles, still beats.
+something else, from a thread of its own. Rank 0 watches all of them, the others rank 0. Time is counted from when a
+reader last saw a sign change, never by another machine's clock; and a rank that computes for long, or compiles, still
+beats.
 """
 
 from __future__ import annotations

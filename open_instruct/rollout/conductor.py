@@ -244,7 +244,10 @@ class Conductor:
                 return
             self._num_at_engines -= 1
             self._num_at_verifiers += 1
-            self._judges.submit(self._judge, group, index, future)
+            if future.exception() is None:
+                self._judges.submit(self._judge, group, index, future)
+            else:
+                self._judge(group, index, future)  # asks no verifier, and the driver must not wait for those that hang
 
     def _judge(self, group: _OpenGroup, index: int, future: Future[Completion]) -> None:
         doing = "generated"

@@ -145,10 +145,10 @@ class VerifierPool:
         if next_s < whole_s:
             self._tell(
                 f"{name} is late",
-                f"the verifier {name} took more than {whole_s:g} s several times in a row. So that a step does not wait "
-                f"so long for each of its verdicts, they now have {next_s:.3g} s, until one comes (every "
-                f"{WHOLE_TIME_EVERY}th has {whole_s:g} s). One that does not come scores 0, right or wrong, and is "
-                "counted as num_verifier_problems. Mend the verifier, or raise --verifier_timeout_s where it needs longer",
+                f"the verifier {name} took more than {whole_s:g} s several times in a row. So that a step does not "
+                f"wait as long for each of its verdicts, they now have {next_s:.3g} s, until one comes (every "
+                f"{WHOLE_TIME_EVERY}th has {whole_s:g} s). One that does not come scores 0, right or wrong, and counts "
+                "as num_verifier_problems. Mend the verifier, or raise --verifier_timeout_s where it needs longer",
             )
 
     def _tell(self, what: str, text: str) -> None:

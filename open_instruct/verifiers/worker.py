@@ -81,9 +81,8 @@ def leave_a_guard() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         return
     # The pool is to see by the end of its pipes that the worker has ended.
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(0, 1)
     while os.getppid() == parent and worker not in _reaped(os.WNOHANG):
         if signal.sigwait(GUARD_SIGNALS) == signal.SIGTERM:
             break
