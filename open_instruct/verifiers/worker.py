@@ -104,8 +104,7 @@ def _reaped(options: int) -> list[int]:
 
 
 def _children() -> list[int]:
-    parents = {int(entry): processes.parent(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
-    return [child for child, parent in parents.items() if parent == os.getpid()]
+    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if processes.parent(pid) == os.getpid()]
 
 
 def main(user_verifiers: list[str]) -> None:
