@@ -60,6 +60,7 @@ class EnginePool:
         engines: by index, each constructed.
         make_engine: builds the engine of an index anew; blocks until it is constructed.
         on_restart: brings a new engine to the weights of the others; it gets no request before that.
+        on_failure: is told why no engine is started again, once the pool has given up.
         timeout_s: how long an engine may take to answer, or one step of it may last.
         max_restarts: engines that may be started again, all in all.
         say: is told of engines that died.
@@ -71,12 +72,14 @@ class EnginePool:
         *,
         make_engine: Callable[[int], RayEngine],
         on_restart: Callable[[int], None],
+        on_failure: Callable[[RunError], None],
         timeout_s: float,
         max_restarts: int,
         say: Callable[[str], None],
     ) -> None:
         self._make_engine = make_engine
         self._on_restart = on_restart
+        self._on_failure = on_failure
         self._timeout_s = timeout_s
         self._max_restarts = max_restarts
         self._say = say
@@ -159,9 +162,6 @@ class EnginePool:
     def fail_waiting(self, failure: RunError) -> None:
         """Fail all completions that are waited for now; those asked for later come as ever."""
         with self._lock:
-            for member in self._members:
-                if member.is_alive:
-                    member.handle.tell(Engine.cancel, list(member.asked))
             left = self._take_all()
         for each in left:
             set_outcome(each.future, failure)
@@ -197,6 +197,8 @@ class EnginePool:
         left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]
         self._homeless = {}
         for member in self._members:
+            if member.is_alive:
+                member.handle.tell(Engine.cancel, list(member.asked))
             member.asked = {}
         return left
 
@@ -251,14 +253,14 @@ class EnginePool:
             is_last = self._num_restarts > self._max_restarts
         member.handle.kill()
         if is_last:
+            failure = RunError(
+                f"{error}. That was one more than --max_restarts {self._max_restarts}; give the same command "
+                "again to go on from the last checkpoint"
+            )
             with self._lock:
                 self._homeless |= left
-                self._fail(
-                    RunError(
-                        f"{error}. That was one more than --max_restarts {self._max_restarts}; give the same command "
-                        "again to go on from the last checkpoint"
-                    )
-                )
+                self._fail(failure)
+            self._on_failure(failure)  # outside the lock: who is told may hold what waits for it
             return False
         self._say(f"{error}; starting it again ({self._num_restarts} of {self._max_restarts} restarts)")
         with self._lock:

@@ -1,8 +1,9 @@
 """What every rank is doing, told to the others: so that one that is gone or frozen is named by those that wait for it.
 
-Each rank keeps a sign in the key-value store that the ranks met by, and renews it every `BEAT_S` from a thread of its
-own. Rank 0 watches all of them, the others rank 0. Time is counted from when a reader last saw a sign change, never
-by another machine's clock; and a rank that computes for long, or compiles, still beats.
+Each rank keeps a sign in the key-value store that the ranks met by, and renews it every `BEAT_S`, and whenever it does
+something else, from a thread of its own. Rank 0 watches all of them, the others rank 0. Time is counted from when a
+reader last saw a sign change, never by another machine's clock; and a rank that computes for long, or compiles, still
+beats.
 """
 
 from __future__ import annotations
@@ -125,14 +126,20 @@ class Peers:
         # Once set, `on_loss` is called, from the thread, where a rank is lost: 0 looks at all, the others at 0.
         self.limit_s: float | None = None
         self._num_beats = 0
+        self._does_other = threading.Event()
         self._has_left = threading.Event()
         self._give()
         self._thread = threading.Thread(target=self._run, daemon=True, name="peers")
         self._thread.start()
 
+    def renew(self) -> None:
+        """Have the thread give a new sign now: who looks after this rank is lost is to read what it did at last."""
+        self._does_other.set()
+
     def leave(self, words: str) -> None:
         """Tell the others that this rank ends in order, and, if it failed, of what."""
         self._has_left.set()
+        self.renew()  # the thread waits for that
         with suppress(Exception):  # the store may be gone before us
             self._give(words)
 
@@ -170,13 +177,20 @@ class Peers:
         return "; ".join(told(what, there) for what, there in rarest_first[:4])
 
     def _run(self) -> None:
-        while not self._has_left.wait(BEAT_S):
-            try:
+        next_beat_s = time.monotonic() + BEAT_S
+        while True:
+            self._does_other.wait(max(0.0, next_beat_s - time.monotonic()))
+            self._does_other.clear()
+            if self._has_left.is_set():
+                return
+            losses: list[Loss] = []
+            if is_beat := time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + BEAT_S
                 self._num_beats += 1
+            with suppress(Exception):  # the store went with its process: a collective will tell
                 self._give()
-                losses = [] if self.limit_s is None else self._watched.losses(silent_s=self.limit_s)
-            except Exception:  # the store went with its process: a collective will tell
-                continue
+                if is_beat and self.limit_s is not None:
+                    losses = self._watched.losses(silent_s=self.limit_s)
             if losses and not self._has_left.wait(GRACE_S):
                 on_loss("; ".join(map(str, losses)))
 
@@ -219,6 +233,8 @@ def doing(what: str) -> None:
     if stop is not None and sys.exception() is None:
         raise stop
     _doing = what
+    if _peers is not None:
+        _peers.renew()
 
 
 def activity() -> str:

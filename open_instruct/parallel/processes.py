@@ -41,6 +41,12 @@ def has_ended(pid: int) -> bool:
     return state(os.getpid()) is not None and state(pid) in (None, "Z", "X")
 
 
+def parent(pid: int) -> int | None:
+    """The id of its parent; None where there is no such process, or no /proc."""
+    fields = _fields(pid)
+    return int(fields[1]) if fields else None
+
+
 def start_time(pid: int) -> str | None:
     """Tells a process from a later one with its id."""
     fields = _fields(pid)

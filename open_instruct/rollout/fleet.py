@@ -153,6 +153,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             handles,
             make_engine=made_again,
             on_restart=restarted,
+            on_failure=publisher.engines_failed,
             timeout_s=config.fleet.engine_timeout_s,
             max_restarts=config.fleet.max_restarts,
             say=console.warn,

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from open_instruct.parallel.launch import threads_of_each
@@ -27,6 +27,27 @@ from open_instruct.verifiers.worker import verdict
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 PIECE_BYTES = 1 << 16
+GUARD_TIMEOUT_S = 10.0
+# What a verifier that was late this often in a row is given from then on, until one of its verdicts comes: a share of
+# the time, or a multiple of what its slowest verdict took where that is more; and every so often all of it.
+LATE_IN_A_ROW = 2
+SHARE_OF_TIME = 0.2
+TIMES_THE_SLOWEST = 3
+WHOLE_TIME_EVERY = 16
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Of one verifier: how often in a row it was late, and the most seconds that a verdict of it took."""
+
+    late_in_a_row: int = 0
+    slowest_s: float = 0.0
+
+    def time_s(self, timeout_s: float) -> float:
+        """What its next verdict may take."""
+        if self.late_in_a_row < LATE_IN_A_ROW or self.late_in_a_row % WHOLE_TIME_EVERY == 0:
+            return timeout_s
+        return min(timeout_s, max(SHARE_OF_TIME * timeout_s, TIMES_THE_SLOWEST * self.slowest_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +85,8 @@ class VerifierPool:
         self._start_timeout_s = max(verifier.start_timeout_s for verifier in self.verifiers.values())
         self._say = say
         self._told: set[str] = set()
-        self._telling = threading.Lock()
+        self._paces = {name: _Pace() for name in self.verifiers}
+        self._telling = threading.Lock()  # guards both
         # Linux ends a worker with the thread that started it, so that must be one that lives as long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="verifier-starter")
         # A place is a worker, or None until somebody needs one.
@@ -82,7 +104,7 @@ class VerifierPool:
         text = completion if self.verifiers[name].sees_thinking else without_thinking(completion)
         if self.verifiers[name].isolated:
             asked = {"text": text, "ground_truth": check.ground_truth, "prompt": prompt, "is_truncated": is_truncated}
-            answer = self._ask_worker({"verifier": name, **asked})
+            answer = self._ask_worker(name, asked)
         else:
             answer = verdict(self.verifiers[name], text, check.ground_truth, prompt=prompt, is_truncated=is_truncated)
         problem = answer.get("problem")
@@ -91,28 +113,50 @@ class VerifierPool:
             problem = f"gave {answer['score']}, which is not between {low:g} and {high:g}"
         if problem is None:
             return Outcome(score=answer["score"])
-        self._tell(name, f"the verifier {name}: {problem}\n{answer.get('traceback', '')}".rstrip())
+        shown = f"the verifier {name}: {problem}\n{answer.get('traceback', '')}".rstrip()
+        self._tell(name, f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
         return Outcome(score=0.0, problem=f"{name}: {problem}")
 
-    def _ask_worker(self, request: dict[str, object]) -> dict[str, Any]:
+    def _ask_worker(self, name: str, asked: dict[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
             worker = worker or _Worker(self._start, self._starter, start_timeout_s=self._start_timeout_s)
-            answer = worker.ask(request, timeout_s=self._timeout_s)
+            time_s = self._paces[name].time_s(self._timeout_s)
+            began_s = time.monotonic()
+            answer = worker.ask({"verifier": name, **asked}, timeout_s=time_s)
+            self._note(name, time.monotonic() - began_s, time_s, has_answered=answer is not None)
             if answer is None:
                 worker.kill()
                 worker = None
-                answer = {"problem": f"took more than {self._timeout_s:g} s, or died"}
+                answer = {"problem": f"took more than {time_s:g} s, or died"}
         finally:
             self._places.put(worker)
         return answer
 
-    def _tell(self, name: str, text: str) -> None:
+    def _note(self, name: str, took_s: float, time_s: float, *, has_answered: bool) -> None:
+        """Give a verifier that is late again and again less time, and say so once."""
+        pace = self._paces[name]
         with self._telling:
-            is_first = name not in self._told
-            self._told.add(name)
+            if has_answered:
+                pace.late_in_a_row, pace.slowest_s = 0, max(pace.slowest_s, took_s)
+            elif took_s >= time_s:
+                pace.late_in_a_row += 1
+            next_s, whole_s = pace.time_s(self._timeout_s), self._timeout_s
+        if next_s < whole_s:
+            self._tell(
+                f"{name} is late",
+                f"the verifier {name} took more than {whole_s:g} s several times in a row. So that a step does not "
+                f"wait as long for each of its verdicts, they now have {next_s:.3g} s, until one comes (every "
+                f"{WHOLE_TIME_EVERY}th has {whole_s:g} s). One that does not come scores 0, right or wrong, and counts "
+                "as num_verifier_problems. Mend the verifier, or raise --verifier_timeout_s where it needs longer",
+            )
+
+    def _tell(self, what: str, text: str) -> None:
+        with self._telling:
+            is_first = what not in self._told
+            self._told.add(what)
         if is_first:
-            self._say(f"{text}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
+            self._say(text)
 
     def close(self) -> None:
         """End the workers; waits for those that are at work."""
@@ -124,7 +168,7 @@ class VerifierPool:
 
 
 class _Worker:
-    """A process with a session of its own, so that what a verifier has started can be ended with it."""
+    """A process with a session of its own; what its verifiers start, in whichever session, is ended with it."""
 
     def __init__(
         self, start: Callable[..., Popen[Any]], starter: ThreadPoolExecutor, *, start_timeout_s: float
@@ -176,9 +220,15 @@ class _Worker:
                 return None  # late, or at its end
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End it, and all that its verifiers have started."""
+        if sys.platform == "linux":
+            self._process.terminate()  # its guard, which ends once it has killed the rest
+            with contextlib.suppress(TimeoutExpired):
+                self._process.wait(GUARD_TIMEOUT_S)
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

@@ -1,16 +1,17 @@
 """A process that scores one completion after another: JSON lines in, JSON lines out, until its input ends.
 
-Started by `VerifierPool`, by this file's path, and killed when a verdict takes too long. It ends with its parent,
-whatever ended that: an idle one because its input closes, a busy one because it is killed. What its verifiers have
-started ends with it.
+Started by `VerifierPool`, by this file's path, and ended when a verdict takes too long. On Linux that process is a
+guard, and the worker is its child: the guard is a parent to all that the worker's verifiers start, daemons too, and
+kills it when the worker ends, when the pool ends it, or when the pool's process is gone. Elsewhere the worker ends with
+its parent, and its group with the pool.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -27,11 +28,14 @@ if "open_instruct" not in sys.modules:
     sys.modules["open_instruct"] = module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["open_instruct"])
 
+from open_instruct.parallel import processes
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import Verifier
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER = 36
 PARENT_WATCH_INTERVAL_S = 1.0
+GUARD_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 MAX_PROBLEM_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 4000
 
@@ -64,24 +68,47 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def end_group_with_us() -> None:
-    """Leave a process behind, nobody's child, that kills what is left of our group once we have ended."""
-    try:
-        ourselves = os.pidfd_open(os.getpid())
-    except (AttributeError, OSError):  # not Linux, or an old one
+def leave_a_guard() -> None:
+    """Go on as a child of this process, which from here on only guards: see the top of this file. Linux only."""
+    if sys.platform != "linux":
         return
-    if child := os.fork():
-        os.waitpid(child, 0)
-        os.close(ourselves)
+    prctl, parent = ctypes.CDLL(None).prctl, os.getppid()
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, GUARD_SIGNALS)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whose own parent has ended becomes our child, in any session
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    worker = os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
         return
-    if os.fork() == 0:
-        select.select([ourselves], [], [])
-        os.killpg(0, signal.SIGKILL)
+    # The pool is to see by the end of its pipes that the worker has ended.
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(0, 1)
+    while os.getppid() == parent and worker not in _reaped(os.WNOHANG):
+        if signal.sigwait(GUARD_SIGNALS) == signal.SIGTERM:
+            break
+    while children := _children():
+        for child in children:
+            os.kill(child, signal.SIGKILL)  # not yet reaped: this is no other's id
+        _reaped(0)
     os._exit(0)
 
 
+def _reaped(options: int) -> list[int]:
+    """Children that have ended; without WNOHANG, once one has."""
+    ended: list[int] = []
+    with contextlib.suppress(ChildProcessError):
+        while child := os.waitpid(-1, options)[0]:
+            ended.append(child)
+            options = os.WNOHANG
+    return ended
+
+
+def _children() -> list[int]:
+    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if processes.parent(pid) == os.getpid()]
+
+
 def main(user_verifiers: list[str]) -> None:
-    end_group_with_us()
+    leave_a_guard()
     end_with_parent()
     # What a verifier prints must not be taken for a verdict, nor may it read what is asked.
     requests, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")

@@ -39,12 +39,13 @@ class WeightPublisher:
         self._num_new_engines = 0  # ever
         self._is_connected = False
         self._engines: EnginePool  # once it is attached
+        self._engines_failure: RunError | None = None
         self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
         self.version: int | None = 0
         """That every engine has; None until it is known again."""
 
     def attach(self, engines: EnginePool) -> None:
-        """Once the pool is there; it calls `engine_restarted` of this object."""
+        """Once the pool is there; it calls `engine_restarted` and `engines_failed` of this object."""
         self._engines = engines
 
     @contextmanager
@@ -112,6 +113,12 @@ class WeightPublisher:
                 except RunError as error:
                     self._wait_to_try_again(error, attempt, num_new_engines, new_engine=index)
 
+    def engines_failed(self, failure: RunError) -> None:
+        """Called by the pool once it starts no engine again: whoever waits for one raises `failure`."""
+        with self._changed:
+            self._engines_failure = failure
+            self._changed.notify_all()
+
     def learners_restarted(self) -> None:
         """The channel's other end is gone, and until the next `publish` there is nothing to send."""
         with self._changed:
@@ -124,17 +131,23 @@ class WeightPublisher:
         """Return when another attempt may succeed: the engines that died, if any did, are there again.
 
         Raises:
-            RunError: `error`, where they are not, or it was the last attempt, or the one who died is `new_engine`.
+            RunError: the pool's failure, where it starts no engine again. Else `error`, where they are not, or it was
+                the last attempt, or the one who died is `new_engine`.
         """
         log.warning("weights did not reach every engine: %s", error)
         dead = self._engines.silent()
         self._dead_new_engines |= dead & self._new_engines  # the pool does not watch these yet, `engine_restarted` does
         self._changed.notify_all()
-        if attempt >= self._fleet.max_restarts or new_engine in dead:
+        if new_engine in dead:
             raise error
-        # The pool starts an engine anew, or does not.
-        timeout_s = self._fleet.engine_timeout_s
-        if dead and not self._changed.wait_for(lambda: self._num_new_engines > num_new_engines, timeout_s):
+        # The pool starts an engine anew, or gives up; that it does either is not known before it has noticed.
+        is_whole = not dead or self._changed.wait_for(
+            lambda: self._engines_failure is not None or self._num_new_engines > num_new_engines,
+            self._fleet.engine_timeout_s,
+        )
+        if self._engines_failure is not None:
+            raise self._engines_failure from error
+        if attempt >= self._fleet.max_restarts or not is_whole:
             raise error
 
     def _deliver(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -327,6 +328,22 @@ class TestFailure:
             pool.finish(index=4, error=RunError("no engine is left"))
             with pytest.raises(RunError, match=r"^no engine is left$"):
                 it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
+
+    def test_of_the_engines_is_passed_on_though_all_verifiers_hang(self) -> None:
+        came = threading.Event()
+
+        def hang(prompt: Prompt, completion: Completion) -> float:
+            assert came.wait(STALL_TIMEOUT_S)
+            return 0.0
+
+        with conductor(pool := FakePool(), "--async_steps", "5", rule=hang) as it:
+            it.start(0)
+            for _ in range(20):  # more than threads that judge
+                pool.finish()
+            pool.finish(error=RunError("no engine is left"))
+            with pytest.raises(RunError, match=r"^no engine is left$"):
+                it.next_batch(1, timeout_s=3)
+            came.set()
 
     @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit("bad")], ids=["error", "exit"])
     def test_of_a_verifier_names_the_completion(self, error: BaseException) -> None:

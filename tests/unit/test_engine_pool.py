@@ -41,6 +41,7 @@ class Pool:
         self._latest: dict[int, InProcessEngine] = {}
         self.restarts: list[tuple[str, int]] = []
         self.said: list[str] = []
+        self.told_failures: list[RunError] = []
         self.failures: list[Exception] = []
         self.failures_of_restart: list[Exception] = []
         self.may_be_made = threading.Event()
@@ -51,6 +52,7 @@ class Pool:
             list(self.made),
             make_engine=self._make,
             on_restart=self._restarted,
+            on_failure=self.told_failures.append,
             timeout_s=timeout_s,
             max_restarts=max_restarts,
             say=self.said.append,

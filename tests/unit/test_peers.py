@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 from open_instruct.parallel import peers
 from open_instruct.parallel.peers import Loss, Peers, Sign, Signs, doing
 from open_instruct.parallel.processes import machine
+from tests.unit.fake_engine import TIMEOUT_S, eventually
 
 
 class Clock:
@@ -172,6 +173,35 @@ class TestExplanations:
         assert peers.explanation(ConnectionResetError(104, "Connection reset by peer")) is None
         assert peers.whereabouts(KeyError("x")) == ""
         assert "training step 5" in peers.whereabouts(RuntimeError("Timed out waiting 1800000ms for recv operation"))
+
+
+class TestWhatIsDone:
+    """A sign tells at once what its rank does: a rank that is killed between two beats is named with its last step."""
+
+    @pytest.fixture
+    def me(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+        monkeypatch.setattr(peers, "BEAT_S", 3600.0)
+        me = Peers(HashStore(), rank=0, num_ranks=1)
+        monkeypatch.setattr(peers, "_peers", me)
+        yield me
+        me.leave("")
+        me._thread.join(TIMEOUT_S)
+        assert not me._thread.is_alive()
+
+    def test_is_told_before_the_next_beat(self, me: Peers) -> None:
+        for step in (4, 5):
+            doing(f"training step {step}")
+            eventually(lambda: [sign.doing for sign in me._signs.look()] == [f"training step {step}"])  # noqa: B023
+        assert me._num_beats == 0
+
+    def test_does_not_keep_a_rank_that_does_much_from_its_beat(
+        self, me: Peers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(peers, "BEAT_S", 0.01)
+        other = Peers(HashStore(), rank=0, num_ranks=1)
+        monkeypatch.setattr(peers, "_peers", other)
+        eventually(lambda: doing("training") or other._num_beats > 2)
+        other.leave("")
 
 
 def test_one_process_has_no_peers() -> None:

@@ -71,6 +71,7 @@ class Stage:
             list(self.made),
             make_engine=self._make,
             on_restart=self.publisher.engine_restarted,
+            on_failure=self.publisher.engines_failed,
             timeout_s=TIMEOUT_S,
             max_restarts=max_restarts,
             say=lambda text: None,
@@ -267,10 +268,34 @@ class TestEngineDies:
         with stage(1, max_restarts=1) as it:
             dies_in(it.made[0], "start_update")
             it.failing_restarts = [lambda engine: dies_in(engine, "start_update")] * 2
-            with pytest.raises(RunError, match="engine 0 was lost during begin_update"):
+            with pytest.raises(RunError, match="--max_restarts 1"):
                 it.publish(1)
             with pytest.raises(RunError, match="--max_restarts 1"):
                 it.generates()
+
+    @pytest.mark.parametrize("method", ["start_update", "receive_weights", "finish_update"])
+    def test_for_the_last_time_ends_the_sync_with_the_words_of_the_pool(self, method: str) -> None:
+        """Nobody waits for an engine that is not started again: it was lost before this sync, and is lost within it."""
+        with stage(2, max_restarts=1) as it:
+            it.publish(1)
+            it.made[0].die()
+            eventually(lambda: len(it.made) == 3 and not it.publisher._new_engines)
+            dies_in(it.made[2], method)
+            if method == "receive_weights":
+                it.learners.effects[SEND] = [wait_until_abandoned(it)]
+            with pytest.raises(RunError, match=r"^engine 0 was lost during .* one more than --max_restarts 1; give"):
+                it.publish(2)
+
+    def test_for_the_last_time_while_another_is_waited_for(self) -> None:
+        """The one that is waited for is still being made when the pool gives up because of the other."""
+        with stage(2, max_restarts=1) as it:
+            it.may_be_made.clear()
+            dies_in(it.made[0], "finish_update")
+            publishing = it._threads.submit(it._publish, 1)
+            eventually(lambda: it.made[0].is_killed)
+            it.made[1].die()
+            with pytest.raises(RunError, match=r"^engine 1 was lost during .* one more than --max_restarts 1; give"):
+                publishing.result(TIMEOUT_S)
 
     def test_an_engine_that_only_missed_it_is_sent_it_again(self) -> None:
         with stage(2) as it:

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.errors import InputError
+from open_instruct.parallel.processes import has_ended
 from open_instruct.records import Check, Completion, Prompt
 from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
@@ -57,6 +60,20 @@ class Odd(Verifier):
             if os.fork() == 0:
                 print(os.getpid(), file=open("spinning", "w"), flush=True)
                 time.sleep(600)
+            return 1 / os.getpid()
+        if completion.startswith("leave a daemon"):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.closerange(0, 30)
+                    print(os.getpid(), file=open("spinning", "w"), flush=True)
+                    time.sleep(600)
+                os._exit(0)
+            while not os.path.exists("spinning"):
+                time.sleep(0.01)
+            if completion.endswith("die"):
+                os._exit(3)
+            time.sleep(600 if completion.endswith("hang") else 0)
             return 1 / os.getpid()
         if completion == "threads":
             return 1 / int(os.environ["OMP_NUM_THREADS"])
@@ -211,6 +228,22 @@ class TestPool:
         assert hasty_pool.score(check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
         assert_ends(int(Path("spinning").read_text()))
 
+    @pytest.mark.parametrize("then", ["", " and hang", " and die"])
+    def test_a_daemon_that_a_verifier_has_started_ends_with_it(
+        self, user_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+    ) -> None:
+        """It has a session of its own, and its parent has ended."""
+        monkeypatch.chdir(tmp_path)
+        pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=5 if then == " and hang" else 60)
+        outcome = pool.score(check("odd"), f"leave a daemon{then}")
+        daemon = int(Path("spinning").read_text())
+        if then:
+            assert_ends(daemon)
+        else:
+            assert outcome.problem is None and not has_ended(daemon)
+        pool.close()
+        assert_ends(daemon)
+
     @pytest.mark.parametrize("completion", ["twins", "forge", "read"])
     def test_an_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
         """Not that of a child that came back, nor what a verifier wrote wherever it could."""
@@ -272,12 +305,13 @@ class TestPool:
         pool.close()
         assert scores[0] == scores[1] > 0
 
-    @pytest.mark.parametrize("completion", ["", "spin", "multiply", "leave a child"])
+    @pytest.mark.parametrize("completion", ["", "spin", "multiply", "leave a child", "leave a daemon"])
     def test_workers_end_with_a_parent_that_is_killed(self, user_module: str, tmp_path: Path, completion: str) -> None:
         """Idle, busy, and not giving other threads a turn; and with them what their verifiers have left behind."""
         code = f"""
 import os, signal, threading, time
 from open_instruct.records import Check
+from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import VerifierPool
 pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=300)
@@ -295,7 +329,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         )
         assert run.stdout.strip().isdecimal(), run.stderr
         assert_ends(int(run.stdout))
-        if completion == "leave a child":
+        if completion.startswith("leave a"):
             assert_ends(int((tmp_path / "spinning").read_text()))
 
     def test_workers_see_without_the_kernel_that_their_parent_is_gone(self, tmp_path: Path) -> None:
@@ -314,6 +348,78 @@ os.kill(os.getpid(), signal.SIGKILL)
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
         assert run.stdout.strip().isdecimal(), run.stderr
         assert_ends(int(run.stdout))
+
+
+class TestLate:
+    """Verdicts that do not come, one after the other, do not cost a step the whole time-out each."""
+
+    @pytest.fixture
+    def late(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[float, str | None]]]:
+        """Judges by a worker that takes as many seconds as the completion says, by a clock of its own, or dies.
+
+        Returns what that took, and the problem.
+        """
+        clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+
+        class Worker:
+            def __init__(self, *_: Any, **__: Any) -> None: ...
+
+            def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any] | None:
+                if request["text"] == "die":
+                    return None
+                clock.now_s += min(float(request["text"]), timeout_s)
+                return {"score": 1.0} if float(request["text"]) <= timeout_s else None
+
+            def kill(self) -> None: ...
+
+        monkeypatch.setattr(verifier_pool, "time", clock)
+        monkeypatch.setattr(verifier_pool, "_Worker", Worker)
+        self.said: list[str] = []
+        pool = VerifierPool(num_processes=1, timeout_s=10, say=self.said.append)
+
+        def judge(completion: str, verifier: str = "math") -> tuple[float, str | None]:
+            began_s = clock.now_s
+            outcome = pool.score(check(verifier, "7"), completion)
+            assert outcome.score == (outcome.problem is None)
+            return clock.now_s - began_s, outcome.problem
+
+        yield judge
+        pool.close()
+
+    def test_ten_of_them_cost_less_than_four_time_outs_and_that_is_said_once(self, late: Any) -> None:
+        took = [late("inf") for _ in range(10)]
+        assert sum(seconds for seconds, _ in took) == 2 * 10 + 8 * 2
+        assert took[0][1] == "math: took more than 10 s, or died"
+        assert took[9][1] == "math: took more than 2 s, or died"  # each says how long it had
+        first, shorter = self.said
+        assert "the verifier math: took more than 10 s" in first
+        assert "the verifier math took more than 10 s several times in a row" in shorter
+        assert "they now have 2 s" in shorter and "--verifier_timeout_s" in shorter
+
+    def test_the_first_that_comes_gives_the_whole_time_back(self, late: Any) -> None:
+        for text in ("inf", "inf", "inf", "0"):
+            late(text)
+        assert late("9") == (9, None)
+        assert late("inf")[0] == 10
+
+    def test_what_is_slow_by_nature_is_not_cut_short(self, late: Any) -> None:
+        assert late("2.5") == (2.5, None)
+        for _ in range(4):
+            late("inf")
+        assert late("7.5") == (7.5, None)
+        assert all(late("inf")[0] == 10 for _ in range(2))
+
+    def test_a_verifier_that_never_came_gets_the_whole_time_now_and_then(self, late: Any) -> None:
+        for _ in range(16):
+            late("inf")
+        assert late("9") == (9, None)
+
+    def test_one_that_dies_is_not_late_and_another_is_another(self, late: Any) -> None:
+        for _ in range(4):
+            late("die")
+        for _ in range(4):
+            late("inf", "ifeval")
+        assert late("9") == (9, None)
 
 
 def assert_ends(process_id: int) -> None:
