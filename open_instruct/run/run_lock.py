@@ -46,10 +46,17 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         InputError: another process holds it; names that.
     """
     lock = _Lock(folder, say)
+    _held.append(lock)
     try:
         yield
     finally:
-        lock.release()
+        release_all()
+
+
+def release_all() -> None:
+    """Give back what this process holds, before it ends without leaving its blocks."""
+    while _held:
+        _held.pop().release()
 
 
 class _Lock:
@@ -149,6 +156,9 @@ class _Lock:
             f"--output_dir {self.folder} is in use by {_name(other)}: wait until that run has ended, or end it, or "
             "give another --output_dir"
         )
+
+
+_held: list[_Lock] = []
 
 
 def _name(other: Record | None) -> str:

@@ -94,6 +94,9 @@ def _become(
     function: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], cwd: Path, said: str
 ) -> None:
     os.setsid()
+    # Whatever the tests themselves have inherited: a suite in the background ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     file = os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

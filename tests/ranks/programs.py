@@ -84,9 +84,10 @@ class _ForkedRank(subprocess.Popen[bytes]):
             try:
                 os.setsid()
                 logging.disable(logging.NOTSET)  # a new Python knows nothing of what its launcher leaves out
-                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                    signal.signal(number, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+                    if signal.getsignal(number) is not signal.SIG_IGN:
+                        own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                        signal.signal(number, own)
                 os.environ.clear()
                 os.environ.update(self._environment)
                 code = _run_program(self._words)
