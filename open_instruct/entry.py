@@ -26,15 +26,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import (
-    EXIT_FAILURE,
-    EXIT_INPUT,
-    EXIT_OF_SIGNAL,
-    EXIT_PREEMPTED,
-    InputError,
-    RunError,
-    stop_signals,
-)
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, InputError, RunError, stop_signals
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
@@ -60,11 +52,7 @@ _last_words = threading.Lock()
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP. Not an Exception, so that nothing on the way up takes it for a failure of its own."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """SIGTERM or SIGHUP, by number. Not an Exception: nothing on the way up may take it for a failure of its own."""
 
 
 ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
@@ -209,7 +197,9 @@ def _signals_raise() -> Iterator[None]:
 def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     if number != signal.SIGINT:
-        _on_signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_PREEMPTED))  # a second one waits for nothing
+        _on_signal(
+            signal.SIGTERM, lambda number, frame: os._exit(EXIT_OF_SIGNAL[signal.SIGTERM])
+        )  # a second one waits for nothing
         _on_signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes tells of it twice
     peers.stop = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
     raise peers.stop
@@ -252,7 +242,7 @@ class _Teller:
         return EXIT_FAILURE
 
     def end_for_loss(self, words: str) -> None:
-        """From a thread that watches others: the main thread may wait for them for ever. "" where another rank tells."""
+        """From a thread that watches others, for which the main one may wait for ever; "" where another rank tells."""
         if _last_words.acquire(blocking=False):  # else the main thread ends it
             if words:
                 self._say_loss(words)
@@ -276,11 +266,10 @@ class _Teller:
             time.sleep(OTHER_RANKS_WAIT_S)
 
     def _tell_of_stop(self, error: BaseException) -> int:
-        by = signal.Signals(error.number) if isinstance(error, Terminated) else signal.SIGINT
-        if isinstance(error, SystemExit):  # which Ray, while it starts, makes of SIGTERM
-            if error.code != signal.SIGTERM:
-                raise error
-            by = signal.SIGTERM
+        # Ray, while it starts, makes an exit of SIGTERM.
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
+            raise error
+        by = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.Signals(error.args[0])
         name = by.name if by != signal.SIGINT else "interrupted"
         line = f"{self.program}: {name} while {peers.activity()}. {_way_on(self.log_file)}"
         peers.leave(line)
@@ -292,8 +281,9 @@ class _Teller:
 def leave(exit_code: int) -> NoReturn:
     """End the process with `exit_code` at once, without taking the interpreter down piece by piece.
 
-    Everything is written and closed by now, or given up with the run, whose folder is free from now on. What is left are threads of libraries (gloo's among them),
-    and one that is still running while its object is destroyed would abort a run that succeeded.
+    Everything is written and closed by now, or given up with the run, but for the hold on its folder. What is left are
+    threads of libraries (gloo's among them), and one that is still running while its object is destroyed would abort a
+    run that succeeded.
     """
     run_lock.release_all()
     with suppress(OSError):  # they may lie on a full disk, or their reader be gone

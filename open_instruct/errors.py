@@ -7,15 +7,12 @@ import signal
 EXIT_INPUT = 2
 EXIT_FAILURE = 1
 EXIT_PREEMPTED = 143
-EXIT_HANGUP = 129
-EXIT_OF_SIGNAL = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGHUP: EXIT_HANGUP, signal.SIGINT: EXIT_FAILURE}
+EXIT_OF_SIGNAL = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGHUP: 129, signal.SIGINT: EXIT_FAILURE}
 
 
 def stop_signals() -> list[signal.Signals]:
     """Those that stop this process. Ctrl-C and a hangup do not where its parent has them ignored (`nohup`, `&`)."""
-    ignorable = (signal.SIGHUP, signal.SIGINT)
-    heeded = [number for number in ignorable if signal.getsignal(number) is not signal.SIG_IGN]
-    return [signal.SIGTERM, *heeded]
+    return [each for each in EXIT_OF_SIGNAL if each == signal.SIGTERM or signal.getsignal(each) != signal.SIG_IGN]
 
 
 class InputError(ValueError):

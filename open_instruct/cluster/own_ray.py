@@ -21,27 +21,23 @@ from typing import Any
 
 # Begins the line that tells the driver where to join.
 ADDRESS = "address: "
-SERVERS = ("gcs_server", "raylet")
 
 
 class OwnRay:
     """The driver's end of it."""
 
-    def __init__(self, options: Mapping[str, Any], *, log: Path) -> None:
-        """Begin to start Ray, with `options` of `ray.init`; what it says on stderr goes to `log`."""
-        self._log = log
-        self._is_ending = False
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(options)],
-                stdin=subprocess.PIPE,  # its other end closes with the driver
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,
-            )
-        assert process.stdin is not None and process.stdout is not None
-        self._process, self._stdin, self._told = process, process.stdin, process.stdout
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Begin to start Ray, with `options` of `ray.init`."""
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(options)],
+            stdin=subprocess.PIPE,  # its other end closes with the driver
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._said = self._process.stdin, self._process.stdout
 
     def address(self) -> str:
         """Wait until it has started.
@@ -49,27 +45,26 @@ class OwnRay:
         Raises:
             RuntimeError: it did not; the last line that it said.
         """
-        for line in self._told:
+        last = "it said nothing"
+        for line in self._said:
             if line.startswith(ADDRESS):
                 return line.removeprefix(ADDRESS).strip()
-        said = self._log.read_text(errors="replace").split("\n")
-        raise RuntimeError(next((line for line in reversed(said) if line.strip()), "it said nothing"))
+            last = line.strip() or last
+        raise RuntimeError(last)
 
     def watch(self, on_end: Callable[[], Any]) -> None:
         """Call `on_end`, from a thread, should it end before `finish`."""
 
         def wait() -> None:
-            for _ in self._told:
-                pass
+            self._said.read()
             self._process.wait()
-            if not self._is_ending:
+            if not self._stdin.closed:
                 on_end()
 
         threading.Thread(target=wait, daemon=True, name="own Ray").start()
 
     def finish(self) -> None:
         """Have it end; the watchdog sees to what does not."""
-        self._is_ending = True
         self._stdin.close()
 
 
@@ -77,16 +72,15 @@ def main(options: str) -> None:
     """Start Ray, tell its address, and keep it until stdin ends, or one of its servers does."""
     import ray
 
-    address = ray.init(address="local", log_to_driver=False, configure_logging=False, **json.loads(options)).address_info
-    ends = [os.pidfd_open(pid) for pid in _servers()] if hasattr(os, "pidfd_open") else []
+    address = ray.init(
+        address="local", log_to_driver=False, configure_logging=False, **json.loads(options)
+    ).address_info
     print(f"{ADDRESS}{address['address']}", flush=True)
-    select.select([sys.stdin, *ends], [], [])
-    os._exit(0)  # Ray's servers end with this process; it itself would look for a lost one for a minute
-
-
-def _servers() -> list[int]:
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() in SERVERS]
+    # None where there is no /proc: there Ray itself looks for a lost server for a minute, and ends the driver.
+    children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
+    servers = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() in ("gcs_server", "raylet")]
+    select.select([sys.stdin, *(os.pidfd_open(int(pid)) for pid in servers)], [], [])
+    os._exit(0)  # the kernel ends Ray's servers with this process
 
 
 if __name__ == "__main__":

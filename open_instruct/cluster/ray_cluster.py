@@ -31,10 +31,7 @@ MIN_OBJECT_STORE_BYTES = 96 << 20
 SHARE_OF_MEMORY = 0.05
 CONNECT_TIMEOUT_S = 10.0
 WAY_OUT = "start a cluster with `ray start --head`, or leave the flag out for a local one"
-AGAIN = (
-    "Give the same command again. Where that ends so too, free memory and room in /dev/shm, end what is left of other "
-    "runs, or start Ray yourself by `ray start --head` and give --ray_address auto"
-)
+AGAIN = "Give the same command again, free memory first, or `ray start --head` by hand and give --ray_address auto"
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # a frame without any; its fourth byte says what it is
 RAY_FOLDER = "r"
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -99,8 +96,7 @@ def _join(address: str) -> None:
     import ray
 
     try:
-        with _keeping_sigterm():
-            ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
+        _connect(address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         said, way = _first_line(error), WAY_OUT
         if isinstance(error, ray.exceptions.AuthenticationError) or said.startswith("Failed to connect"):
@@ -193,13 +189,11 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
         "include_dashboard": fleet.ray_dashboard_host is not None,
         "dashboard_host": fleet.ray_dashboard_host or LOOPBACK,
     }
-    own = OwnRay(options, log=folder.with_name("start.log"))
-    import ray  # meanwhile
+    own = OwnRay(options)
+    import ray  # noqa: F401 (which takes a while, as the start does)
 
     try:
-        with _keeping_sigterm():
-            # Whatever RAY_ADDRESS says.
-            ray.init(address=own.address(), log_to_driver=False, configure_logging=False, job_config=_imports())
+        _connect(own.address())
     except Exception as error:
         if fleet.ray_dashboard_host is not None:
             raise InputError(
@@ -211,13 +205,14 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
     return own
 
 
-@contextlib.contextmanager
-def _keeping_sigterm() -> Iterator[None]:
-    """Ray would end the process at SIGTERM; what happens then is the run's to say."""
+def _connect(address: str) -> None:
+    import ray
+
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
     finally:
+        # Ray would end the process at SIGTERM; what happens then is the run's to say.
         if handler is not None:  # one that was not set from Python
             signal.signal(signal.SIGTERM, handler)
 

@@ -32,7 +32,6 @@ SILENT_AFTER_LOSS_S = 2.5 * BEAT_S
 # For the thread that waits in a collective to notice, and tell, by itself.
 GRACE_S = 10.0
 STORE_TIMEOUT_S = 10.0
-LOOK_AT_LAUNCHER_S = 1.0
 
 # Set where the store is kept by a launcher (torchrun's agent, the driver of GRPO), which can read signs too.
 STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
@@ -255,9 +254,8 @@ def watch_launcher() -> None:
 
     def look() -> None:
         while (loss := _loss_of_launcher()) is None:
-            time.sleep(LOOK_AT_LAUNCHER_S)
-        words, is_mine_to_say = loss
-        on_loss(words if is_mine_to_say else "")
+            time.sleep(1.0)
+        on_loss(loss[0] if loss[1] else "")
 
     threading.Thread(target=look, daemon=True, name="launcher").start()
 

@@ -50,13 +50,14 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        release_all()
+        _held.remove(lock)
+        lock.release()
 
 
 def release_all() -> None:
-    """Give back what this process holds, before it ends without leaving its blocks."""
-    while _held:
-        _held.pop().release()
+    """Give back what this process holds, which ends without leaving its blocks."""
+    for lock in _held:
+        lock.release()
 
 
 class _Lock:

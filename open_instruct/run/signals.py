@@ -26,7 +26,7 @@ class Noted:
 def noting_signals(
     on_first: Callable[[str], None] | None = None, *, second_ends_at_once: bool = False
 ) -> Iterator[Noted]:
-    """Note what is to stop the run while the block runs. A launcher may pass it on twice: by default the rest is ignored.
+    """Note a signal to stop while the block runs. A launcher may pass one on twice: by default the rest is ignored.
 
     :param on_first: is told the name of the first.
     """

@@ -409,15 +409,15 @@ def assert_nothing_left(case: GRPOCase, process: Process) -> None:
     assert not list(SHARED_MEMORY.glob(f"open_instruct-{process.pid}-*"))
 
 
-def test_ctrl_c_reaches_the_whole_group_and_ends_the_run_behind_a_checkpoint(
-    variant: Callable[..., GRPOCase],
-) -> None:
+def test_a_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(variant: Callable[..., GRPOCase]) -> None:
+    """The whole group is told of it, and twice."""
     case = variant(checkpointing_steps=100, total_episodes=8000)
     process = case.start()
-    case.when_step(1, process, lambda: os.killpg(process.pid, signal.SIGINT))
-    said = finished(process, exit_code=1)
+    case.when_step(1, process, lambda: os.killpg(process.pid, signal.SIGHUP))
+    os.killpg(process.pid, signal.SIGHUP)
+    said = finished(process, exit_code=129)
     step = len(case.rows())
-    assert said.splitlines()[-1].startswith(f"SIGINT: stopped after step {step}; "), said
+    assert said.splitlines()[-1].startswith(f"SIGHUP: stopped after step {step}; "), said
     assert (case.output_dir / f"step{step}" / "checkpoint.json").exists()
     assert_nothing_left(case, process)
 

@@ -32,7 +32,8 @@ class Forked:
     """A process that calls `function(*arguments)`, of the top of a module; what that returns is the exit code.
 
     It leads a session, works in `cwd`, and has the environment of this process and what `environment` adds, which
-    counts for modules that are loaded from now on. It ignores the signals in `ignored`, as below `nohup`. All that it and its children say is kept for `communicate`.
+    counts for modules that are loaded from now on. It ignores the signals in `ignored`, as below `nohup`. All that it
+    and its children say is kept for `communicate`.
     """
 
     def __init__(
