@@ -1,7 +1,7 @@
 """What every entry shares: flags to a checked config before torch is loaded, and failures to exit codes.
 
 0 is done, 2 the user's input, 1 any other failure; an entry itself returns 143 after a checkpointed
-SIGTERM. Whatever went wrong, the last line on stderr says what to do.
+SIGTERM, 129 after such a SIGHUP. Whatever went wrong, the last line on stderr says what to do.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, InputError, RunError, stop_signals
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.wording import escaped
+from open_instruct.run import run_lock
 from open_instruct.run.run_directory import exported_by
 
 # Most errors are met by every rank at once, and rank 0 tells of them. torchrun ends all ranks as soon as one
@@ -52,7 +53,7 @@ _last_words = threading.Lock()
 
 
 class Terminated(BaseException):
-    """SIGTERM. Not an Exception, so that nothing on the way up takes it for a failure of its own."""
+    """SIGTERM or SIGHUP, by number. Not an Exception: nothing on the way up may take it for a failure of its own."""
 
 
 ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
@@ -159,6 +160,7 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
     logging.getLogger().addHandler(logging.NullHandler())
     teller = _Teller(program, log_file)
     peers.on_loss = teller.end_for_loss
+    peers.watch_launcher()
     with _signals_raise():
         try:
             return run()
@@ -171,41 +173,40 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
         except BaseException as error:
             with _last_words:
                 # The launcher ends the other ranks of one that failed: not before the reason is told.
-                _on_signal(signal.SIG_IGN)
+                _on_signal(signal.SIGTERM, signal.SIG_IGN)
+                _on_signal(signal.SIGHUP, signal.SIG_IGN)
                 return teller.tell(error)
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and Ctrl-C raise in the main thread while the block runs, but where a loop takes them over for a time."""
-    if signal.getsignal(signal.SIGTERM) is _raise_terminated:
+    """What stops a run raises in the main thread while the block runs, but where a loop takes it over for a time."""
+    if signal.getsignal(signal.SIGTERM) is _raise_stop:
         yield
         return
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    _on_signal(_raise_terminated)
-    _on_signal(_raise_interrupt, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    for number in before:
+        _on_signal(number, _raise_stop)
     try:
         yield
     finally:
-        _on_signal(before[0])
-        _on_signal(before[1], signal.SIGINT)
+        for number, handler in before.items():
+            _on_signal(number, handler)
         peers.stop = None
 
 
-def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
-    _on_signal(lambda number, frame: os._exit(EXIT_PREEMPTED))  # a second one waits for nothing
-    peers.stop = Terminated()
+def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    if number != signal.SIGINT:
+        _on_signal(
+            signal.SIGTERM, lambda number, frame: os._exit(EXIT_OF_SIGNAL[signal.SIGTERM])
+        )  # a second one waits for nothing
+        _on_signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes tells of it twice
+    peers.stop = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
     raise peers.stop
 
 
-def _raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
-    peers.stop = KeyboardInterrupt()
-    raise peers.stop
-
-
-def _on_signal(handler: Any, number: int = signal.SIGTERM) -> None:
+def _on_signal(number: int, handler: Any) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(number, handler)
 
@@ -242,9 +243,10 @@ class _Teller:
         return EXIT_FAILURE
 
     def end_for_loss(self, words: str) -> None:
-        """From the thread that watches the other ranks: the main thread may wait for them for ever."""
-        with _last_words:
-            self._say_loss(words)
+        """From a thread that watches others, for which the main one may wait for ever; "" where another rank tells."""
+        if _last_words.acquire(blocking=False):  # else the main thread ends it
+            if words:
+                self._say_loss(words)
             leave(EXIT_FAILURE)
 
     def _say_loss(self, words: str) -> None:
@@ -265,23 +267,26 @@ class _Teller:
             time.sleep(OTHER_RANKS_WAIT_S)
 
     def _tell_of_stop(self, error: BaseException) -> int:
-        by_sigterm = isinstance(error, Terminated) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM)
-        if isinstance(error, SystemExit) and not by_sigterm:
+        # Ray, while it starts, makes an exit of SIGTERM.
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
             raise error
-        name = "SIGTERM" if by_sigterm else "interrupted"
+        by = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.Signals(error.args[0])
+        name = by.name if by != signal.SIGINT else "interrupted"
         line = f"{self.program}: {name} while {peers.activity()}. {_way_on(self.log_file)}"
         peers.leave(line)
         if _rank() == 0:
             _tell(line)
-        return EXIT_PREEMPTED if by_sigterm else EXIT_FAILURE
+        return EXIT_OF_SIGNAL[by]
 
 
 def leave(exit_code: int) -> NoReturn:
     """End the process with `exit_code` at once, without taking the interpreter down piece by piece.
 
-    Everything is written and closed by now. What is left are threads of libraries (gloo's among them),
-    and one that is still running while its object is destroyed would abort a run that succeeded.
+    Everything is written and closed by now, or given up with the run, but for the hold on its folder. What is left are
+    threads of libraries (gloo's among them), and one that is still running while its object is destroyed would abort a
+    run that succeeded.
     """
+    run_lock.release_all()
     with suppress(OSError):  # they may lie on a full disk, or their reader be gone
         logging.shutdown()
         sys.stdout.flush()
@@ -305,7 +310,7 @@ def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
     peers.leave(" ".join(lines))
     if rank > 0:
         # Where rank 0 has told of it, the launcher ends this rank here.
-        _on_signal(signal.SIG_DFL)
+        _on_signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(OTHER_RANKS_WAIT_S)
         if known_to_all:
             return

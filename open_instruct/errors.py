@@ -1,8 +1,18 @@
-"""The two kinds of failure a user can meet, and the exit codes they end with."""
+"""The two kinds of failure a user can meet, the signals that stop a run, and the exit codes they end with."""
+
+from __future__ import annotations
+
+import signal
 
 EXIT_INPUT = 2
 EXIT_FAILURE = 1
 EXIT_PREEMPTED = 143
+EXIT_OF_SIGNAL = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGHUP: 129, signal.SIGINT: EXIT_FAILURE}
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that stop this process. Ctrl-C and a hangup do not where its parent has them ignored (`nohup`, `&`)."""
+    return [each for each in EXIT_OF_SIGNAL if each == signal.SIGTERM or signal.getsignal(each) != signal.SIG_IGN]
 
 
 class InputError(ValueError):

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from open_instruct.cluster.own_ray import OwnRay
 from open_instruct.cluster.placement import FleetShape, Placement, Say, place
 from open_instruct.cluster.watchdog import Watchdog
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError, RunError
+from open_instruct.parallel import peers
 from open_instruct.parallel.listening import LOOPBACK
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ MIN_OBJECT_STORE_BYTES = 96 << 20
 SHARE_OF_MEMORY = 0.05
 CONNECT_TIMEOUT_S = 10.0
 WAY_OUT = "start a cluster with `ray start --head`, or leave the flag out for a local one"
+AGAIN = "Give the same command again, free memory first, or `ray start --head` by hand and give --ray_address auto"
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # a frame without any; its fourth byte says what it is
 RAY_FOLDER = "r"
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -93,8 +96,7 @@ def _join(address: str) -> None:
     import ray
 
     try:
-        with _keeping_sigterm():
-            ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
+        _connect(address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         said, way = _first_line(error), WAY_OUT
         if isinstance(error, ray.exceptions.AuthenticationError) or said.startswith("Failed to connect"):
@@ -145,7 +147,8 @@ def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> 
         at_the_end.callback(watchdog.finish)
         at_the_end.enter_context(_own_token(folder))
         with watchdog.marking():
-            _start(fleet, shape, folder / RAY_FOLDER)
+            own = _start(fleet, shape, folder / RAY_FOLDER)
+        at_the_end.callback(own.finish)
         at_the_end.callback(_disconnect)
         yield
 
@@ -173,43 +176,43 @@ def _token() -> str:
     return secrets.token_hex(32)
 
 
-def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> None:
+def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
     # Ray takes its node's outward address for the loopback one, and then listens on every interface, unless
     # this says that there is to be no cluster of several machines. It is read when Ray is imported.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    import ray
+    options = {
+        # Slots, not cores: what is asked for must fit on a laptop too.
+        "num_cpus": max(shape.num_cpu_slots, os.cpu_count() or 1),
+        "object_store_memory": _object_store_bytes(),
+        "_node_ip_address": LOOPBACK,
+        "_temp_dir": str(folder),
+        "include_dashboard": fleet.ray_dashboard_host is not None,
+        "dashboard_host": fleet.ray_dashboard_host or LOOPBACK,
+    }
+    own = OwnRay(options)
+    import ray  # noqa: F401 (which takes a while, as the start does)
 
     try:
-        with _keeping_sigterm():
-            ray.init(
-                address="local",  # whatever RAY_ADDRESS says
-                # Slots, not cores: what is asked for must fit on a laptop too.
-                num_cpus=max(shape.num_cpu_slots, os.cpu_count() or 1),
-                log_to_driver=False,
-                configure_logging=False,
-                job_config=_imports(),
-                object_store_memory=_object_store_bytes(),
-                _node_ip_address=LOOPBACK,
-                _temp_dir=str(folder),
-                include_dashboard=fleet.ray_dashboard_host is not None,
-                dashboard_host=fleet.ray_dashboard_host or LOOPBACK,
-            )
+        _connect(own.address())
     except Exception as error:
         if fleet.ray_dashboard_host is not None:
             raise InputError(
                 f"--ray_dashboard_host {fleet.ray_dashboard_host}: Ray did not start with its dashboard "
                 f"({_first_line(error)}); it needs `pip install 'ray[default]'`, or leave the flag out"
             ) from error
-        raise RunError(f"the local Ray did not start: {_first_line(error)}") from error
+        raise RunError(f"the local Ray did not start: {_first_line(error)}. {AGAIN}") from error
+    own.watch(lambda: peers.on_loss(f"the run's own Ray was killed or crashed while {peers.activity()}"))
+    return own
 
 
-@contextlib.contextmanager
-def _keeping_sigterm() -> Iterator[None]:
-    """Ray would end the process at SIGTERM; what happens then is the run's to say."""
+def _connect(address: str) -> None:
+    import ray
+
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
     finally:
+        # Ray would end the process at SIGTERM; what happens then is the run's to say.
         if handler is not None:  # one that was not set from Python
             signal.signal(signal.SIGTERM, handler)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from open_instruct.config.sections import RanksSection
-from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, InputError, stop_signals
 from open_instruct.parallel.wording import counted
 
 AUTO = "auto"
@@ -73,11 +73,11 @@ def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: st
                 failures = agent.run().failures.values()
         except SignalException as stopped:
             has_failed = any(Path(folder).rglob("error.json"))
-            return EXIT_PREEMPTED if stopped.sigval == signal.SIGTERM and not has_failed else EXIT_FAILURE, ""
+            return EXIT_FAILURE if has_failed else EXIT_OF_SIGNAL.get(stopped.sigval, EXIT_FAILURE), ""
         if not failures:
             return 0, ""
         first = min(failures, key=lambda failure: failure.timestamp)
-        code = first.exitcode if first.exitcode in (EXIT_INPUT, EXIT_PREEMPTED) else EXIT_FAILURE
+        code = first.exitcode if first.exitcode in (EXIT_INPUT, *EXIT_OF_SIGNAL.values()) else EXIT_FAILURE
         if first.exitcode >= 0 or any(Path(folder).rglob("error.json")):
             return code, ""
         name = signal.Signals(-first.exitcode).name
@@ -90,6 +90,8 @@ def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
     before, level = dict(os.environ), logging.root.manager.disable
     logging.disable()
     os.environ[TYPED] = typed
+    # The agent would handle all, ignored or not.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
     os.environ.update(threads_of_each(num_ranks))
     try:
         yield

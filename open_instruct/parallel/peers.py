@@ -36,6 +36,8 @@ STORE_TIMEOUT_S = 10.0
 
 # Set where the store is kept by a launcher (torchrun's agent, the driver of GRPO), which can read signs too.
 STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
+# Set where torch's elastic agent (torchrun, or a command that starts its ranks) is the parent.
+RUN_OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
 
 # How gloo and NCCL speak of a peer that is gone.
 LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
@@ -210,6 +212,7 @@ class Peers:
 # One process has one rank and does one thing at a time.
 _doing = "starting"
 _peers: Peers | None = None
+_launcher: int | None = None
 
 
 def _nobody_cares(words: str) -> None:
@@ -217,7 +220,7 @@ def _nobody_cares(words: str) -> None:
 
 
 on_loss: Callable[[str], Any] = _nobody_cares
-"""Called from the thread that watches, with words on who was lost."""
+"""Called from a thread that watches, with words on who was lost; "" where another rank says it."""
 
 
 stop: BaseException | None = None
@@ -258,6 +261,29 @@ def meet(*, rank: int, num_ranks: int) -> None:
     _peers = Peers(store, rank=rank, num_ranks=num_ranks)
 
 
+def watch_launcher() -> None:
+    """Have `on_loss` called where the launcher of this rank ends before it: nobody would end the rank any more."""
+    global _launcher
+    if RUN_OF_LAUNCHER not in os.environ or _launcher is not None:
+        return
+    _launcher = os.getppid()
+
+    def look() -> None:
+        while (loss := _loss_of_launcher()) is None:
+            time.sleep(1.0)
+        on_loss(loss[0] if loss[1] else "")
+
+    threading.Thread(target=look, daemon=True, name="launcher").start()
+
+
+def _loss_of_launcher() -> tuple[str, bool] | None:
+    """As `explanation`, of the process that has started this one."""
+    if _launcher in (None, os.getppid()):
+        return None
+    words = f"the launcher of its ranks (pid {_launcher}) was killed or crashed while {_doing}, and they end with it"
+    return words, os.environ.get("LOCAL_RANK") == "0"
+
+
 def watch(limit_s: float) -> None:
     """Have `on_loss` called where a rank is gone, or was not heard of for `limit_s`, at most `SILENT_S`."""
     if _peers is not None:
@@ -274,6 +300,8 @@ def leave(words: str = "") -> None:
 
 def explanation(error: BaseException) -> tuple[str, bool] | None:
     """Why a rank that others went away from failed with `error`, and whether this rank is to say it; else None."""
+    if (loss := _loss_of_launcher()) is not None:
+        return loss
     if _peers is None:
         return None
     return _peers.explanation(wait_s=SILENT_AFTER_LOSS_S + BEAT_S) if _is_about(error, LOST_PEER_WORDS) else None

@@ -46,9 +46,17 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         InputError: another process holds it; names that.
     """
     lock = _Lock(folder, say)
+    _held.append(lock)
     try:
         yield
     finally:
+        _held.remove(lock)
+        lock.release()
+
+
+def release_all() -> None:
+    """Give back what this process holds, which ends without leaving its blocks."""
+    for lock in _held:
         lock.release()
 
 
@@ -149,6 +157,9 @@ class _Lock:
             f"--output_dir {self.folder} is in use by {_name(other)}: wait until that run has ended, or end it, or "
             "give another --output_dir"
         )
+
+
+_held: list[_Lock] = []
 
 
 def _name(other: Record | None) -> str:

@@ -1,4 +1,4 @@
-"""A first SIGTERM or Ctrl-C ends a run after the step that it falls in, with a checkpoint."""
+"""A first SIGTERM, SIGHUP or Ctrl-C ends a run after the step that it falls in, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from open_instruct.errors import EXIT_FAILURE, EXIT_PREEMPTED
+from open_instruct.errors import EXIT_OF_SIGNAL, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Noted:
 def noting_signals(
     on_first: Callable[[str], None] | None = None, *, second_ends_at_once: bool = False
 ) -> Iterator[Noted]:
-    """Note SIGTERM and Ctrl-C while the block runs. A launcher may pass one on twice: by default the rest is ignored.
+    """Note a signal to stop while the block runs. A launcher may pass one on twice: by default the rest is ignored.
 
     :param on_first: is told the name of the first.
     """
@@ -35,7 +35,8 @@ def noting_signals(
     def note(number: int, frame: FrameType | None) -> None:
         del frame
         if noted.number is not None:
-            if second_ends_at_once:
+            # A terminal that closes tells of it twice.
+            if second_ends_at_once and number != signal.SIGHUP:
                 raise KeyboardInterrupt
             return
         noted.number = number
@@ -44,7 +45,7 @@ def noting_signals(
         if on_first is not None:
             on_first(name)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, note) for number in stop_signals()}
     try:
         yield noted
     finally:
@@ -53,9 +54,9 @@ def noting_signals(
 
 
 def stopped_by(number: int, *, step: int, folder: Path) -> tuple[str, int]:
-    """What is said of a run that a signal stopped after `step`, and its exit code: SIGTERM has one of its own."""
-    name = signal.Signals(number).name
+    """What is said of a run that a signal stopped after `step`, and its exit code."""
+    by = signal.Signals(number)
     where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
     if step > 0:
         where = f"the checkpoint is {folder / f'step{step}'}. Give the same command again to go on from there"
-    return f"{name}: stopped after step {step}; {where}", EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_FAILURE
+    return f"{by.name}: stopped after step {step}; {where}", EXIT_OF_SIGNAL[by]

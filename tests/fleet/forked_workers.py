@@ -57,6 +57,7 @@ FORKED = {
     "/tests/fleet/vllm_session.py": "workers",
     "/tests/fleet/openai_server.py": "workers",
     "/tests/fleet/two_hosts.py": "workers",
+    "/open_instruct/cluster/own_ray.py": "programs",
     "/ray/_private/log_monitor.py": "programs",
     "/ray/_private/runtime_env/agent/main.py": "programs",
     "/ray/autoscaler/_private/monitor.py": "programs",

@@ -220,6 +220,15 @@ class TestRefusals:
             finally:
                 server.shutdown()
 
+    def test_a_ray_that_does_not_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What Ray says last, and what to do."""
+        monkeypatch.setattr(ray_cluster, "_object_store_bytes", lambda: 1)
+        monkeypatch.setattr(sys, "executable", python_that_forks())
+        words = r"^the local Ray did not start: ValueError: .* Give the same command again, .* --ray_address auto$"
+        starting = start_cluster(FleetSection(), shape_of(1), say=lambda text: None)
+        with pytest.raises(RunError, match=words), starting:
+            pass
+
 
 def refuse(address: str, message: str) -> None:
     with (

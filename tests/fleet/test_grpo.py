@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.fleet.grpo_case import (
     NUM_SAMPLES_PER_PROMPT,
     NUM_STEPS,
     GRPOCase,
+    Process,
     finished,
     write_prompts,
 )
@@ -351,7 +353,7 @@ def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_r
 ) -> None:
     case = variant(num_learners_per_node=2, checkpointing_steps=100)
     process = case.start()
-    case.when_step(1, process, lambda: process.send_signal(signal.SIGTERM))
+    case.when_step(1, process, lambda: os.killpg(process.pid, signal.SIGTERM))
     pids = case.pids()
     said = finished(process, exit_code=143)
     assert "SIGTERM: stopped after step" in said.splitlines()[-1]
@@ -372,26 +374,77 @@ def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_r
 
 
 @pytest.mark.parametrize(
-    ("words", "where"),
-    [("prompts: ", "while "), ("starting ", "while starting learners and engines")],
+    ("words", "number", "last_words", "exit_code"),
+    [
+        ("prompts: ", signal.SIGHUP, "SIGHUP while ", 129),
+        ("starting ", signal.SIGTERM, "SIGTERM while starting learners and engines", 143),
+    ],
     ids=["reading", "starting"],
 )
 def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(
-    variant: Callable[..., GRPOCase], words: str, where: str
+    variant: Callable[..., GRPOCase], words: str, number: int, last_words: str, exit_code: int
 ) -> None:
     case = variant(num_learners_per_node=2)
     process = case.start()
+    when_logged(case, process, words)
+    os.killpg(process.pid, number)
+    said = finished(process, exit_code=exit_code)
+    assert last_words in said.splitlines()[-1]
+    assert "There is no checkpoint yet" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert_nothing_left(case, process)
+
+
+def when_logged(case: GRPOCase, process: Process, words: str) -> None:
     log = case.output_dir / "run.log"
     deadline_s = time.monotonic() + 120
     while not (log.exists() and words in log.read_text()):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline_s, "it did not get that far"
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    said = finished(process, exit_code=143)
-    assert f"SIGTERM {where}" in said.splitlines()[-1]
-    assert "There is no checkpoint yet" in said.splitlines()[-1]
-    assert "Traceback" not in said
+
+
+def marked(process: Process) -> list[int]:
+    """The living processes of a run's fleet, whoever's children they are."""
+    mark = f"OPEN_INSTRUCT_FLEET=open_instruct-{process.pid}-".encode()
+    pids = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in environment.read_bytes():
+                pids.append(int(environment.parent.name))
+    return pids
+
+
+def assert_nothing_left(case: GRPOCase, process: Process) -> None:
     assert not (case.output_dir / "run.lock.json").exists()
-    # What Ray had started: its processes name the run's folder of temporary files, which goes with them.
+    assert not (case.output_dir / "pids.json").exists()
+    deadline_s = time.monotonic() + 30
+    while marked(process) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not marked(process)
     assert not list(SHARED_MEMORY.glob(f"open_instruct-{process.pid}-*"))
+
+
+def test_a_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(variant: Callable[..., GRPOCase]) -> None:
+    """The whole group is told of it, and twice."""
+    case = variant(checkpointing_steps=100, total_episodes=8000)
+    process = case.start()
+    case.when_step(1, process, lambda: os.killpg(process.pid, signal.SIGHUP))
+    os.killpg(process.pid, signal.SIGHUP)
+    said = finished(process, exit_code=129)
+    step = len(case.rows())
+    assert said.splitlines()[-1].startswith(f"SIGHUP: stopped after step {step}; "), said
+    assert (case.output_dir / f"step{step}" / "checkpoint.json").exists()
+    assert_nothing_left(case, process)
+
+
+def test_a_ray_that_dies_ends_the_run_at_once_in_a_sentence(variant: Callable[..., GRPOCase]) -> None:
+    case = variant()
+    process = case.start()
+    when_logged(case, process, "starting ")
+    (server,) = [pid for pid in marked(process) if "gcs_server" in Path(f"/proc/{pid}/comm").read_text()]
+    os.kill(server, signal.SIGKILL)
+    said = finished(process, exit_code=1)
+    assert "the run's own Ray was killed or crashed while starting" in said.splitlines()[-1], said
+    assert "the same command, given again, starts from the beginning" in said.splitlines()[-1]
+    assert_nothing_left(case, process)

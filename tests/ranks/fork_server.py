@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class Forked:
     """A process that calls `function(*arguments)`, of the top of a module; what that returns is the exit code.
 
     It leads a session, works in `cwd`, and has the environment of this process and what `environment` adds, which
-    counts for modules that are loaded from now on. All that it and its children say is kept for `communicate`.
+    counts for modules that are loaded from now on. It ignores the signals in `ignored`, as below `nohup`. All that it
+    and its children say is kept for `communicate`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Forked:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
         cwd: Path = REPOSITORY,
+        ignored: Sequence[int] = (),
     ) -> None:
         self._said = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (it goes with the object)
         _server.set_forkserver_preload(["tests.ranks.uncollected", "tests.ranks.preloaded"])
@@ -48,7 +50,8 @@ class Forked:
         os.environ.update(WHEN_LOADED | ROOM)  # of the server, which the first process starts
         try:
             theirs = {**ours, **WHEN_LOADED, **(environment or {})}
-            self._process = _server.Process(target=_become, args=(function, arguments, theirs, cwd, self._said.name))
+            its = (function, arguments, theirs, cwd, self._said.name, ignored)
+            self._process = _server.Process(target=_become, args=its)
             self._process.start()
         finally:
             os.environ.clear()
@@ -91,9 +94,19 @@ class Forked:
 
 
 def _become(
-    function: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], cwd: Path, said: str
+    function: Callable[..., int],
+    arguments: tuple[Any, ...],
+    environment: Mapping[str, str],
+    cwd: Path,
+    said: str,
+    ignored: Sequence[int],
 ) -> None:
     os.setsid()
+    # Whatever the tests themselves have inherited: a suite in the background ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     file = os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ def start(
     environment: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
     constants: dict[str, Any] | None = None,
+    ignored: Sequence[int] = (),
 ) -> Forked:
     """Start what `python WORDS` would; torchrun, as in `[*TORCHRUN, "--nproc_per_node", "2", "FILE", ...]`, too.
 
     `constants` of modules ("package.module:NAME") are what they say in it, and in the ranks.
     """
-    return Forked(_with_constants, constants or {}, words, environment=environment, cwd=cwd)
+    return Forked(_with_constants, constants or {}, words, environment=environment, cwd=cwd, ignored=ignored)
 
 
 def _with_constants(constants: dict[str, Any], words: list[str]) -> int:
@@ -84,9 +86,10 @@ class _ForkedRank(subprocess.Popen[bytes]):
             try:
                 os.setsid()
                 logging.disable(logging.NOTSET)  # a new Python knows nothing of what its launcher leaves out
-                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                    signal.signal(number, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+                    if signal.getsignal(number) is not signal.SIG_IGN:
+                        own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                        signal.signal(number, own)
                 os.environ.clear()
                 os.environ.update(self._environment)
                 code = _run_program(self._words)

@@ -114,9 +114,12 @@ def test_a_run_that_has_ended_may_go_on(dpo_case: TrainCase, command_of: Callabl
     assert refused.returncode == 2 and "--max_train_steps was 4, is 2" in output
 
 
-@pytest.mark.parametrize("optimizer", ["skip_step_adamw", "muon"])  # which takes AdamW's steps too
+@pytest.mark.parametrize(
+    ("optimizer", "number", "exit_code"),
+    [("skip_step_adamw", signal.SIGTERM, 143), ("muon", signal.SIGHUP, 129)],  # muon takes AdamW's steps too
+)
 def test_terminated_run_resumes_bitwise_in_float32(
-    dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str
+    dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str, number: signal.Signals, exit_code: int
 ) -> None:
     command = command_of(ranks=1, optimizer=optimizer, checkpointing_steps=100)
     undisturbed, stopped = f"{optimizer}_undisturbed", f"{optimizer}_stopped"
@@ -124,10 +127,10 @@ def test_terminated_run_resumes_bitwise_in_float32(
 
     process = start(command(stopped), ranks=1)
     wait_for_rows(dpo_case.folder / stopped / "metrics.jsonl", 2, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 143, output
-    assert "SIGTERM" in output and "Give the same command again" in output
+    assert process.returncode == exit_code, output
+    assert number.name in output and "Give the same command again" in output
     num_steps = len(dpo_case.metrics(stopped))
     assert 2 <= num_steps < NUM_STEPS, "stopped too late to prove anything"
     assert (dpo_case.folder / stopped / f"step{num_steps}").is_dir()

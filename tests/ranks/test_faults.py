@@ -163,7 +163,8 @@ class TestSignals:
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
     def test_before_anything_is_there(self, dpo_case: TrainCase, number: int, code: int) -> None:
         out = dpo_case.folder / f"early_{number}"
-        with running(start_python(dpo_case.command(out.name))) as process:
+        heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # whatever the tests do
+        with running(start_python(dpo_case.command(out.name), **heeding)) as process:
             once(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes(), process)
             process.send_signal(number)
             said = said_by(process)

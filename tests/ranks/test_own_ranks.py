@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from open_instruct.parallel.processes import has_ended
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.ranks.test_faults import MANY_STEPS, once, pids_of, rows_in, running, said_by
@@ -17,8 +20,9 @@ from tests.ranks.train_case import TrainCase
 pytestmark = pytest.mark.slow
 
 
-def start(command: list[str]) -> Forked:
-    return programs.start([str(REPOSITORY / "open_instruct" / "dpo.py"), *command, "--num_processes", "2"])
+def start(command: list[str], *, ignored: Sequence[int] = ()) -> Forked:
+    words = [str(REPOSITORY / "open_instruct" / "dpo.py"), *command, "--num_processes", "2"]
+    return programs.start(words, ignored=ignored)
 
 
 def test_they_train_as_those_of_torchrun_do(dpo_case: TrainCase) -> None:
@@ -41,16 +45,52 @@ def test_what_they_refuse_is_the_last_word_and_exit_code_2(dpo_case: TrainCase, 
     assert "Traceback" not in said and "Error" not in said
 
 
-def test_a_stop_ends_them_behind_a_checkpoint_with_143(dpo_case: TrainCase) -> None:
-    out = dpo_case.folder / "own_stopped"
+@pytest.mark.parametrize(
+    ("number", "exit_code", "ignored"),
+    [(signal.SIGHUP, 129, ()), (signal.SIGTERM, 143, (signal.SIGHUP, signal.SIGINT))],
+    ids=["hangup", "below nohup"],
+)
+def test_a_stop_ends_them_behind_a_checkpoint(
+    dpo_case: TrainCase, number: signal.Signals, exit_code: int, ignored: Sequence[int]
+) -> None:
+    out = dpo_case.folder / f"own_stopped_{exit_code}"
+    command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
+    with running(start(command, ignored=ignored)) as process:
+        once(lambda: rows_in(out) >= 1, process)
+        for each in ignored:  # of the command, and of its ranks
+            for pid in (process.pid, *pids_of(process)):
+                os.kill(pid, each)
+        before = rows_in(out)
+        once(lambda: rows_in(out) > before + 1, process)
+        process.send_signal(number)
+        said = said_by(process)
+    assert process.returncode == exit_code, said
+    assert said.splitlines()[-1].startswith(f"{number.name}: stopped after step "), said
+    assert list(out.glob("step*/checkpoint.json"))
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(dpo_case: TrainCase) -> None:
+    """One sentence, and the folder is free for the next run."""
+    out = dpo_case.folder / "own_orphans"
     command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
     with running(start(command)) as process:
         once(lambda: rows_in(out) >= 1, process)
-        process.send_signal(signal.SIGTERM)
-        said = said_by(process)
-    assert process.returncode == 143, said
-    assert said.splitlines()[-1].startswith("SIGTERM: stopped after step "), said
-    assert list(out.glob("step*/checkpoint.json"))
+        ranks = pids_of(process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 60
+        while not all(map(has_ended, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = [rank for rank in ranks if not has_ended(rank)]
+        for rank in left:
+            os.kill(rank, signal.SIGKILL)
+        assert not left, "they train on"
+        said = process.said()
+    (line,) = [line for line in said.splitlines() if "launcher" in line]
+    assert f"(pid {process.pid}) was killed or crashed while " in line and line == said.splitlines()[-1], said
+    assert "the same command" in line
+    assert "Traceback" not in said and "gloo" not in said
+    assert not (out / "run.lock.json").exists()
 
 
 def test_one_that_is_killed_is_named_once_and_the_code_is_1(dpo_case: TrainCase) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from open_instruct import __version__, cli, entry
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.sections import ParallelSection
 from open_instruct.entry import LAUNCHER_ERROR_FILE, check_layout, run_entry, run_to_exit_code, typed
-from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError, RunError
+from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, EXIT_PREEMPTED, InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED
+from open_instruct.run.signals import noting_signals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0"]
@@ -426,9 +428,19 @@ class TestLayoutCheck:
         check_layout(ParallelSection(fsdp_shard_degree=4), unequal)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, EXIT_PREEMPTED), (signal.SIGINT, EXIT_FAILURE)])
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Ctrl-C and a hangup, also where the tests were started by something that has them ignored."""
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "code"), [*EXIT_OF_SIGNAL.items()])
 def test_a_stop_that_a_library_catches_is_none_the_less_one(
-    number: int, code: int, capsys: pytest.CaptureFixture[str]
+    number: int, code: int, heeded: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As PyTorch's C++ does, which takes whatever is raised while it imports numpy for numpy's being absent."""
 
@@ -442,3 +454,32 @@ def test_a_stop_that_a_library_catches_is_none_the_less_one(
     assert run_to_exit_code(main, program="dpo.py") == code
     assert " while starting. " in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_the_parent_has_ignored_stays_so_and_sigterm_is_heeded(number: int, heeded: None) -> None:
+    """`nohup COMMAND`, and `COMMAND &` in a script."""
+    signal.signal(number, signal.SIG_IGN)
+
+    def main() -> int:
+        with noting_signals() as noted:
+            os.kill(os.getpid(), number)
+            assert noted.number is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    assert run_to_exit_code(main, program="dpo.py") == EXIT_PREEMPTED
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+def test_a_second_signal_ends_at_once_but_for_a_hangup_which_comes_twice(heeded: None) -> None:
+    for number, ends in ((signal.SIGHUP, False), (signal.SIGTERM, True)):
+        with (
+            noting_signals(second_ends_at_once=True) as noted,
+            pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext(),
+        ):
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        assert noted.number == number

@@ -1,0 +1,88 @@
+"""The Ray of one run, started by a small process in a session of its own.
+
+Ray starts its servers as children of whoever calls `ray.init`, in that process's group, and has no public way to say
+otherwise. A signal to the group of a run (Ctrl-C, `timeout`, systemd, a job scheduler) would end them together with
+the driver, which still has a checkpoint to write through them. So another process calls it, and the driver joins.
+
+The file is also run by its path, and imports the standard library and Ray only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Begins the line that tells the driver where to join.
+ADDRESS = "address: "
+
+
+class OwnRay:
+    """The driver's end of it."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Begin to start Ray, with `options` of `ray.init`."""
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(options)],
+            stdin=subprocess.PIPE,  # its other end closes with the driver
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._said = self._process.stdin, self._process.stdout
+
+    def address(self) -> str:
+        """Wait until it has started.
+
+        Raises:
+            RuntimeError: it did not; the last line that it said.
+        """
+        last = "it said nothing"
+        for line in self._said:
+            if line.startswith(ADDRESS):
+                return line.removeprefix(ADDRESS).strip()
+            last = line.strip() or last
+        raise RuntimeError(last)
+
+    def watch(self, on_end: Callable[[], Any]) -> None:
+        """Call `on_end`, from a thread, should it end before `finish`."""
+
+        def wait() -> None:
+            self._said.read()
+            self._process.wait()
+            if not self._stdin.closed:
+                on_end()
+
+        threading.Thread(target=wait, daemon=True, name="own Ray").start()
+
+    def finish(self) -> None:
+        """Have it end; the watchdog sees to what does not."""
+        self._stdin.close()
+
+
+def main(options: str) -> None:
+    """Start Ray, tell its address, and keep it until stdin ends, or one of its servers does."""
+    import ray
+
+    address = ray.init(
+        address="local", log_to_driver=False, configure_logging=False, **json.loads(options)
+    ).address_info
+    print(f"{ADDRESS}{address['address']}", flush=True)
+    # None where there is no /proc: there Ray itself looks for a lost server for a minute, and ends the driver.
+    children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
+    servers = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() in ("gcs_server", "raylet")]
+    select.select([sys.stdin, *(os.pidfd_open(int(pid)) for pid in servers)], [], [])
+    os._exit(0)  # the kernel ends Ray's servers with this process
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # our own folder: a file of ours would shadow a library of the same name
+    main(sys.argv[1])
