@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """`limit_s` is the longest that it may take on a GPU, and all together ten minutes; it has `check(findings, work, rehearse)`."""
+    """`limit_s` is the longest that it may take on a GPU, of all together ten minutes.
+
+    Its module has `check(findings, work, rehearse)`.
+    """
 
     name: str
     title: str

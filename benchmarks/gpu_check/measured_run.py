@@ -3,9 +3,9 @@
 python -m gpu_check.measured_run dpo --figures FILE --num_steps 12 -- FLAGS OF THE RUN
 
 FILE gets one JSON object: `steps` (seconds of each, its tokens and metrics), `planned_gib` (what the planner says of
-this run with its fullest row, but for its allowance for CUDA itself), `allocated_gib` and `reserved_gib` (PyTorch's peaks; without CUDA the
-process's own), `versions` (of a block and of the head, if they are compiled), `compiler` (what the compiler warned of),
-`waits` (see --waits_in_step).
+this run with its fullest row, but for its allowance for CUDA itself), `allocated_gib` and `reserved_gib` (PyTorch's
+peaks; without CUDA the process's own), `versions` (of a block and of the head, if they are compiled), `compiler` (what
+the compiler warned of), `waits` (see --waits_in_step).
 """
 
 from __future__ import annotations

@@ -88,12 +88,20 @@ class TestProcessEnvironment:
         [
             ("expandable_segments:True", None),
             ("expandable_segments: True, max_split_size_mb:128", "max_split_size_mb:128"),
-            ("roundup_power2_divisions:[256:1,512:2],expandable_segments:True", "roundup_power2_divisions:[256:1,512:2]"),
+            (
+                "roundup_power2_divisions:[256:1,512:2],expandable_segments:True",
+                "roundup_power2_divisions:[256:1,512:2]",
+            ),
             ("expandable_segments:False", "expandable_segments:False"),
         ],
     )
     def test_a_nodes_memory_does_not_grow_either_where_it_is_handed_over(
-        self, own_environment: dict[str, str], capsys: pytest.CaptureFixture[str], name: str, of_the_node: str, left: str | None
+        self,
+        own_environment: dict[str, str],
+        capsys: pytest.CaptureFixture[str],
+        name: str,
+        of_the_node: str,
+        left: str | None,
     ) -> None:
         own_environment[name] = of_the_node
         stays = allocator_environment(on_gpus=True, hands_over_memory=True)

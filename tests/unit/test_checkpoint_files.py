@@ -32,9 +32,7 @@ def test_a_thread_that_saves_is_on_its_callers_gpu(monkeypatch: pytest.MonkeyPat
     done: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0 if done else 5)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: done.append((device, threading.current_thread().name))
-    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((device, threading.current_thread().name)))
     in_background(lambda: done.append("work")).result(timeout=60)
     assert done == [(5, "checkpoint"), "work"]
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: 1 / 0)

@@ -116,6 +116,11 @@ def test_so_is_a_frozen_block_with_adapters(
     compare_block(family, dtype, recomputed, LoRASection(use_lora=True, lora_r=24, **flags))
 
 
+@pytest.mark.parametrize("family", ["olmo2", "qwen3"])
+def test_so_is_one_whose_norms_and_mlp_are_recomputed(family: Any) -> None:
+    compare_block(family, torch.bfloat16, ("blocks.*.*_norm", "blocks.*.attention.*_norm", "blocks.*.feed_forward"))
+
+
 @pytest.mark.parametrize("recomputed", [(), ("blocks.*",), ("blocks.*.attention",)])
 @pytest.mark.parametrize("family", ["olmo2", "qwen3"])
 def test_so_is_one_whose_attention_is_in_blocks(family: Any, recomputed: tuple[str, ...]) -> None:
@@ -354,6 +359,22 @@ def test_what_saves_memory_saves_memory() -> None:
     assert total(shape, resolve_layout([8, 8], fsdp_num_replicas=1)) < plain
     assert total(shape, resolve_layout([8, 8], tensor_parallel_degree=2, fsdp_shard_degree=8)) < plain
     assert total(shape, resolve_layout([8, 8], context_parallel_degree=2)) < plain
+
+
+@pytest.mark.parametrize("num_ahead", [1, 3, 99])
+def test_blocks_that_are_gathered_ahead_are_there_while_one_is_at_work(num_ahead: int) -> None:
+    """In the forward pass, and in that of the reference: each is a buffer of a whole block in bfloat16."""
+    shape, layout = model_shape("allenai/OLMo-2-1124-7B"), resolve_layout([8])
+    workload = replace(WORKLOAD, checkpointing="full", tokens_per_microbatch=64, label_tokens_per_microbatch=64)
+    plain, ahead = (
+        {phase.name: phase.total_bytes for phase in memory_by_phase(Moments(shape, layout, each))}
+        for each in (workload, replace(workload, gathered_ahead=num_ahead))
+    )
+    of_block = 2 * sum(each.num_params for each in shape.parameters if each.layer == 0)
+    more = min(num_ahead, shape.num_layers - 1) * of_block
+    assert ahead["backward"] == plain["backward"] and ahead["load"] == plain["load"]
+    for name in ("forward", "reference pass"):
+        assert ahead[name] - plain[name] == pytest.approx(more, rel=0.25), name
 
 
 def test_phases_are_those_of_the_run() -> None:
