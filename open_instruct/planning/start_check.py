@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from open_instruct.config.flags import spelled
 from open_instruct.errors import InputError
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, Setting, plan_of
@@ -66,9 +65,7 @@ def _checked(plan: Plan) -> StartCheck:
     each = "on each GPU" if plan.setting.on_cuda else "for each process of a node"
     line = f"plan: needs {gib(plan.peak.total_bytes)} of {memory} GiB {each} (most in: {plan.peak.name})"
     if plan.is_chosen and mode != "none":
-        line += (
-            f", with --activation_checkpointing {mode} {spelled(list(plan.workload.checkpointing_modules))}".rstrip()
-        )
+        line += f", with --activation_checkpointing {' '.join([mode, *plan.workload.checkpointing_modules])}"
     state, warning = sum(plan.moments.state_bytes()), ""
     cannot_fit = state > plan.setting.device.memory_bytes
     if not plan.fits:
