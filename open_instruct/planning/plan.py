@@ -264,11 +264,11 @@ def _chosen(setting: Setting) -> Plan:
     kept = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
     if not setting.on_cuda or setting.config.memory.activation_memory_budget < 1 or kept.leaves(ROOM_OF_AUTO):
         return kept
-    selected = [
-        {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": modules}
-        for modules in _modules_to_recompute(setting.shape, setting.layout)
-    ]
-    full, *others = (plan_of(setting.with_flags(each)) for each in [{"activation_checkpointing": "full"}, *selected])
+    ways: list[dict[str, Any]] = [{"activation_checkpointing": "full"}]
+    for modules in _modules_to_recompute(setting.shape, setting.layout):
+        selected = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": modules}
+        ways.append(selected)
+    full, *others = (plan_of(setting.with_flags(values)) for values in ways)
     with_room = [plan for plan in (full, *others) if plan.leaves(ROOM_OF_AUTO)]
     return min(with_room, key=lambda plan: (*plan.cost, plan.peak.total_bytes), default=full)
 
