@@ -3,9 +3,9 @@
 python -m gpu_check.measured_run dpo --figures FILE --num_steps 12 -- FLAGS OF THE RUN
 
 FILE gets one JSON object: `steps` (seconds of each, its tokens and metrics), `planned_gib` (what the planner says of
-this run, but for its allowance for CUDA itself), `allocated_gib` and `reserved_gib` (PyTorch's peaks; without CUDA the
-process's own), `versions` (of a block and of the head, if they are compiled), `compiler` (what the compiler warned of),
-`waits` (see --waits_in_step).
+this run with its fullest row, but for its allowance for CUDA itself), `allocated_gib` and `reserved_gib` (PyTorch's
+peaks; without CUDA the process's own), `versions` (of a block and of the head, if they are compiled), `compiler` (what
+the compiler warned of), `waits` (see --waits_in_step).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from open_instruct.config.parser import parse
 from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.process import stop_process
-from open_instruct.planning.memory.phases import CUDA
+from open_instruct.planning.memory.phases import CUDA, memory_by_phase
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.train import train
@@ -51,6 +51,7 @@ class StepMeter(Callback):
     waits_in_step: int | None
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    most_tokens: int = 0
     waits: Counter[str] = field(default_factory=Counter)
     versions: dict[str, int] = field(default_factory=dict)
     _held: ExitStack = field(default_factory=ExitStack)
@@ -65,6 +66,8 @@ class StepMeter(Callback):
         if self.step > self.num_steps:  # not before: only now the metrics of the last one are written
             raise Enough
         self.tokens.append(sum(update.counts["tokens"] for update in batch["updates"]))
+        rows = (each.packed.input_ids_BT for update in batch["updates"] for each in update.microbatches)
+        self.most_tokens = max(self.most_tokens, *(row.numel() for row in rows))
 
     def post_step(self) -> None:
         self._held.close()
@@ -105,7 +108,7 @@ def measured(
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "steps": steps,
-        "planned_gib": planned_bytes(objective_name, words, on_cuda=on_cuda) / GIB,
+        "planned_gib": planned_bytes(objective_name, words, num_tokens=meter.most_tokens, on_cuda=on_cuda) / GIB,
         "allocated_gib": (torch.cuda.max_memory_allocated() if on_cuda else own) / GIB,
         "reserved_gib": (torch.cuda.max_memory_reserved() if on_cuda else own) / GIB,
         "versions": meter.versions,
@@ -114,11 +117,17 @@ def measured(
     }
 
 
-def planned_bytes(objective_name: str, words: list[str], *, on_cuda: bool) -> int:
-    """The peak of the plan of this run on one device, without what CUDA and its libraries take beside PyTorch."""
-    setting = parse_request([objective_name, *words, "--gpus_per_node", "1"]).setting
-    peak = plan_of(replace(setting, on_cuda=on_cuda)).peak
-    return peak.total_bytes - dict(peak.parts).get(CUDA, 0)
+def planned_bytes(objective_name: str, words: list[str], *, num_tokens: int, on_cuda: bool) -> int:
+    """The peak of the plan of this run on one device, without what CUDA and its libraries take beside PyTorch.
+
+    Its rows are taken to have as many tokens as the fullest one that was met.
+    """
+    plan = plan_of(replace(parse_request([objective_name, *words, "--gpus_per_node", "1"]).setting, on_cuda=on_cuda))
+    num_labels = min(num_tokens, plan.workload.label_tokens_per_microbatch)
+    met = replace(plan.workload, tokens_per_microbatch=num_tokens, label_tokens_per_microbatch=num_labels)
+    setting = plan.setting
+    phases = memory_by_phase(setting.backend.moments(setting.shape, plan.layout, met))
+    return max(phase.total_bytes - dict(phase.parts).get(CUDA, 0) for phase in phases)
 
 
 def compiled_versions(model: Any) -> dict[str, int]:

@@ -23,9 +23,19 @@ def at_once(work: Callable[[], T]) -> Future[T]:
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """What will come of `work`, done in a thread that no end of the process waits for."""
+    """What will come of `work`, done in a thread that no end of the process waits for.
+
+    On the caller's GPU: a thread begins on the first one, where what it calls would make a context, half a GiB a rank.
+    """
     outcome: Future[T] = Future()
-    threading.Thread(target=_do, args=(work, outcome), daemon=True, name="checkpoint").start()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def on_device() -> T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return work()
+
+    threading.Thread(target=_do, args=(on_device, outcome), daemon=True, name="checkpoint").start()
     return outcome
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 
@@ -14,23 +15,37 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # A node's own settings; torch's allocator has two names for its own.
 KEPT = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", ALLOCATOR}
 SAME_AS = {ALLOCATOR: "PYTORCH_ALLOC_CONF"}
+SEGMENTS_GROW, SEGMENTS_STAY = (f"expandable_segments:{grow}" for grow in (True, False))
 
 
 def allocator_environment(*, on_gpus: bool, hands_over_memory: bool) -> dict[str, str]:
     """Segments that grow, which leave no gaps where batches differ in size.
 
     Args:
-        hands_over_memory: to another process, which cannot map such segments as it maps others (weights by "ipc").
+        hands_over_memory: to another process, which cannot map such segments as it maps others: weights by "ipc", and
+            the buffers that the GPUs of an engine reduce in. Not even a node's own setting makes them grow there.
     """
-    return {ALLOCATOR: "expandable_segments:True"} if on_gpus and not hands_over_memory else {}
+    return {ALLOCATOR: SEGMENTS_STAY if hands_over_memory else SEGMENTS_GROW} if on_gpus else {}
+
+
+def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """What is left of the settings of torch's allocator that have segments grow, by name; empty where none do."""
+    asked = {name: environment.get(name, "") for name in (ALLOCATOR, SAME_AS[ALLOCATOR])}
+    left = {name: re.sub(r"expandable_segments\s*:\s*True\s*,?\s*", "", value) for name, value in asked.items()}
+    return {name: left[name].rstrip(", ") for name in asked if left[name] != asked[name]}
 
 
 def take_environment(environment: Mapping[str, str], *, meeting_address: str) -> None:
     """Set variables in this process, and have gloo and NCCL talk through the interface that leads to where all meet.
 
     Left alone gloo would take the address of the host's name, which on many a machine is 127.0.1.1, and NCCL the first
-    interface it likes. What a node sets for itself stays.
+    interface it likes. What a node sets for itself stays,
+    but for segments that grow where memory is handed over.
     """
+    if environment.get(ALLOCATOR) == SEGMENTS_STAY:
+        for name, left in without_growing_segments(os.environ).items():
+            print(f"{name} is {os.environ.pop(name)}, of which {SEGMENTS_GROW} is left out here", flush=True)
+            os.environ |= {name: left} if left else {}
     for name, value in {**_interfaces(meeting_address), **environment}.items():
         if name not in KEPT or not {name, SAME_AS.get(name, name)} & os.environ.keys():
             os.environ[name] = value

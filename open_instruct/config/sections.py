@@ -231,6 +231,11 @@ class ParallelSection:
         "when a shard group adds up gradients: after 'every' microbatch, or after the 'last', of whole float32 ones",
         "every",
     )
+    fsdp_prefetch_factor: int = free_flag(
+        "blocks that the forward pass gathers ahead of their turn, for short rows, in which the host lags behind",
+        0,
+        minimum=0,
+    )
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
     backend: Literal["olmo_core", "deepspeed"] = flag(
         "who holds the shards and steps the optimizer: OLMo-core on FSDP2, or DeepSpeed's ZeRO over all ranks",
@@ -293,7 +298,7 @@ class MemorySection:
 
     activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = free_flag(
         "recompute backwards: 'full' blocks, or chosen modules; 'offload': blocks, whose inputs wait on the host; "
-        "'auto': 'full' with --backend deepspeed, and on GPUs that the run does not fit without; else 'none'",
+        "'auto': on GPUs the least with which the plan fits, with room; with --backend deepspeed 'full'; else 'none'",
         "auto",
     )
     activation_checkpointing_modules: list[str] = free_flag(

@@ -102,6 +102,8 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
         for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
             if (degree := getattr(parallel, name)) not in (None, 1):
                 yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
+        if parallel.fsdp_prefetch_factor:
+            yield "--fsdp_prefetch_factor: with --single_gpu_mode nothing is gathered; leave one of them out"
         if parallel.gradient_reduction == "last":
             yield "--gradient_reduction last: with --single_gpu_mode nothing is reduced; leave one of them out"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
+from math import floor
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from open_instruct.engines.held_adapter import check_targets, names_of_versions, options_of
@@ -25,6 +27,9 @@ ADAPTER_RECEIVER = "open_instruct.weights.adapter_receiver.AdapterReceiver"
 CPU_KV_CACHE_BYTES = 256 << 20
 # The most that vLLM has on their way, and one that says so.
 STEPS_TO_SETTLE = 3
+# What vLLM says where another holds the GPU's memory, in GiB rounded to hundredths: of how much how much is free.
+FREE_MEMORY = re.compile(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)")
+ROUNDED_GIB = 0.01
 # Asked before a run relies on it: whether log-probs are of the distribution that is sampled from.
 PROBED_TEMPERATURES = (1.0, 2.0)
 NUM_PROBED = 10
@@ -80,7 +85,8 @@ class VLLMCore:
             adapter `AdapterReceiver`.
 
     Raises:
-        InputError: the key-value cache is too small, or there can be no such adapter.
+        InputError: the key-value cache is too small, less of the GPU is free than is asked for, or there can be no
+            such adapter.
     """
 
     def __init__(self, settings: EngineSettings, *, weight_receiver: str | None = None) -> None:
@@ -125,13 +131,10 @@ class VLLMCore:
             # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048 tokens on any device.
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except ValueError as error:
-            if "KV cache" not in str(error):
+            refusal = refusal_of_memory(str(error), settings, has_cache_size=kv_cache_bytes is not None)
+            if refusal is None:
                 raise
-            flag = "--vllm_kv_cache_mib" if kv_cache_bytes is not None else "--vllm_gpu_memory_utilization"
-            raise InputError(
-                f"the keys and values of one completion, {settings.max_model_len} tokens with its prompt, do not fit "
-                f"into an engine's cache: raise {flag}, or lower --response_length or --max_prompt_token_length"
-            ) from error
+            raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
         if adapter is not None:
@@ -258,6 +261,27 @@ class VLLMCore:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+def refusal_of_memory(words: str, settings: EngineSettings, *, has_cache_size: bool) -> str | None:
+    """What vLLM says of memory when it starts, in our flags; None where it speaks of something else."""
+    share = settings.fleet.vllm_gpu_memory_utilization
+    if found := FREE_MEMORY.match(words):
+        free, total = map(float, found.groups())
+        percent = max(0, floor(100 * (free - ROUNDED_GIB) / total))
+        remedy = f"use {percent / 100:g}, or less where the learner's steps need memory (open-instruct plan grpo)"
+        return (
+            f"--vllm_gpu_memory_utilization {share:g} is {share * total:.1f} of {total:g} GiB, and {free:g} GiB are "
+            "free on an engine's GPU, beside the learner of --single_gpu_mode or other processes: "
+            + (remedy if percent else "end what holds it, or give engines a GPU of their own")
+        )
+    if "KV cache" not in words and "cache blocks" not in words:
+        return None
+    flag = "--vllm_kv_cache_mib" if has_cache_size else f"--vllm_gpu_memory_utilization, which is {share:g}"
+    return (
+        f"the keys and values of one completion, {settings.max_model_len} tokens with its prompt, do not fit into an "
+        f"engine's cache: raise {flag}, or lower --response_length or --max_prompt_token_length"
+    )
 
 
 def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> None:

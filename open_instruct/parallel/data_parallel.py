@@ -15,7 +15,7 @@ from open_instruct.records import ShardLayout
 
 
 def build_data_parallel_config(
-    layout: ShardLayout, *, param_dtype: str = "bfloat16"
+    layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0
 ) -> TransformerDataParallelConfig | None:
     """HSDP with the layout's degrees, each block a unit of its own; None where nothing is wrapped.
 
@@ -26,6 +26,7 @@ def build_data_parallel_config(
         layout: the sharding decision.
         param_dtype: "bfloat16" or "float32", in which parameters are gathered and computed with; the
             shards themselves, and the reduction of their gradients, are float32.
+        prefetch_factor: blocks whose gathering is launched, in the forward pass, before the one at work.
     """
     if layout.single_device:
         return None
@@ -36,6 +37,7 @@ def build_data_parallel_config(
         shard_degree=layout.shard_degree,
         param_dtype=DType(param_dtype),
         reduce_dtype=DType.float32,
+        prefetch_factor=prefetch_factor,
     )
 
 

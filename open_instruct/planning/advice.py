@@ -76,6 +76,11 @@ class Advice:
             yield "No flag makes it fit: take a smaller model, shorter sequences, or GPUs with more memory."
         if self.with_adapters is not None:
             yield from self._said("Adapters alone, beside the frozen model, fit on these GPUs", self.with_adapters)
+        if self.recomputes_less is not None:
+            fewer = 1 - self.recomputes_less.plan.time.compute_s / self.plan.time.compute_s
+            yield from self._said(
+                "Recomputes less and fits", self.recomputes_less, f", with {fewer:.0%} less arithmetic"
+            )
         if self.exchanges_less is not None:
             saved = amount(self.plan.sent_bytes - self.exchanges_less.plan.sent_bytes)
             yield from self._said("Exchanges less and fits", self.exchanges_less, f", in which it sends {saved} less")
@@ -119,6 +124,15 @@ class Advice:
             return None
         now, then = (vars(each.setting.config.parallel) for each in (self.plan, best))
         return Change(values={name: value for name, value in then.items() if value != now[name]}, plan=best)
+
+    @cached_property
+    def recomputes_less(self) -> Change | None:
+        """What auto would take, where that recomputes less, by more than the plan can be trusted to tell."""
+        memory = self.plan.setting.config.memory
+        values = {"activation_checkpointing": "auto"} | _freed(self.plan.setting)
+        auto = None if memory.activation_checkpointing == "none" else _planned(self.plan.setting, values)
+        saves = auto is not None and auto.time.compute_s * WORTH_A_CHANGE < self.plan.time.compute_s
+        return Change(values=values, plan=auto) if auto and saves and auto.has_room else None
 
     @cached_property
     def exchanges_less(self) -> Change | None:
@@ -172,16 +186,19 @@ def _layouts_that_can_fit(setting: Setting) -> list[Way | None]:
 
 def _checkpointing(setting: Setting) -> list[Way]:
     """Recompute whole blocks (kind 1), and then from inputs that a GPU's host keeps (kind 3)."""
-    memory, flags = setting.config.memory, flags_of(type(setting.config))
     kinds = {"full": 1, "offload": 3} if setting.on_cuda else {"full": 1}
-    # What would be refused beside it goes back to its default.
-    names = ("activation_checkpointing_modules", "activation_memory_budget")
-    freed = {name: flags[name].default for name in names if getattr(memory, name) != flags[name].default}
     return [
-        Way(kind=kind, strength=1, values={"activation_checkpointing": mode} | freed)
+        Way(kind=kind, strength=1, values={"activation_checkpointing": mode} | _freed(setting))
         for mode, kind in kinds.items()
-        if kind > kinds.get(memory.activation_checkpointing, 0)
+        if kind > kinds.get(setting.config.memory.activation_checkpointing, 0)
     ]
+
+
+def _freed(setting: Setting) -> dict[str, Any]:
+    """What would be refused beside another --activation_checkpointing goes back to its default."""
+    memory, flags = setting.config.memory, flags_of(type(setting.config))
+    names = ("activation_checkpointing_modules", "activation_memory_budget")
+    return {name: flags[name].default for name in names if getattr(memory, name) != flags[name].default}
 
 
 def _microbatches(setting: Setting) -> list[Way]:

@@ -24,8 +24,8 @@ from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_
 from open_instruct.planning.traffic.step_time import StepTime, step_time
 from open_instruct.records import ShardLayout
 
-# Share of a GPU that advice leaves free.
-ROOM = 0.05
+# Share of a GPU that advice leaves free; and --activation_checkpointing auto, which needs to recompute no less.
+ROOM, ROOM_OF_AUTO = 0.05, 0.1
 # Where `Backend`s are found that stand above: by name, and loaded for their own plans alone.
 DEEPSPEED = "open_instruct.learner.deepspeed.planned"
 
@@ -133,7 +133,16 @@ class Plan:
     @property
     def has_room(self) -> bool:
         """Whether it fits with something to spare, for what no plan knows: fragmentation, other libraries."""
-        return self.headroom_bytes >= ROOM * self.setting.device.memory_bytes
+        return self.leaves(ROOM)
+
+    def leaves(self, share: float) -> bool:
+        """Whether so much of a GPU stays free."""
+        return self.headroom_bytes >= share * self.setting.device.memory_bytes
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Seconds of a step, and of its arithmetic, which exchanges may hide."""
+        return self.time.step_s, self.time.compute_s
 
     @cached_property
     def host(self) -> Phase:
@@ -236,12 +245,8 @@ def plan_of(setting: Setting) -> Plan:
     Raises:
         InputError: the layout cannot be, the model cannot be split so, or its layers are not recomputed alike.
     """
-    memory = setting.config.memory
-    if memory.activation_checkpointing == "auto":
-        plan = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
-        if setting.on_cuda and memory.activation_memory_budget >= 1 and not plan.has_room:
-            plan = plan_of(setting.with_flags({"activation_checkpointing": "full"}))
-        return replace(plan, is_chosen=True)
+    if setting.config.memory.activation_checkpointing == "auto":
+        return replace(_chosen(setting), is_chosen=True)
     layout, shape = setting.layout, setting.shape
     check_heads(layout, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, model=shape.name)
     workload = setting.workload(layout)
@@ -249,6 +254,34 @@ def plan_of(setting: Setting) -> Plan:
     moments = setting.backend.moments(shape, layout, workload)
     phases = memory_by_phase(moments)
     return Plan(setting=setting, layout=layout, workload=workload, moments=moments, phases=phases)
+
+
+def _chosen(setting: Setting) -> Plan:
+    """Of what can be recomputed the least that leaves room, by the time of a step, then by its arithmetic and memory.
+
+    Nothing on a CPU, nor where the compiler has a budget to spend; whole blocks where nothing less leaves room.
+    """
+    kept = plan_of(setting.with_flags({"activation_checkpointing": "none"}))
+    if not setting.on_cuda or setting.config.memory.activation_memory_budget < 1 or kept.leaves(ROOM_OF_AUTO):
+        return kept
+    ways: list[dict[str, Any]] = [{"activation_checkpointing": "full"}]
+    for modules in _modules_to_recompute(setting.shape, setting.layout):
+        selected = {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": modules}
+        ways.append(selected)
+    full, *others = (plan_of(setting.with_flags(values)) for values in ways)
+    with_room = [plan for plan in (full, *others) if plan.leaves(ROOM_OF_AUTO)]
+    return min(with_room, key=lambda plan: (*plan.cost, plan.peak.total_bytes), default=full)
+
+
+def _modules_to_recompute(shape: ModelShape, layout: ShardLayout) -> Iterator[list[str]]:
+    """Norms, whose float32 copies are most of what a block keeps and which cost next to no arithmetic; and a half.
+
+    Those within attention are left alone where tensor ranks exchange what they are given.
+    """
+    norms, inner = ["attention_norm", "feed_forward_norm"], ["attention.q_norm", "attention.k_norm"]
+    inner = inner if shape.qk_norm != "none" and layout.tensor_parallel_degree == 1 else []
+    for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
+        yield [f"blocks.*.{module}" for module in modules]
 
 
 def ranked_layouts(setting: Setting) -> tuple[Plan, ...]:

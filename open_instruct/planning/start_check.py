@@ -22,12 +22,10 @@ log = logging.getLogger(__name__)
 class StartCheck:
     """What a run says of its plan: a `warning` where it will not fit, and whether it surely cannot.
 
-    `checkpointing` is the --activation_checkpointing that it has been planned with; `memory` is what the run's folder
-    keeps of the plan, empty where there is none.
+    `memory` is what the run's folder keeps of the plan, with what is recomputed in it; empty where there is none.
     """
 
     line: str
-    checkpointing: str = "none"
     warning: str = ""
     cannot_fit: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +64,8 @@ def _checked(plan: Plan) -> StartCheck:
     mode, memory = plan.setting.config.memory.activation_checkpointing, gib(plan.setting.device.memory_bytes)
     each = "on each GPU" if plan.setting.on_cuda else "for each process of a node"
     line = f"plan: needs {gib(plan.peak.total_bytes)} of {memory} GiB {each} (most in: {plan.peak.name})"
-    line += f", with --activation_checkpointing {mode}" if plan.is_chosen and mode != "none" else ""
+    if plan.is_chosen and mode != "none":
+        line += f", with --activation_checkpointing {' '.join([mode, *plan.workload.checkpointing_modules])}"
     state, warning = sum(plan.moments.state_bytes()), ""
     cannot_fit = state > plan.setting.device.memory_bytes
     if not plan.fits:
@@ -76,4 +75,4 @@ def _checked(plan: Plan) -> StartCheck:
             warning = f"the run cannot fit: {of_state}, and there are {memory} GiB {each}"
         warning = ". ".join(sentence.removesuffix(".") for sentence in (warning, *Advice(plan).lines())) + "."
     record = memory_record(plan)
-    return StartCheck(line=line, checkpointing=mode, warning=warning, cannot_fit=cannot_fit, memory=record)
+    return StartCheck(line=line, warning=warning, cannot_fit=cannot_fit, memory=record)

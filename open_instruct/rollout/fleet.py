@@ -13,7 +13,7 @@ from typing import Literal
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.learner_process import LearnerProcess
 from open_instruct.cluster.placement import FleetShape, Placement
-from open_instruct.cluster.process_environment import allocator_environment
+from open_instruct.cluster.process_environment import allocator_environment, without_growing_segments
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.prompts import PromptStream
@@ -27,6 +27,7 @@ from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conductor import Conductor
+from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.reward import RewardModel
 from open_instruct.weights.publisher import WeightPublisher
@@ -108,7 +109,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             single_device=shape.shares_device,
             same_host=same_host,
         )
-        environment = allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=backend == "ipc")
+        environment = dict[str, str]()
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes
             # both three times as slow (docs/benchmarks.md, "GRPO against TRL").
@@ -117,7 +118,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             learner_class,
             placement,
             arguments={"config": config, "weight_sync_backend": backend, "engine_dtype": engine_dtype(config)},
-            environment=environment,
+            environment=environment | _allocator_of_learners(placement, backend, console),
             say=console.say,
         )
         stack.callback(learners.shutdown)
@@ -173,6 +174,15 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         yield fleet
 
 
+def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:
+    """What is set for learners; says what engines, and learners that share a device with one, will not take."""
+    hands_over_memory = backend == "ipc"
+    for name in without_growing_segments(os.environ) if placement.on_gpus else ():
+        whose = "engines and learners" if hands_over_memory else "engines"
+        console.say(f"{name}: {whose} go without expandable_segments:True, memory that no other process can map")
+    return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)
+
+
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
     """The dtype that engines compute in, and that weights travel in."""
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
@@ -192,6 +202,7 @@ def _start_engine(index: int, *, run: RolloutRun, placement: Placement, environm
         adapter=config.sent_adapter,
     )
     own = engine_environment(on_cuda=placement.on_gpus)
+    own |= allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=True)
     if not placement.on_gpus:  # Ray would leave it one thread
         own |= threads_of_each(placement.shape.num_cpu_slots - placement.shape.num_learners)
     return RayEngine(index, settings, placement, environment={**own, **environment})

@@ -42,7 +42,7 @@ class StepWeights:
 def as_decided(config: GRPOConfig, run: Path) -> GRPOConfig:
     """With what --activation_checkpointing auto came to in the plan of the run in `run`, if it had one."""
     plan = RunDirectory(path=run).plan
-    return with_chosen(config, (read_object(plan) if plan.exists() else {}).get("activation_checkpointing", "none"))
+    return with_chosen(config, read_object(plan) if plan.exists() else {})
 
 
 def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | None) -> StepWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,6 +19,7 @@ from open_instruct.run.opened import Run
 from open_instruct.run.run_directory import RunDirectory
 
 ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
+CHOSEN = ("activation_checkpointing", "activation_checkpointing_modules")
 
 
 def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
@@ -31,7 +32,7 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     process, nodes = run.process, run.layout.gpus_per_node
     memory_bytes = min(gathered(memory_of(process.device, num_sharing=nodes[run.layout.node_of(process.rank)])))
 
-    def say() -> str:
+    def say() -> dict[str, Any]:
         on_cuda, directory = process.device.type == "cuda", run.directory
         return say_plan(
             config, nodes, folder, memory_bytes=memory_bytes, on_cuda=on_cuda, console=run.console, directory=directory
@@ -49,8 +50,8 @@ def say_plan(
     on_cuda: bool,
     console: Console,
     directory: RunDirectory,
-) -> str:
-    """Say the plan of a run on devices of so much memory, keep it, and return the --activation_checkpointing it has.
+) -> dict[str, Any]:
+    """Say the plan of a run on devices of so much memory, keep it, and return what is kept, for `with_chosen`.
 
     One process does this for all.
 
@@ -67,14 +68,14 @@ def say_plan(
     if verdict.warning:
         console.warn(verdict.warning)
     directory.write_plan(verdict.memory)
-    return verdict.checkpointing
+    return verdict.memory
 
 
-def with_chosen(config: ConfigT, checkpointing: str) -> ConfigT:
-    """The flags with what the plan has, where they leave it to that."""
+def with_chosen(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
+    """The flags with what the plan that was kept recomputes, where they leave it to that; without one, nothing."""
     if config.memory.activation_checkpointing != "auto":
         return config
-    chosen: dict[str, Any] = {"activation_checkpointing": checkpointing}
+    chosen = {"activation_checkpointing": "none"} | {name: plan[name] for name in CHOSEN if plan.get(name)}
     return replace(config, memory=replace(config.memory, **chosen))
 
 

@@ -128,6 +128,14 @@ def test_what_is_left_open_on_a_gpu_is_chosen_as_for_vllms_llm(session: Session)
     assert session.answers["llm_class"] == [16384, 8192, 8192]
 
 
+def test_a_gpu_that_another_has_filled_is_told_with_the_share_that_would_work(session: Session) -> None:
+    too_much, a_little_too_much, taken = session.answers["refused_share"].values()
+    assert taken is None
+    assert "--vllm_gpu_memory_utilization 0.9 is 71.2 of 79.1 GiB, and 30.16 GiB are free" in too_much
+    assert "--single_gpu_mode" in too_much
+    assert ": use 0.38, or less" in too_much and ": use 0.38, or less" in a_little_too_much
+
+
 def test_at_the_start_its_log_probs_are_seen_to_know_the_temperature(session: Session) -> None:
     warm, hot = map(dict, session.answers["probed"])
     shared = sorted(warm.keys() & hot.keys())

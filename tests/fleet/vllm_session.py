@@ -141,6 +141,22 @@ def llm_class_tokens(device: tuple[str, int]) -> int:
     return tokens
 
 
+def refused_share(settings: EngineSettings) -> dict[float, str | None]:
+    """By share of a GPU that is asked for where 30.157 of 79.1 GiB are free: what a run says of vLLM's own error."""
+    from vllm.v1.worker.utils import request_memory
+
+    found = Mock(device_="cuda:0", free_memory=int(30.157 * 2**30), total_memory=int(79.1 * 2**30))
+    said: dict[float, str | None] = {}
+    for share in (0.9, 0.39, 0.38):
+        fleet = replace(settings.fleet, vllm_gpu_memory_utilization=share)
+        try:
+            request_memory(found, Mock(gpu_memory_utilization=share))
+            said[share] = None
+        except ValueError as error:
+            said[share] = vllm_core.refusal_of_memory(str(error), replace(settings, fleet=fleet), has_cache_size=False)
+    return said
+
+
 def asked_of_vllm(settings: EngineSettings) -> dict[str, Any]:
     """Where there is CUDA, and the flags leave it open."""
     batching = Batching(max_num_seqs=256, max_num_batched_tokens=None, schedules_ahead=True)
@@ -196,6 +212,7 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
         stop_token_ids=STOP_TOKEN_IDS,
     )
     answers: dict[str, Any] = {"on_cuda": asked_of_vllm(settings), "llm_class": [*map(llm_class_tokens, DEVICES)]}
+    answers["refused_share"] = refused_share(settings)
     with patch.object(vllm_core, "check_temperature", wraps=vllm_core.check_temperature) as probed:
         engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=RECEIVER))
     answers |= {"probed": [[*it.items()] for it in probed.call_args.args], "start_s": time.monotonic() - began_s}

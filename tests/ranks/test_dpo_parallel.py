@@ -16,6 +16,11 @@ from tests.ranks.train_case import OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, f
 
 RunRanks = Callable[..., list[Any]]
 
+# What the plan of a run on GPUs may choose.
+NORMS_AND_MLP: dict[str, Any] = {
+    "activation_checkpointing": "selected_modules",
+    "activation_checkpointing_modules": ["blocks.*.*_norm", "blocks.*.attention.*_norm", "blocks.*.feed_forward"],
+}
 JOB = "tests.ranks.jobs.train_runs:run_each"
 # Under a constant rate the start of a longer run.
 EPOCH: dict[str, Any] = {"max_train_steps": STEPS_OF_AN_EPOCH}
@@ -39,6 +44,7 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
         dpo_case.command("init_on_cpu", **EPOCH, init_device="cpu"),
         dpo_case.command("checkpointed_full", **EPOCH, activation_checkpointing="full"),
         dpo_case.command("checkpointed_modules", **EPOCH, activation_checkpointing="selected_modules"),
+        dpo_case.command("checkpointed_norms_and_mlp", **EPOCH, **NORMS_AND_MLP),
         *(
             dpo_case.command(f"start_{loss}", loss_type=loss, max_train_steps=1)
             for loss in ("dpo_norm", "ipo", "hinge", "wpo", "simpo")
@@ -78,6 +84,7 @@ def test_training_moves_the_loss(one_process: TrainCase) -> None:
         "init_on_cpu",
         "checkpointed_full",
         "checkpointed_modules",
+        "checkpointed_norms_and_mlp",
     ],
 )
 def test_cutting_does_not_matter(one_process: TrainCase, name: str) -> None:
@@ -131,6 +138,7 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     commands = [
         one_process.command("fsdp_2", ranks=2),
         one_process.command("replicas_2", ranks=2, **EPOCH, fsdp_shard_degree=1, batch=2),
+        one_process.command("gathered_ahead", ranks=2, **EPOCH, fsdp_prefetch_factor=1, **NORMS_AND_MLP),
         one_process.command("tensor_2", ranks=1, **EPOCH, tensor_parallel_degree=2),
         one_process.command("context_2", ranks=1, **EPOCH, context_parallel_degree=2),
         one_process.command(
@@ -141,7 +149,8 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         ),
     ]
     run_ranks(2, JOB, commands=commands, ports=free_ports(len(commands)))
-    for name in ("fsdp_2", "replicas_2", "tensor_2", "context_2", "context_2_unshared", "context_2_full"):
+    sharded = ("fsdp_2", "replicas_2", "gathered_ahead")
+    for name in (*sharded, "tensor_2", "context_2", "context_2_unshared", "context_2_full"):
         assert_same_trajectory(one_process, name)
         # A policy that is its reference tells no pair apart, however its rows are computed.
         assert one_process.metrics(name)[0]["rewards/accuracy"] == 0

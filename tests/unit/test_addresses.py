@@ -82,10 +82,38 @@ class TestProcessEnvironment:
         }
         assert own_environment["RANK"] == "1"
 
+    @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+    @pytest.mark.parametrize(
+        ("of_the_node", "left"),
+        [
+            ("expandable_segments:True", None),
+            ("expandable_segments: True, max_split_size_mb:128", "max_split_size_mb:128"),
+            (
+                "roundup_power2_divisions:[256:1,512:2],expandable_segments:True",
+                "roundup_power2_divisions:[256:1,512:2]",
+            ),
+            ("expandable_segments:False", "expandable_segments:False"),
+        ],
+    )
+    def test_a_nodes_memory_does_not_grow_either_where_it_is_handed_over(
+        self,
+        own_environment: dict[str, str],
+        capsys: pytest.CaptureFixture[str],
+        name: str,
+        of_the_node: str,
+        left: str | None,
+    ) -> None:
+        own_environment[name] = of_the_node
+        stays = allocator_environment(on_gpus=True, hands_over_memory=True)
+        take_environment(stays, meeting_address=LOOPBACK)
+        settings = {key: value for key, value in own_environment.items() if "ALLOC" in key}
+        assert settings == (stays if left is None else {name: left})
+        assert (name in capsys.readouterr().out) == (left != of_the_node)
+
     def test_memory_grows_in_segments_unless_it_is_handed_over(self) -> None:
-        grows = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        grows, stays = ({"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{each}"} for each in (True, False))
         assert allocator_environment(on_gpus=True, hands_over_memory=False) == grows
-        assert allocator_environment(on_gpus=True, hands_over_memory=True) == {}
+        assert allocator_environment(on_gpus=True, hands_over_memory=True) == stays
         assert allocator_environment(on_gpus=False, hands_over_memory=False) == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from open_instruct.checkpoints.background import in_background
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
 from open_instruct.models.checkpoint_files import CheckpointFiles
@@ -23,6 +25,19 @@ HIDDEN, MLP, VOCAB = 4, 6, 8
 LLAMA = SimpleNamespace(model_type="llama", num_hidden_layers=1, tie_word_embeddings=False)
 HEAD = "lm_head.weight"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_a_thread_that_saves_is_on_its_callers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread is on GPU 0: what it calls there would make a context of every rank on that one."""
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0 if done else 5)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((device, threading.current_thread().name)))
+    in_background(lambda: done.append("work")).result(timeout=60)
+    assert done == [(5, "checkpoint"), "work"]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        in_background(lambda: None).result(timeout=60)
 
 
 def llama_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

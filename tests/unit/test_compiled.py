@@ -20,7 +20,9 @@ from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpoin
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from open_instruct.config.sections import MemorySection
 from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.olmo_core.inputs_on_host import keep_inputs_on_host
 from open_instruct.models import compiled
 from open_instruct.models.build import build_model, local_part
@@ -199,6 +201,26 @@ def test_compiled_blocks_are_recomputed_from_inputs_on_the_host() -> None:
     model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
     model.apply_compile()
     keep_inputs_on_host(model, CPU)
+    rng = random.Random(0)
+    for shares in (True, False):
+        batch = row(rng, shares=shares)
+        assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))
+    assert versions_of_blocks(model) > 0 and compiled.FALLBACKS.count == 0
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
+@pytest.mark.parametrize("parts", [("*norm", "attention.*_norm", "feed_forward"), ("*norm", "attention")], ids=str)
+def test_parts_of_compiled_blocks_are_recomputed(parts: tuple[str, ...]) -> None:
+    """As the plan may choose them for a run: here checkpointing is within what is compiled."""
+    plain, model = new_model("qwen3"), new_model("qwen3")
+    memory = MemorySection(
+        activation_checkpointing="selected_modules",
+        activation_checkpointing_modules=[f"blocks.*.{part}" for part in parts],
+    )
+    config, _ = build_activation_checkpointing(memory, model=model, device=CPU)
+    assert config is not None
+    model.apply_activation_checkpointing(config.mode, modules=config.modules)
+    model.apply_compile()
     rng = random.Random(0)
     for shares in (True, False):
         batch = row(rng, shares=shares)

@@ -523,6 +523,7 @@ class TestValidation:
             (["--profile_steps", "3"], "--profile_steps 3: takes the first and the last step"),
             (["--profile_steps", "3", "2"], "--profile_steps 3 2: takes the first and the last step"),
             (["--single_gpu_mode", "--gradient_reduction", "last"], "with --single_gpu_mode nothing is reduced"),
+            (["--single_gpu_mode", "--fsdp_prefetch_factor", "1"], "with --single_gpu_mode nothing is gathered"),
             (
                 ["--activation_checkpointing", "offload", "--activation_memory_budget", "0.5"],
                 "both decide what is recomputed",

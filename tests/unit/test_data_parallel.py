@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from olmo_core.config import DType
@@ -98,6 +100,26 @@ def test_fsdp_shards_a_model_by_the_shard_degree(name: str, join_as: JoinAs) -> 
     assert isinstance(weight, DTensor)
     split = layout.shard_degree * layout.tensor_parallel_degree
     assert weight.to_local().numel() == whole / split
+
+
+def test_blocks_are_gathered_ahead_of_their_turn(join_as: JoinAs) -> None:
+    layout = LAYOUTS["two nodes"]
+    join_as(0, layout.world_size)
+    model = TransformerConfig.olmo2_190M(vocab_size=96, n_layers=4, attn_backend=AttentionBackendName.torch).build(
+        init_device="meta"
+    )
+    model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
+    model = parallelize_model(
+        model,
+        world_mesh=build_mesh(layout),
+        device=torch.device("meta"),
+        max_sequence_length=16,
+        rank_microbatch_size=16,
+        dp_config=build_data_parallel_config(layout, prefetch_factor=2),
+    )
+    states: list[Any] = [block._get_fsdp_state() for block in model.blocks.values()]  # type: ignore[operator, union-attr]
+    ahead = [[states.index(other) for other in state._states_to_forward_prefetch] for state in states]
+    assert ahead == [[1, 2], [2, 3], [3], []]
 
 
 def test_config_is_hsdp_over_blocks() -> None:

@@ -8,10 +8,43 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.held_adapter import check_targets, options_of
-from open_instruct.engines.vllm_core import check_temperature
+from open_instruct.engines.requests import EngineSettings
+from open_instruct.engines.vllm_core import check_temperature, refusal_of_memory
 from open_instruct.errors import InputError, RunError
 
 WARM = {5: -0.2, 7: -2.4, 1: -5.0}  # log-probs after a prompt, by token
+
+
+class TestMemory:
+    """What vLLM says of it; its words for a GPU that is held by another are asked of it in tests/fleet."""
+
+    @pytest.mark.parametrize(
+        ("words", "has_cache_size", "said"),
+        [
+            ("Free memory on device cuda:0 (0.4/79.1 GiB) on startup is less", False, "of their own"),
+            ("Free memory on device cuda:0 (1.2/79.1 GiB) on startup is less", False, ": use 0.01, or less"),
+            (
+                "No available memory for the cache blocks. Try",
+                False,
+                "raise --vllm_gpu_memory_utilization, which is 0.9",
+            ),
+            ("(1.2 GiB KV cache is needed, which is larger", True, "raise --vllm_kv_cache_mib, or lower"),
+            ("the model has no such layer", False, None),
+        ],
+    )
+    def test_it_is_told_in_our_flags(self, words: str, has_cache_size: bool, said: str | None) -> None:
+        settings = EngineSettings(
+            model_folder="m",
+            tokenizer_folder="m",
+            dtype="bfloat16",
+            max_model_len=512,
+            fleet=FleetSection(),
+            seed=0,
+            batching=Batching(max_num_seqs=1, max_num_batched_tokens=None, schedules_ahead=True),
+            stop_token_ids=(),
+        )
+        told = refusal_of_memory(words, settings, has_cache_size=has_cache_size)
+        assert told is None if said is None else said in (told or "")
 
 
 class TestBatching:

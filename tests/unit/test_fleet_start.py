@@ -18,7 +18,7 @@ from open_instruct.rollout import fleet
 from open_instruct.run.run_directory import RunDirectory
 
 HERE = Host("10.0.0.1", "a")
-GROWS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+GROWS, STAYS = ({"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{grows}"} for grows in (True, False))
 FLAGS = ("--model_name_or_path", "M", "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", "OUT")
 
 
@@ -29,6 +29,7 @@ class Started:
         self.events: list[str] = []
         self.learners: dict[str, Any] = {}
         self.engines: list[tuple[Any, dict[str, str]]] = []
+        self.said: list[str] = []
 
     def learner_group(self, learner_class: type, placement: Any, **options: Any) -> Any:
         self.events.append("learners begin")
@@ -60,7 +61,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(fleet, "EnginePool", lambda *args, **kwargs: pool)
         run = SimpleNamespace(
             config=config,
-            console=SimpleNamespace(say=lambda text: None, warn=lambda text: None),
+            console=SimpleNamespace(say=it.said.append, warn=lambda text: None),
             directory=RunDirectory(path=tmp_path),
             pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
             chat=SimpleNamespace(turn_end_token_ids=tuple),
@@ -78,18 +79,29 @@ def test_an_engine_waits_for_the_learner_whose_device_it_shares(started: Any) ->
     assert it.events[:3] == ["learners begin", "learners are ready", "engine begins"]
     assert it.learners["arguments"]["weight_sync_backend"] == "ipc"
     # Memory that is handed over does not lie in segments that grow.
-    assert it.learners["environment"] == {}
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in it.engines[0][1]
+    assert it.learners["environment"] == STAYS
+    assert STAYS.items() <= it.engines[0][1].items()
 
 
-def test_elsewhere_they_start_side_by_side_with_memory_that_grows(started: Any) -> None:
+def test_elsewhere_they_start_side_by_side_and_the_learners_memory_grows(started: Any) -> None:
+    """Engines of several GPUs hand buffers over to each other's processes, which could not map it."""
     it = started("--num_learners_per_node", "2", "--vllm_num_engines", "2")
     assert it.events[:4] == ["learners begin", "engine begins", "engine begins", "learners are ready"]
     assert it.learners["environment"] == GROWS
     for settings, environment in it.engines:
-        assert GROWS.items() <= environment.items()
+        assert STAYS.items() <= environment.items()
         assert settings.batching.schedules_ahead
         assert settings.batching.max_num_seqs == 256
+
+
+@pytest.mark.parametrize("flags", ["--vllm_num_engines 2", "--single_gpu_mode"])
+def test_what_engines_leave_out_of_a_shells_settings_is_said_once(
+    started: Any, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
+    told = [line for line in started(*flags.split()).said if "PYTORCH_ALLOC_CONF" in line]
+    assert [("engines" in line, "learners" in line) for line in told] == [(True, flags == "--single_gpu_mode")]
+    assert not [line for line in started(on_gpus=False).said if "ALLOC_CONF" in line]
 
 
 def test_on_a_cpu_nothing_of_this(started: Any) -> None:

@@ -101,7 +101,7 @@ def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
 
 
 class TestCheckpointing:
-    """--activation_checkpointing auto: nothing is recomputed where everything fits, with room."""
+    """--activation_checkpointing auto: as little is recomputed as fits, with room."""
 
     ROWS = ("--per_device_train_batch_size", "8", "--max_seq_length", "2048")
 
@@ -117,11 +117,18 @@ class TestCheckpointing:
             console=Console(speaks=True),
             directory=RunDirectory(path=folder),
         )
-        return plan_check.with_chosen(config, mode).memory.activation_checkpointing
+        self.memory = plan_check.with_chosen(config, mode).memory
+        return self.memory.activation_checkpointing
 
     def test_the_plan_decides(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.chosen(folder, 140) == "none"
         assert "--activation_checkpointing" not in capsys.readouterr().out
+        assert self.chosen(folder, 36) == "selected_modules"
+        (line,) = " ".join(capsys.readouterr().out.split()).split("plan: ")[1:]
+        chosen = ["blocks.*.attention_norm", "blocks.*.feed_forward_norm", "blocks.*.feed_forward"]
+        assert self.memory.activation_checkpointing_modules == chosen
+        assert line.endswith(f"with --activation_checkpointing selected_modules {' '.join(chosen)}")
+        assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing_modules"] == chosen
         assert self.chosen(folder, 24) == "full"
         (line,) = " ".join(capsys.readouterr().out.split()).split("plan: ")[1:]
         assert line.endswith("with --activation_checkpointing full") and "warning" not in line
@@ -134,7 +141,7 @@ class TestCheckpointing:
         assert [each.checkpointing for each in made] == ["none"]
         made.clear()
         assert self.chosen(folder, 24) == "full"
-        assert [each.checkpointing for each in made] == ["none", "full"]
+        assert [each.checkpointing for each in made] == ["none", "full", *["selected_modules"] * 3]
 
     def test_what_was_said_is_done(self, folder: Path) -> None:
         for said in ("none", "selected_modules", "full", "offload"):

@@ -31,6 +31,7 @@ from open_instruct.planning.shown.summary import LETTERS, meaning_of, traffic_ro
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.shown.units import GIB
 from open_instruct.planning.start_check import check_plan
+from open_instruct.planning.traffic.step_time import flops_per_step
 from open_instruct.report.plan_page import html_page
 
 REPOSITORY = Path(__file__).parents[2]
@@ -653,6 +654,29 @@ def test_what_auto_takes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert said not in capsys.readouterr().out
     assert main(["plan", "dpo", *OLMO_7B, "--num_processes", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["shard_degree"] == 8
+
+
+def test_free_memory_is_used_and_advised_for_less_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    """7B on 8 H100 in rows of 16,384 tokens: norms and MLPs are recomputed, not attention and its projections."""
+    rows = ["--per_device_train_batch_size", "1", "--max_seq_length", "8192", "--gradient_accumulation_steps", "16"]
+    words = ["dpo", *OLMO_7B, "--gpus_per_node", "8", *rows]
+    auto, full = (
+        plan_of(parse_request([*words, *more]).setting) for more in ([], ["--activation_checkpointing", "full"])
+    )
+    flops_of_auto, flops_of_full = (
+        flops_per_step(plan.setting.shape, plan.layout, plan.workload) for plan in (auto, full)
+    )
+    assert flops_of_auto <= 0.92 * flops_of_full
+    assert auto.leaves(0.1) and "blocks.*.feed_forward" in auto.workload.checkpointing_modules
+    change = Advice(full).recomputes_less
+    assert change is not None and change.flags == "--activation_checkpointing auto"
+    assert change.plan.workload == auto.workload
+    assert Advice(auto).recomputes_less is None
+    assert "Recomputes less and fits: --activation_checkpointing auto" in list(Advice(full).lines())
+    # Where tensor ranks exchange what norms within attention are given, those keep what they have.
+    split = parse_request([*words, "--tensor_parallel_degree", "2", "--gpu", "memory_gib=60"]).setting
+    modules = plan_of(split).workload.checkpointing_modules
+    assert modules and not any("q_norm" in module for module in modules)
 
 
 class TestJson:

@@ -19,7 +19,8 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "compiled": ("off", ["--compile_model"]),
     "uncompiled, blocks recomputed": ("off", ["--no_compile_model", "--activation_checkpointing", "full"]),
 }
-PLAN_TOLERANCE = 0.15
+PLAN_TOLERANCE = 0.05
+"""Of what was allocated. What the compiler fuses is counted as uncompiled, so such a run may need less."""
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
@@ -52,10 +53,16 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         run = json.loads(figures.read_text())
         table.append({"run": name} | run)
         planned, allocated = run["planned, GiB"], run["allocated, GiB"]
-        if not rehearse and abs(planned / allocated - 1) > PLAN_TOLERANCE:
-            findings.note(f"{name}: the plan of {planned:.1f} GiB is {planned / allocated:.2f}x what was allocated")
+        if not rehearse and sharing == "off":  # else the plan would have to be told how much of each row is shared
+            told = f"{name}: the plan of {planned:.2f} GiB is {planned / allocated:.2f}x what was allocated"
+            findings.require(is_near(planned, allocated, is_bound="--compile_model" in flags), told)
         findings.tables.clear()
         findings.table("Packed DPO; FLOPs are those of all tokens of the rows, shared or not", table)
     if table:
         best = max(table, key=lambda row: row["MFU"])  # type: ignore[arg-type, return-value]
         findings.headline = f"{best['run']}: MFU {best['MFU']:.1%}, {best['tokens/s']:,.0f} tokens/s"
+
+
+def is_near(planned: float, allocated: float, *, is_bound: bool) -> bool:
+    """Whether a plan is what was allocated, or, where it `is_bound`, at least not less."""
+    return (1 - PLAN_TOLERANCE) * allocated <= planned and (is_bound or planned <= (1 + PLAN_TOLERANCE) * allocated)

@@ -13,7 +13,8 @@ from open_instruct.config.validation import changed
 # Flags of what the other backend does alone; and of what a stage of ZeRO, or a later one, has something for.
 NOT_HAD = {
     **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "init_device"), ""),
-    **dict.fromkeys(("gradient_reduction", "compile_model", "activation_memory_budget"), ""),
+    **dict.fromkeys(("gradient_reduction", "fsdp_prefetch_factor", "compile_model"), ""),
+    "activation_memory_budget": "",
     "optimizer": " (it steps AdamW; its own Muon takes the gradient's norm, and clips, when matrices are orthogonal)",
 }
 FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}

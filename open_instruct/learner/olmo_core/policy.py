@@ -71,7 +71,9 @@ def build_policy(
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
         compile_model=not has_copy and compiles(memory, layout=run.layout, device=device),
-        dp_config=data_parallel.build_data_parallel_config(run.layout, param_dtype=model.param_dtype),
+        dp_config=data_parallel.build_data_parallel_config(
+            run.layout, param_dtype=model.param_dtype, prefetch_factor=config.parallel.fsdp_prefetch_factor
+        ),
         tp_config=data_parallel.build_tensor_parallel_config(run.layout),
         cp_config=data_parallel.build_context_parallel_config(run.layout),
         ac_config=None if has_copy else checkpointing,

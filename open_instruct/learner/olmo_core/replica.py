@@ -33,7 +33,9 @@ def build_replica(
         max_sequence_length=config.data.max_seq_length,
         rank_microbatch_size=config.data.max_seq_length,
         compile_model=compiles(config.memory, layout=run.layout, device=run.process.device),
-        dp_config=data_parallel.build_data_parallel_config(run.layout, param_dtype=config.model.param_dtype),
+        dp_config=data_parallel.build_data_parallel_config(
+            run.layout, param_dtype=config.model.param_dtype, prefetch_factor=config.parallel.fsdp_prefetch_factor
+        ),
         tp_config=data_parallel.build_tensor_parallel_config(run.layout),
         cp_config=data_parallel.build_context_parallel_config(run.layout),
         ac_config=checkpointing,

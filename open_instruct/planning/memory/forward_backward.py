@@ -6,7 +6,8 @@ PyTorch 2.13:
 - `FSDPParamGroup.unshard` and `wait_for_unshard`: shards are cast into one flat buffer, gathered into another, and
   copied out into the parameters. In the forward pass the gather buffer lives until the next unit is copied out (so that
   the copy overlaps the next gather); in the backward pass it is freed at once, and the unit before is gathered ahead of
-  its turn. A shard group of one casts or copies without gathering.
+  its turn. A shard group of one casts or copies without gathering. Forward, `set_modules_to_forward_prefetch` has the
+  buffers of the next blocks filled while one is at work (`--fsdp_prefetch_factor`).
 - The root unit is gathered before all others and freed after its forward; it is gathered again for the head's backward
   and stays to the end. Embeddings of their own are not gathered for the backward pass.
 - `FSDPParamGroup.post_backward` and `foreach_reduce`: a unit's gradients, in the dtype that is computed in, are copied
@@ -80,11 +81,14 @@ class Passes:
         yield {**held, GATHERED: gathered, TEMPORARIES: stream}
         # Blocks need the same each, on top of what those before kept: the first, the second and the last suffice.
         block, num_layers = self.one_block, self.shape.num_layers
-        for layer in sorted({0, min(1, num_layers - 1), num_layers - 1}):
+        # Where some are gathered ahead, so does the last before which as many as that are left.
+        most_ahead = min(self.workload.gathered_ahead, num_layers - 1)
+        for layer in sorted({0, min(1, num_layers - 1), num_layers - 1 - most_ahead, num_layers - 1}):
             kept = self._kept(layer) if keeps else 0
-            gathering = root + self._gathering(block, self.looked_up if layer == 0 else block)
+            there = root + min(most_ahead, num_layers - 1 - layer) * self._buffer(block)
+            gathering = there + self._gathering(block, self.looked_up if layer == 0 else block)
             yield {**held, GATHERED: gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
-            gathered = root + self._buffer(block) + self._gathered(block)
+            gathered = there + self._buffer(block) + self._gathered(block)
             activations, temporaries = kept + block_peak.activations, block_peak.temporaries + stream
             yield {**held, GATHERED: gathered, ACTIVATIONS: activations, TEMPORARIES: temporaries}
         held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: self._kept(num_layers) if keeps else 0}

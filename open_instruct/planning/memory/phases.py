@@ -20,7 +20,7 @@ from functools import partial
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, TEMPORARIES, Moment, Passes
-from open_instruct.planning.memory.state import local_size, state_bytes, uses_muon
+from open_instruct.planning.memory.state import local_size, num_moments, state_bytes, uses_muon
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.per_step import rows_of_ranks, sync_buckets
@@ -81,6 +81,11 @@ def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
     return tuple(phase_of(name, of_phase) for name, of_phase in moments.items())
 
 
+def pinned(num_bytes: int) -> int:
+    """What PyTorch's allocator takes of host memory for a pinned tensor: a power of two (`CachingHostAllocator.h`)."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 def phase_of(name: str, moments: Iterable[Moment]) -> Phase:
     """The worst of its moments."""
     worst = max(moments, key=lambda moment: sum(moment.values()))
@@ -106,8 +111,7 @@ class Moments:
 
     def on_host(self) -> dict[str, int]:
         """Beside a GPU; of inputs all blocks'."""
-        # PyTorch pins memory by powers of two.
-        of_block = 1 << (self.passes.kept_by_block - 1).bit_length() if self.passes.offloads else 0
+        of_block = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
         copy_bytes = self.checkpoint_copy() if self.workload.on_cuda else 0
         return {INPUTS: self.shape.num_layers * of_block, CHECKPOINT: copy_bytes}
 
@@ -130,10 +134,17 @@ class Moments:
         }
 
     def checkpoint_copy(self) -> int:
-        """Of what this rank writes, where that is done beside the training: it stays. Replicas share it out."""
+        """Of what this rank writes, where that is done beside the training: it stays. Replicas share it out.
+
+        Beside a GPU each tensor is pinned by itself.
+        """
         num_models = 1 + sum(each.moves for each in self.workload.scorings)
-        copied = (num_models * sum(self.own) * MASTER_BYTES + self.optimizer) // self.layout.num_replicas
-        return copied if self.workload.copies_checkpoints else 0
+        copied = num_models * sum(self.own) * MASTER_BYTES + self.optimizer
+        if self.workload.on_cuda:
+            trained = (each for each in self.shape.parameters if each.is_trained)
+            num_tensors = (num_models + num_moments(each, self.workload) for each in trained)
+            copied = sum(num * pinned(size * MASTER_BYTES) for num, size in zip(num_tensors, self.own, strict=True))
+        return copied // self.layout.num_replicas if self.workload.copies_checkpoints else 0
 
     def _frozen_bytes(self, frozen: Scoring) -> int:
         """Sharded as the policy's masters are; on a single device it is only in the dtype that is computed in."""

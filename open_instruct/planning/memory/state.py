@@ -50,8 +50,8 @@ def state_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload, *, r
         if not parameter.is_trained:
             continue
         gradients += count * local.padded * GRADIENT_BYTES
-        num_moments, num_steps = (MUON_MOMENTS, 0) if uses_muon(parameter, workload) else (ADAMW_MOMENTS, 1)
-        optimizer += count * (num_moments * local.own * MOMENT_BYTES + num_steps * STEP_BYTES)
+        step_bytes = 0 if uses_muon(parameter, workload) else STEP_BYTES
+        optimizer += count * (num_moments(parameter, workload) * local.own * MOMENT_BYTES + step_bytes)
     return parameters, gradients, optimizer
 
 
@@ -59,6 +59,11 @@ def cast_copy_bytes(shape: ModelShape, layout: ShardLayout, workload: Workload) 
     """Bytes a parameter of the copy that computes for the masters on a single device; 0 where there is none."""
     has_copy = layout.single_device and workload.compute_bytes < MASTER_BYTES and shape.adapters is None
     return workload.compute_bytes if has_copy else 0
+
+
+def num_moments(parameter: ParameterShape, workload: Workload) -> int:
+    """Of the optimizer's, each of the parameter's size."""
+    return MUON_MOMENTS if uses_muon(parameter, workload) else ADAMW_MOMENTS
 
 
 def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:

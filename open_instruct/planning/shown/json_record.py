@@ -27,7 +27,10 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
         "tokens_per_step": plan.tokens_per_step,
         "tokens_per_second": plan.tokens_per_second,
         "advice": {"text": text}
-        | {name: _change(getattr(advice, name)) for name in ("to_fit", "with_adapters", "faster", "exchanges_less")},
+        | {
+            name: _change(getattr(advice, name))
+            for name in ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_less")
+        },
         "layouts": [_layout(other) for other in advice.ranked],
     }
 
@@ -38,6 +41,7 @@ def memory_record(plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.setting.device.memory_bytes,
         "peak_phase": plan.peak.name,
         "activation_checkpointing": plan.setting.config.memory.activation_checkpointing,
+        "activation_checkpointing_modules": list(plan.workload.checkpointing_modules),
         "phases": [
             {"name": phase.name, "total_bytes": phase.total_bytes, "parts": dict(phase.parts)} for phase in plan.phases
         ],

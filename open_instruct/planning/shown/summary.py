@@ -78,8 +78,9 @@ def work_lines(plan: Plan) -> Iterator[str]:
         "offload": "whole blocks are recomputed from inputs on the host",
         "selected_modules": f"recomputed: {', '.join(workload.checkpointing_modules)}",
     }[workload.checkpointing]
-    if plan.is_chosen and workload.checkpointing == "full":
-        checkpointing += " (--activation_checkpointing auto takes full: the run does not fit, with room, without)"
+    if plan.is_chosen and (mode := workload.checkpointing) != "none":
+        why = "with less the run does not fit, with room"
+        checkpointing += f" (--activation_checkpointing auto takes {mode}: {why})"
     if workload.activation_memory_budget < 1:
         checkpointing = f"the compiler keeps {workload.activation_memory_budget:g} of the activations"
     yield f"computed in {workload.param_dtype}, optimizer {workload.optimizer}, {checkpointing}"

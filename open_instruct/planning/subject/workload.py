@@ -56,11 +56,11 @@ class Workload:
 
     Tokens are those of a whole row; a context degree splits them further. `num_values` are computed of each label that
     is learned: its log-prob, and what the loss reads beside. `num_updates` is above 1 for GRPO alone: mini-batches by
-    epochs, each of `num_microbatches`; where an update `reduces_last` those add up whole gradients.
-    `reference_pass_tokens` are those of a microbatch of the pass over the start weights before training, 0 where there
-    is none. `kv_cache_bytes` are an engine's on the learner's own device, those of its steps too: 0 unless they share
-    one. `sync_crosses_nodes` unless engines are known to be on its node; one that `sends_adapter` sends that alone. A
-    run that `copies_checkpoints` writes them while the training goes on.
+    epochs, each of `num_microbatches`; where an update `reduces_last` those add up whole gradients. So many blocks are
+    `gathered_ahead` of their turn forward. `reference_pass_tokens` are those of a microbatch of the pass over the start
+    weights before training, 0 where there is none. `kv_cache_bytes` are an engine's on the learner's own device, those
+    of its steps too: 0 unless they share one. `sync_crosses_nodes` unless engines are known to be on its node; one that
+    `sends_adapter` sends that alone. A run that `copies_checkpoints` writes them while the training goes on.
 
     `shared_prefix_tokens` lie in a row once for the `documents_per_group` that begin with them; `tokens_per_microbatch`
     counts what lies in the row. `pack_tokens` is what a row of GRPO can hold, more than that where documents of full
@@ -79,6 +79,7 @@ class Workload:
     num_microbatches: int
     num_updates: int = 1
     reduces_last: bool = False
+    gathered_ahead: int = 0
     pack_tokens: int = 0
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     optimizer: Literal["adamw", "skip_step_adamw", "muon"] = "adamw"
@@ -183,6 +184,7 @@ def workload_of(
         workload,
         shared_prefix_tokens=prefix_tokens,
         reduces_last=config.parallel.gradient_reduction == "last",
+        gathered_ahead=config.parallel.fsdp_prefetch_factor,
         param_dtype=config.model.param_dtype,
         optimizer=config.optim.optimizer,
         **_checkpointing(config.memory),
