@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def warmed_up(model: Path, rows: Path, out: Path, *, num_steps: int) -> Path:
-    """The model after so many steps of sft.py, as configs/sft/cpu_tiny.yaml takes them."""
+    """The model after so many steps of sft.py, as configs/sft/tiny_cpu.yaml takes them."""
     flags: list[object] = [
         *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
         *("--cache_dir", out.parent / "cache", "--max_seq_length", LONGEST_SHOT, "--param_dtype", "float32"),

@@ -22,7 +22,7 @@ from rich.text import Text
 from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.toys.arithmetic import write_arithmetic
 
-# Where configs/sft/cpu_tiny.yaml and configs/grpo/cpu_tiny.yaml look for them.
+# Where configs/sft/tiny_cpu.yaml and configs/grpo/tiny_cpu.yaml look for them.
 MODEL, DATA = OUTPUT / "tiny", OUTPUT / "arithmetic"
 SFT, GRPO = OUTPUT / "sft", OUTPUT / "grpo"
 NUM_SFT_ROWS, NUM_PROMPTS, NUM_HELD_OUT = 8000, 2000, 200
@@ -68,14 +68,14 @@ def main() -> int:
 def sft_flags() -> list[str]:
     """The file's global batch, over two processes."""
     return f"""
-        configs/sft/cpu_tiny.yaml --per_device_train_batch_size 32 --output_dir {SFT} --overwrite_output_dir
+        configs/sft/tiny_cpu.yaml --per_device_train_batch_size 32 --output_dir {SFT} --overwrite_output_dir
         --cache_dir {OUTPUT / "cache"}
     """.split()
 
 
 def grpo_flags() -> list[str]:
     return f"""
-        configs/grpo/cpu_tiny.yaml --output_dir {GRPO} --overwrite_output_dir --cache_dir {OUTPUT / "cache"}
+        configs/grpo/tiny_cpu.yaml --output_dir {GRPO} --overwrite_output_dir --cache_dir {OUTPUT / "cache"}
     """.split()
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of
+from open_instruct.config.other_suites import called_here
 from open_instruct.config.upstream_flags import Fate, taken
 from open_instruct.errors import InputError
 
@@ -277,7 +278,8 @@ def _tell(fate: Fate, origin: str, problems: list[str], unneeded: list[str] | No
 
 
 def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    return f"is not a flag{nearest(name, sorted(set(known)), prefix=prefix)}"
+    names = sorted(set(known))
+    return called_here(name, names, prefix) or f"is not a flag{nearest(name, names, prefix=prefix)}"
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:

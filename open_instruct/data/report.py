@@ -64,7 +64,8 @@ class BadRowLog:
             lines += [f"found   {shortened(self._found)}", f"wanted  {wanted}"]
             lines.append(f"Other forms of rows are in {page}. Say by --columns what the columns mean.")
         these, them = ("this row", "it") if total == 1 else ("these rows", "them")
-        return InputError("\n".join([*lines, f"Mend {these}, or leave {them} out with --on_bad_row skip."]))
+        without = f", or leave {them} out with --on_bad_row skip" if total < num_rows else ""
+        return InputError("\n".join([*lines, f"Mend {these}{without}."]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

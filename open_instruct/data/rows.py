@@ -79,6 +79,10 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
+        if error.pos >= len(text.rstrip()) and text.lstrip().startswith("{"):
+            raise MalformedRow(
+                "not_json", "an object that does not end on its line: .jsonl has one whole object a line"
+            ) from error
         raise MalformedRow("not_json", f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # a key twice; an integer of thousands of digits; brackets too deep
         raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error

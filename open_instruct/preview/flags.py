@@ -17,7 +17,7 @@ Takes the flags or the YAML file of the training command, whose first rows of --
 EXAMPLES = (
     "open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out pairs.html",
     "open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0 --columns messages=dialogue",
-    "open-instruct preview grpo configs/grpo/cpu_tiny.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl 1.0",
+    "open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl 1.0",
 )
 # Flags that a run cannot do without and that say nothing of its rows.
 ASSUMED = {"output_dir": "preview"}

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,6 +133,25 @@ def prepared(folder: Path, page: Path) -> list[list[str]]:
     if page.stem == "your_own_loss":
         (folder / "mine.py").write_text(page.read_text().partition("```python\n")[2].partition("```")[0])
     return []
+
+
+def test_the_first_run_of_the_readme_can_be_pasted_into_an_empty_folder(tmp_path: Path) -> None:
+    """As it stands on the page, but for a number of steps that teaches nothing more."""
+    (block,) = (each for each in (REPOSITORY / "README.md").read_text().split("```\n") if "cat > rows.jsonl" in each)
+    environment = Path(sys.executable).parent
+    (tmp_path / ".venv").symlink_to(environment.parent)
+    done = subprocess.run(
+        ["bash", "-euc", block.replace("--max_train_steps 20", "--max_train_steps 2")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OPEN_INSTRUCT_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "training data: 2 of 2" in done.stdout
+    assert (tmp_path / "OUT" / "hf_model" / "model.safetensors").is_file()
 
 
 def test_every_command_that_can_be_is_run(tmp_path: Path) -> None:

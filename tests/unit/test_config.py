@@ -135,7 +135,7 @@ class TestCommandLine:
         [
             (["--lerning_rate", "1"], ["--lerning_rate is not a flag", "did you mean --learning_rate?"]),
             (["--no_paking"], ["--no_paking is not a flag", "did you mean --no_packing?"]),
-            (["--batch_size", "4"], ["did you mean --per_device_train_batch_size?"]),
+            (["--batch_size", "4"], ["--batch_size is called --per_device_train_batch_size here"]),
             (["--zzz"], ["--zzz is not a flag"]),
             (["--"], ["-- is not a flag"]),
             (["--max_seq_length", "1e3"], ["--max_seq_length takes a whole number, not '1e3'", "write 1000"]),

@@ -46,6 +46,7 @@ def test_jsonl_rows_know_their_line_past_blank_lines_and_a_byte_order_mark(tmp_p
     [
         (b'{"n": "\xff"}', "not_utf8", "not UTF-8: byte 0xff at byte 8"),
         (b"{'n': 1}", "not_json", "at column 2"),
+        (b'{"n": [1, 2],', "not_json", "an object that does not end on its line: .jsonl has one whole object a line"),
         (b'{"n": 1} {"n": 2}', "not_json", "Extra data"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not_json", "not JSON that can be read"),
         (b"[" * 100_000, "not_json", "not JSON that can be read"),

@@ -22,7 +22,7 @@ class GRPOFastConfig(GRPOConfig):
     """Train a policy on verifiable rewards: vLLM engines generate, learners on DeepSpeed train, weights flow back."""
 
     examples: ClassVar[tuple[str, ...]] = (
-        "python open_instruct/grpo_fast.py configs/grpo/cpu_tiny_deepspeed.yaml --output_dir runs/zero",
+        "python open_instruct/grpo_fast.py configs/grpo/tiny_cpu_deepspeed.yaml --output_dir runs/zero",
     )
 
     parallel: ZeroLearnerSection

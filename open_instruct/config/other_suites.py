@@ -1,0 +1,29 @@
+"""What a flag of another suite is called here, as other_suites.yaml says: a hint for who comes from there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from importlib.resources import files
+
+import yaml
+
+
+def called_here(name: str, known: Collection[str], prefix: str = "") -> str | None:
+    """The end of `--name …`: the flag among `known` that does what the other suite's `name` does; None without a hint.
+
+    Example: of `num_generations`, `is called --num_samples_per_prompt_rollout here`.
+    """
+    table = names_of_other_suites()
+    hint = table.get(name) or table.get(".".join(name.split(".")[-2:])) or table.get(name.split(".")[-1])
+    if hint is None or isinstance(hint, str):
+        return hint
+    ours = next((flag for flag in hint if flag in known), None)
+    return None if ours is None else f"is called {prefix}{ours} here"
+
+
+@cache
+def names_of_other_suites() -> dict[str, str | list[str]]:
+    """Flags of ours, or a sentence, by the other suite's name."""
+    text = (files("open_instruct.config") / "other_suites.yaml").read_text(encoding="utf-8")
+    return {name: hint for names, hint in yaml.safe_load(text).items() for name in names.split(", ")}

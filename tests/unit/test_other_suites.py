@@ -1,0 +1,66 @@
+"""Flags of TRL, axolotl, LLaMA-Factory, verl and OpenRLHF lead to ours."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from open_instruct.config.flags import flags_of
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.other_suites import names_of_other_suites
+from open_instruct.config.parser import parse
+from open_instruct.config.upstream_flags import taken
+from open_instruct.errors import InputError
+from open_instruct.objectives.registry import OBJECTIVES, objective_named
+
+CONFIGS = {"grpo": GRPOConfig} | {name: objective_named(name).config_class for name in OBJECTIVES}
+FLAGS: dict[str, set[str]] = {name: set(flags_of(config_class)) for name, config_class in CONFIGS.items()}
+
+
+def refusal(command: str, name: str) -> str:
+    config_class: Any = CONFIGS[command]
+    with pytest.raises(InputError) as caught:
+        parse(config_class, [f"--{name}", "1"])
+    (line,) = (line for line in str(caught.value).splitlines() if line.startswith(f"--{name} "))
+    return line
+
+
+@pytest.mark.parametrize(("name", "hint"), names_of_other_suites().items())
+def test_each_leads_to_a_flag_that_exists(name: str, hint: str | list[str]) -> None:
+    named = set(hint) if isinstance(hint, list) else set(re.findall(r"--(\w+)", hint))
+    assert named <= set().union(*FLAGS.values())
+    # A command's own flag needs no hint, nor does one of open-instruct's, which is taken.
+    without = [command for command, flags in FLAGS.items() if name not in flags and taken(name, ["1"], flags) is None]
+    said = {refusal(command, name) for command in without}
+    wanted = f"--{name} {hint}" if isinstance(hint, str) else f"--{name} is called --{hint[0]} here"
+    assert wanted in said
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "ours"),
+    [
+        ("dpo", "dataset", "mixer_list"),
+        ("grpo", "dataset", "dataset_mixer_list"),
+        ("dpo", "model", "model_name_or_path"),
+        ("grpo", "num_generations", "num_samples_per_prompt_rollout"),
+        ("grpo", "reward_funcs", "verifier"),
+        ("dpo", "per_device_batch_size", "per_device_train_batch_size"),
+        ("grpo", "actor_rollout_ref.rollout.n", "num_samples_per_prompt_rollout"),
+        ("grpo", "data.max_response_length", "response_length"),
+    ],
+)
+def test_what_a_newcomer_types(command: str, name: str, ours: str) -> None:
+    assert refusal(command, name) == f"--{name} is called --{ours} here"
+
+
+def test_a_hint_is_of_this_command_alone() -> None:
+    assert refusal("dpo", "num_generations").startswith("--num_generations is not a flag")
+
+
+def test_a_file_of_settings_has_hints_too(tmp_path: Any) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("base_model: tiny\n")
+    with pytest.raises(InputError, match=r"theirs.yaml line 1: base_model is called model_name_or_path here"):
+        parse(CONFIGS["dpo"], [str(file)])
