@@ -26,7 +26,15 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, InputError, RunError, stop_signals
+from open_instruct.errors import (
+    EXIT_FAILURE,
+    EXIT_INPUT,
+    EXIT_OF_SIGNAL,
+    EXIT_PREEMPTED,
+    InputError,
+    RunError,
+    stop_signals,
+)
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
@@ -187,9 +195,13 @@ def _signals_raise() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in stop_signals()}
     for number in before:
         _on_signal(number, _raise_stop)
+    say_unraisable = sys.unraisablehook
+    # A stop that comes in a finaliser or a callback of C is dropped there with a traceback; it is raised again soon.
+    sys.unraisablehook = lambda ignored: None if ignored.exc_value is peers.stop else say_unraisable(ignored)
     try:
         yield
     finally:
+        sys.unraisablehook = say_unraisable
         for number, handler in before.items():
             _on_signal(number, handler)
         peers.stop = None
@@ -198,9 +210,8 @@ def _signals_raise() -> Iterator[None]:
 def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     if number != signal.SIGINT:
-        _on_signal(
-            signal.SIGTERM, lambda number, frame: os._exit(EXIT_OF_SIGNAL[signal.SIGTERM])
-        )  # a second one waits for nothing
+        # A second one waits for nothing.
+        _on_signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_PREEMPTED))
         _on_signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes tells of it twice
     peers.stop = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
     raise peers.stop
@@ -219,6 +230,7 @@ class _Teller:
         self.log_file = log_file
 
     def tell(self, error: BaseException) -> int:
+        error = peers.stop or error  # what a library has made of a stop that came while it worked
         is_stop = isinstance(error, Terminated | KeyboardInterrupt | SystemExit)
         if not isinstance(error, InputError) and (told := peers.explanation(error) or (is_stop and peers.loss_now())):
             self._tell_of_others(error, *told)

@@ -9,7 +9,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.config.upstream_flags import Entry, upstream_behaviours, upstream_reasons, upstream_table
+from open_instruct.config.suites.upstream_flags import Entry, upstream_behaviours, upstream_reasons, upstream_table
 from open_instruct.migrate.launch import TRAINERS
 from open_instruct.migrate.migration import default_differences
 

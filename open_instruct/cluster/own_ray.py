@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 
 # Begins the line that tells the driver where to join.
 ADDRESS = "address: "
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class OwnRay:
@@ -72,10 +74,11 @@ def main(options: str) -> None:
     """Start Ray, tell its address, and keep it until stdin ends, or one of its servers does."""
     import ray
 
-    address = ray.init(
-        address="local", log_to_driver=False, configure_logging=False, **json.loads(options)
-    ).address_info
-    print(f"{ADDRESS}{address['address']}", flush=True)
+    # Some (systemd, a job scheduler) signal every process of a run, in whichever session; Ray's servers and workers
+    # inherit the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    context: Any = ray.init(address="local", log_to_driver=False, configure_logging=False, **json.loads(options))
+    print(f"{ADDRESS}{context.address_info['address']}", flush=True)
     # None where there is no /proc: there Ray itself looks for a lost server for a minute, and ends the driver.
     children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
     servers = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() in ("gcs_server", "raylet")]

@@ -73,6 +73,7 @@ class Watchdog:
 
 def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None:
     """Wait for the driver's end, then sweep."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))  # these are for the driver
     shared: set[int] = set()
     # The pipe tells at once, unless a forked child of the driver holds its other end too.
     while os.getppid() == driver:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of
-from open_instruct.config.other_suites import called_here
-from open_instruct.config.upstream_flags import Fate, taken
+from open_instruct.config.suites.other_suites import called_here
+from open_instruct.config.suites.upstream_flags import Fate, taken
 from open_instruct.errors import InputError
 
 ConfigT = TypeVar("ConfigT")

@@ -10,8 +10,8 @@ from open_instruct.config.flags import Flag, flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.parser import parse
+from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.config.training import LearnerConfig
-from open_instruct.config.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, Launch, read_launch
 from open_instruct.migrate.rules import settle

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 
-from open_instruct.config.upstream_flags import Entry, fate, upstream_families, upstream_table, upstream_templates
+from open_instruct.config.suites.upstream_flags import (
+    Entry,
+    fate,
+    upstream_families,
+    upstream_table,
+    upstream_templates,
+)
 from open_instruct.data.chat_templates import built_in_templates
 from open_instruct.families import FAMILIES
 from open_instruct.migrate.sheet import Sheet

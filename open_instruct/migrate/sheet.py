@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from open_instruct.config.upstream_flags import upstream_defaults
+from open_instruct.config.suites.upstream_flags import upstream_defaults
 from open_instruct.migrate.launch import Launch
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -353,7 +354,7 @@ def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_r
 ) -> None:
     case = variant(num_learners_per_node=2, checkpointing_steps=100)
     process = case.start()
-    case.when_step(1, process, lambda: os.killpg(process.pid, signal.SIGTERM))
+    case.when_step(1, process, lambda: stop_all(process))
     pids = case.pids()
     said = finished(process, exit_code=143)
     assert "SIGTERM: stopped after step" in said.splitlines()[-1]
@@ -413,6 +414,13 @@ def marked(process: Process) -> list[int]:
             if mark in environment.read_bytes():
                 pids.append(int(environment.parent.name))
     return pids
+
+
+def stop_all(process: Process) -> None:
+    """As systemd and job schedulers do, which signal whatever a run has started, in whichever session."""
+    pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    for pid in {*pids, *marked(process)}:
+        os.kill(pid, signal.SIGTERM)
 
 
 def assert_nothing_left(case: GRPOCase, process: Process) -> None:

@@ -18,7 +18,7 @@ from open_instruct.chat.command import ChatFlags
 from open_instruct.config.flags import flags_of
 from open_instruct.config.plan import PlanFlags
 from open_instruct.config.replay import ReplayConfig
-from open_instruct.config.upstream_flags import upstream_names, upstream_table
+from open_instruct.config.suites.upstream_flags import upstream_names, upstream_table
 from open_instruct.families import FAMILIES
 from open_instruct.merge import MergeFlags
 from open_instruct.parallel.layout_command import LayoutFlags

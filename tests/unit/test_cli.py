@@ -457,6 +457,38 @@ def test_a_stop_that_a_library_catches_is_none_the_less_one(
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
+class StopsWhenDeleted:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_that_comes_where_nothing_can_be_raised_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        peers.doing("starting")
+        del_at_once = StopsWhenDeleted()
+        del del_at_once
+        peers.doing("reading the rows")
+        return 0
+
+    assert run_to_exit_code(main, program="dpo.py") == EXIT_PREEMPTED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SIGTERM while starting. " in line
+
+
+def test_what_a_library_makes_of_a_stop_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Functions in C may return with the stop set, of which Python makes a SystemError."""
+
+    def main() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException as stop:
+            raise SystemError("returned a result with an exception set") from stop
+        return 0
+
+    assert run_to_exit_code(main, program="dpo.py") == EXIT_PREEMPTED
+    assert "SystemError" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_what_the_parent_has_ignored_stays_so_and_sigterm_is_heeded(number: int, heeded: None) -> None:
     """`nohup COMMAND`, and `COMMAND &` in a script."""

@@ -15,7 +15,7 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.config.upstream_flags import upstream_defaults, upstream_reasons, upstream_table
+from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_reasons, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import Migration, default_differences, migrate

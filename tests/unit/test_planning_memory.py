@@ -418,7 +418,7 @@ def test_an_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> N
 
 def test_an_engine_on_the_same_device_is_counted() -> None:
     shape, layout = model_shape("Qwen/Qwen3-0.6B"), resolve_layout([1], single_device=True)
-    shared = replace(WORKLOAD, algorithm="grpo", num_engines=1, sync_backend="ipc")
+    shared = replace(WORKLOAD, algorithm="grpo", num_engines=1, sync_backend="ipc", shares_device=True)
     phases = memory_by_phase(Moments(shape, layout, replace(shared, sync_bucket_bytes=1 << 28, kv_cache_bytes=1 << 30)))
     for phase in phases:
         assert dict(phase.parts)["vLLM engine"] == 2 * shape.num_params + (1 << 30), phase.name

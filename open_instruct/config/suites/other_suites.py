@@ -25,5 +25,5 @@ def called_here(name: str, known: Collection[str], prefix: str = "") -> str | No
 @cache
 def names_of_other_suites() -> dict[str, str | list[str]]:
     """Flags of ours, or a sentence, by the other suite's name."""
-    text = (files("open_instruct.config") / "other_suites.yaml").read_text(encoding="utf-8")
+    text = (files("open_instruct.config.suites") / "other_suites.yaml").read_text(encoding="utf-8")
     return {name: hint for names, hint in yaml.safe_load(text).items() for name in names.split(", ")}

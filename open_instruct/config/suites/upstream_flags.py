@@ -1,4 +1,4 @@
-"""Flags of open-instruct and of its lineage: what becomes of each here, as upstream/flags.yaml says.
+"""Flags of open-instruct and of its lineage: what becomes of each here, as flags.yaml says.
 
 The parser takes them by it, and `open-instruct migrate-args` tells of it.
 """
@@ -171,6 +171,6 @@ def _entry(facts: Mapping[str, Any]) -> Entry:
 
 @cache
 def _read(file: str) -> dict[str, Any]:
-    text = (files("open_instruct.config") / "upstream" / file).read_text(encoding="utf-8")
+    text = (files("open_instruct.config.suites") / file).read_text(encoding="utf-8")
     table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return table
