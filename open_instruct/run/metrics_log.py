@@ -24,11 +24,11 @@ UNCOMPILED = (
 
 
 class Tracker(Protocol):
-    """Where metrics go beside the file: wandb, tensorboard."""
+    """Where metrics go beside the file: a run of wandb or trackio, or what is called as they are."""
 
-    def log(self, step: int, row: Mapping[str, float]) -> None: ...
+    def log(self, row: dict[str, Any], step: int) -> None: ...
 
-    def close(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 class MetricsLog:
@@ -69,7 +69,7 @@ class MetricsLog:
         with self.path.open("a") as file:
             file.write(json.dumps(said, allow_nan=False) + "\n")
         for tracker in self.trackers:
-            tracker.log(int(row["step"]), row)
+            tracker.log(dict(row), step=int(row["step"]))
         for warning in (self._growth.after_step(row), *self._slowness.after_step(row)):
             if warning:
                 self.warn(f"after step {row['step']} {warning}")
@@ -79,7 +79,7 @@ class MetricsLog:
 
     def close(self) -> None:
         for tracker in self.trackers:
-            tracker.close()
+            tracker.finish()
 
 
 def numbers_of_step(row: Mapping[str, float]) -> str:
