@@ -21,6 +21,21 @@ UNCOMPILED = (
     "too many versions of it. run.log says of which and why; --no_compile_model, with --activation_checkpointing full "
     "where memory is short, runs all of them so"
 )
+# In this order, those of them that the rows of a run have.
+FOLLOWED = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:.4f}",
+    "rewards/margin": "margin {:+.4f}",
+    "rewards/accuracy": "acc {:.2f}",
+    "sequence_length/mean": "length {:.1f}",
+    "staleness/mean": "stale {:.1f}",
+    "time/generate": "generate {:.1f}s",
+    "time/train": "train {:.1f}s",
+    "time/sync": "sync {:.1f}s",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "peak_memory_gib": "{:.2f} GiB",
+    "eval/reward": "held-out {:.3f}",
+}
 
 
 class Tracker(Protocol):
@@ -82,13 +97,6 @@ class MetricsLog:
             tracker.finish()
 
 
-def numbers_of_step(row: Mapping[str, float]) -> str:
+def step_words(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
-    parts = [f"loss {row['loss']:.4f}"]
-    if "rewards/margin" in row:
-        parts.append(f"margin {row['rewards/margin']:+.4f}")
-        parts.append(f"acc {row['rewards/accuracy']:.2f}")
-    if "tokens_per_second" in row:
-        parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
-    parts.append(f"{row['peak_memory_gib']:.2f} GiB")
-    return "  ".join(parts)
+    return "  ".join(words.format(row[name]) for name, words in FOLLOWED.items() if name in row)

@@ -10,7 +10,7 @@ from typing import Any
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import LoggingSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.run.metrics_log import MetricsLog, Tracker, numbers_of_step
+from open_instruct.run.metrics_log import MetricsLog, Tracker, step_words
 from open_instruct.run.opened import Run
 from open_instruct.whole_file import replace_text
 
@@ -100,6 +100,6 @@ def logging_steps(
 
         def on_step(step: int, row: Mapping[str, float]) -> None:
             log.write({"step": step} | dict(row))
-            show(step, numbers_of_step(row))
+            show(step, step_words(row))
 
         yield on_step
