@@ -146,7 +146,7 @@ def _is_count(value: object) -> bool:
 def _checked_nodes(gpus_per_node: Sequence[int]) -> tuple[int, ...]:
     nodes = tuple(gpus_per_node)
     if not nodes:
-        raise InputError("the list of GPUs per node is empty; give one number for each node, such as 8 8")
+        raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as 8 8")
     for index, num_gpus in enumerate(nodes):
         if not _is_count(num_gpus):
             raise InputError(

@@ -17,8 +17,8 @@ from open_instruct.config.sections import ParallelSection, flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import layout_of
-from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
-from open_instruct.parallel.picture import print_layout
+from open_instruct.parallel.node_sizes import read_node_sizes
+from open_instruct.parallel.picture import draw_layout
 from open_instruct.parallel.training_state import training_state_gib, unsharded_memory_warning
 from open_instruct.records import ShardLayout
 
@@ -84,25 +84,17 @@ def layout_command(args: Sequence[str]) -> int:
         # One key to a line: readable, and still short for a thousand ranks.
         print("{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) + "\n}")
         return 0
-    console = Console(file=sys.stdout)
-    print_layout(layout, console)
+    console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+    console.print(draw_layout(layout))
     if state_gib is not None:
         memory_gib = flags.device_memory_gib or DEFAULT_MEMORY_GIB
-        console.print(
-            f"\ntraining state: {state_gib:.1f} GiB on each GPU of {memory_gib:g} GiB, before activations",
-            soft_wrap=True,
-            highlight=False,
-        )
+        console.print(f"\ntraining state: {state_gib:.1f} GiB on each GPU of {memory_gib:g} GiB, before activations")
     return 0
 
 
 def _resolve(flags: LayoutSection) -> tuple[ShardLayout, float | None]:
     """The layout, and the GiB of training state on each GPU where --num_params was given."""
-    gpus_per_node = [size for word in flags.gpus_per_node for size in _sizes(word)]
-    if not gpus_per_node:
-        raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as '8 8'")
-    if sum(gpus_per_node) > MAX_GPUS:
-        raise InputError(f"--gpus_per_node names {sum(gpus_per_node)} GPUs in all; at most {MAX_GPUS} can be shown")
+    gpus_per_node = read_node_sizes(flags.gpus_per_node)
     of_run = {each.name: getattr(flags, each.name) for each in fields(ParallelSection) if hasattr(flags, each.name)}
     layout = layout_of(ParallelSection(**of_run), gpus_per_node)
     if flags.num_params is None:
@@ -114,13 +106,6 @@ def _resolve(flags: LayoutSection) -> tuple[ShardLayout, float | None]:
     if warning is not None:
         layout = replace(layout, warnings=(*layout.warnings, warning))
     return layout, training_state_gib(layout, num_params=num_params)
-
-
-def _sizes(word: str) -> list[int]:
-    try:
-        return read_node_sizes(word)
-    except InputError as error:
-        raise InputError(f"--gpus_per_node: {error}") from None
 
 
 def _number_of_params(text: str) -> int:

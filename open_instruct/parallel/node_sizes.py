@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
@@ -73,17 +73,23 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
     return (local_world_size,) * num_nodes
 
 
-def read_node_sizes(word: str) -> list[int]:
-    """ "8" is one node of 8 GPUs, "4x8" four of them.
+def read_node_sizes(words: Sequence[str]) -> list[int]:
+    """What the words of --gpus_per_node say: of `["8", "2x4"]`, `[8, 4, 4]`.
 
     Raises:
-        InputError: it is neither, or more than `MAX_GPUS`.
+        InputError: they are something else, or more than `MAX_GPUS`.
     """
-    num_nodes, times, num_gpus = word.rpartition("x")
-    repeat, size = _count(num_nodes, repr(num_nodes)) if times else 1, _count(num_gpus, repr(num_gpus))
-    if repeat * size > MAX_GPUS:
-        raise InputError(f"{word!r} is more than the {MAX_GPUS} GPUs that can be shown")
-    return [size] * repeat
+    sizes: list[int] = []
+    for word in words:
+        num_nodes, times, num_gpus = word.rpartition("x")
+        try:
+            repeat, size = _count(num_nodes, repr(num_nodes)) if times else 1, _count(num_gpus, repr(num_gpus))
+        except InputError as error:
+            raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
+        if sum(sizes) + repeat * size > MAX_GPUS:
+            raise InputError(f"--gpus_per_node {' '.join(words)} is more than the {MAX_GPUS} GPUs that can be laid out")
+        sizes += [size] * repeat
+    return sizes
 
 
 def _count(text: str, what: str) -> int:

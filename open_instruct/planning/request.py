@@ -73,10 +73,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
 
 def _sizes_of_nodes(asked: PlanSection) -> list[int]:
     """What --gpus_per_node and --num_nodes say, node by node."""
-    try:
-        sizes = [size for word in asked.gpus_per_node for size in read_node_sizes(word)]
-    except InputError as error:
-        raise InputError(f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them") from None
+    sizes = read_node_sizes(asked.gpus_per_node)
     if (num_nodes := asked.num_nodes) is not None:
         given = f"--num_nodes {num_nodes}"
         if not sizes:

@@ -17,6 +17,7 @@ from open_instruct.parallel.wording import escaped
 from open_instruct.records import RolloutGroup
 from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.run.console import Console
+from open_instruct.run.metrics_log import step_words
 
 REFRESHES_PER_S = 2
 CURVE_HEIGHT = 6
@@ -112,17 +113,3 @@ def sample_words(group: RolloutGroup, number: int) -> dict[str, str]:
         "answer": head + ("…" if len(completion) > COMPLETION_LETTERS else ""),
         "its reward": f"{group.rewards[index]:g}",
     }
-
-
-def step_words(row: Mapping[str, float]) -> str:
-    """The numbers that a person follows, in one line."""
-    parts = [
-        f"reward {row['reward']:.3f}",
-        f"loss {row['loss']:+.4f}",
-        f"length {row['sequence_length/mean']:.1f}",
-        f"stale {row['staleness/mean']:.1f}",
-        *(f"{name} {row[f'time/{name}']:.1f}s" for name in ("generate", "train", "sync")),
-    ]
-    if "eval/reward" in row:
-        parts.append(f"held-out {row['eval/reward']:.3f}")
-    return "  ".join(parts)

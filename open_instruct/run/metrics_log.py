@@ -21,14 +21,29 @@ UNCOMPILED = (
     "too many versions of it. run.log says of which and why; --no_compile_model, with --activation_checkpointing full "
     "where memory is short, runs all of them so"
 )
+# In this order, those of them that the rows of a run have.
+FOLLOWED = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:.4f}",
+    "rewards/margin": "margin {:+.4f}",
+    "rewards/accuracy": "acc {:.2f}",
+    "sequence_length/mean": "length {:.1f}",
+    "staleness/mean": "stale {:.1f}",
+    "time/generate": "generate {:.1f}s",
+    "time/train": "train {:.1f}s",
+    "time/sync": "sync {:.1f}s",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "peak_memory_gib": "{:.2f} GiB",
+    "eval/reward": "held-out {:.3f}",
+}
 
 
 class Tracker(Protocol):
-    """Where metrics go beside the file: wandb, tensorboard."""
+    """Where metrics go beside the file: a run of wandb or trackio, or what is called as they are."""
 
-    def log(self, step: int, row: Mapping[str, float]) -> None: ...
+    def log(self, row: dict[str, Any], step: int) -> None: ...
 
-    def close(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 class MetricsLog:
@@ -69,7 +84,7 @@ class MetricsLog:
         with self.path.open("a") as file:
             file.write(json.dumps(said, allow_nan=False) + "\n")
         for tracker in self.trackers:
-            tracker.log(int(row["step"]), row)
+            tracker.log(dict(row), step=int(row["step"]))
         for warning in (self._growth.after_step(row), *self._slowness.after_step(row)):
             if warning:
                 self.warn(f"after step {row['step']} {warning}")
@@ -79,16 +94,9 @@ class MetricsLog:
 
     def close(self) -> None:
         for tracker in self.trackers:
-            tracker.close()
+            tracker.finish()
 
 
-def numbers_of_step(row: Mapping[str, float]) -> str:
+def step_words(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
-    parts = [f"loss {row['loss']:.4f}"]
-    if "rewards/margin" in row:
-        parts.append(f"margin {row['rewards/margin']:+.4f}")
-        parts.append(f"acc {row['rewards/accuracy']:.2f}")
-    if "tokens_per_second" in row:
-        parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
-    parts.append(f"{row['peak_memory_gib']:.2f} GiB")
-    return "  ".join(parts)
+    return "  ".join(words.format(row[name]) for name, words in FOLLOWED.items() if name in row)

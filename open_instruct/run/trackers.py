@@ -10,87 +10,74 @@ from typing import Any
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import LoggingSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.run.metrics_log import MetricsLog, Tracker, numbers_of_step
+from open_instruct.run.metrics_log import MetricsLog, Tracker, step_words
 from open_instruct.run.opened import Run
 from open_instruct.whole_file import replace_text
 
 
-class TensorBoardTracker:
+class TensorBoard:
     """Scalars under OUT/tensorboard."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
+    def log(self, row: Mapping[str, float], step: int) -> None:
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._writer.close()
 
 
-class WandbTracker:
-    """One wandb run; a resumed run continues it by the id kept in OUT/wandb_id."""
+def _wandb_run(folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> Tracker:
+    """A resumed run continues the wandb run whose id is kept in OUT/wandb_id."""
+    import wandb
 
-    def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        id_file = folder / "wandb_id"
-        run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
-        replace_text(id_file, run_id)
-        self._run = wandb.init(
-            id=run_id,
-            resume="allow",
-            project=logging.wandb_project_name,
-            entity=logging.wandb_entity,
-            name=logging.exp_name or folder.resolve().name,
-            config=dict(config),
-            dir=str(folder),
-        )
-
-    def log(self, step: int, row: Mapping[str, float]) -> None:
-        self._run.log(dict(row), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    run_id = _kept(folder / "wandb_id") or wandb.util.generate_id()
+    replace_text(folder / "wandb_id", run_id)
+    return wandb.init(
+        id=run_id,
+        resume="allow",
+        project=logging.wandb_project_name,
+        entity=logging.wandb_entity,
+        name=logging.exp_name or folder.resolve().name,
+        config=dict(config),
+        dir=str(folder),
+    )
 
 
-class TrackioTracker:
-    """One trackio run, on this machine; a resumed run continues it by the name kept in OUT/trackio_name."""
+def _trackio_run(folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> Tracker:
+    """On this machine; a resumed run continues the trackio run whose name is kept in OUT/trackio_name."""
+    import trackio
 
-    def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
-        import trackio
+    name = _kept(folder / "trackio_name")
+    run = trackio.init(
+        project=logging.wandb_project_name,
+        name=name or logging.exp_name or folder.resolve().name,
+        resume="allow" if name else "never",
+        config=dict(config),
+        embed=False,
+    )
+    replace_text(folder / "trackio_name", run.name)
+    return run
 
-        name_file = folder / "trackio_name"
-        is_begun = name_file.exists()
-        self._run = trackio.init(
-            project=logging.wandb_project_name,
-            name=name_file.read_text().strip() if is_begun else logging.exp_name or folder.resolve().name,
-            resume="allow" if is_begun else "never",
-            config=dict(config),
-            embed=False,
-        )
-        replace_text(name_file, self._run.name)
 
-    def log(self, step: int, row: Mapping[str, float]) -> None:
-        self._run.log(dict(row), step=step)
+def _kept(file: Path) -> str:
+    return file.read_text().strip() if file.exists() else ""
 
-    def close(self) -> None:
-        self._run.finish()
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _wandb_run,
+    "trackio": _trackio_run,
+}
 
 
 def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
     """The trackers named in `--report_to`, which `check_trackers` has accepted. Call on rank 0 only."""
-    trackers: list[Tracker] = []
-    if "tensorboard" in logging.report_to:
-        trackers.append(TensorBoardTracker(folder))
-    if "wandb" in logging.report_to:
-        trackers.append(WandbTracker(folder, logging, config))
-    if "trackio" in logging.report_to:
-        trackers.append(TrackioTracker(folder, logging, config))
-    return trackers
+    return [begin(folder, logging, config) for name, begin in TRACKERS.items() if name in logging.report_to]
 
 
 @contextmanager
@@ -113,6 +100,6 @@ def logging_steps(
 
         def on_step(step: int, row: Mapping[str, float]) -> None:
             log.write({"step": step} | dict(row))
-            show(step, numbers_of_step(row))
+            show(step, step_words(row))
 
         yield on_step

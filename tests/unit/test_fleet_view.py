@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console as RichConsole
 
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.view import FleetView, step_words
+from open_instruct.rollout.view import FleetView
 from open_instruct.run.console import Console
+from open_instruct.run.metrics_log import step_words
 
 QUEUES = {"in_flight": 12, "verifying": 3.0, "waiting": 0}
 

@@ -138,7 +138,7 @@ TINY = {
         (["dpo", *OLMO_7B, "--num_nodes", "0", "--gpus_per_node", "8"], "--num_nodes 0: must be at least 1"),
         (["dpo", *OLMO_7B, "--num_nodes", "3", "--gpus_per_node", "8", "8"], "is 2 nodes; give one number for all"),
         (["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"], "at most 10000 can be planned"),
-        (["dpo", *OLMO_7B, "--gpus_per_node", "6000", "6000"], "at most 10000 can be planned"),
+        (["dpo", *OLMO_7B, "--gpus_per_node", "6000", "6000"], "more than the 10000 GPUs"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "0"], "'0' is not a whole number of at least 1"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], "'-8' is not a whole number of at least 1"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "eight"], "8 is a node of 8 GPUs, 4x8 four of them"),

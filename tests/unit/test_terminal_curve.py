@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given
@@ -19,31 +20,23 @@ def plot_of(drawing: str) -> list[str]:
     return [line.partition("┤")[2] for line in drawing.splitlines() if "┤" in line]
 
 
-def dots_of(drawing: str) -> set[tuple[int, int]]:
-    """(x from the left, y from the bottom) of every dot set."""
-    lines = plot_of(drawing)
-    return {
-        (2 * column + x, 4 * (len(lines) - row) - 1 - y)
-        for row, line in enumerate(lines)
-        for column, character in enumerate(line)
-        for y, bits in enumerate(curves.DOT_BITS)
-        for x, bit in enumerate(bits)
-        if character != " " and (ord(character) - curves.BLANK) & bit
-    }
+def levels_of(drawing: str) -> list[int]:
+    """How high every column is, in eighths of a line."""
+    lines = [[curves.BLOCKS.index(block) for block in line] for line in plot_of(drawing)]
+    return [sum(column) for column in zip_longest(*lines, fillvalue=0)]
 
 
 def test_the_example_in_the_docstring() -> None:
     assert doctest.testmod(curves).failed == 0
 
 
-def test_a_straight_line_is_a_diagonal_of_dots() -> None:
-    # Two columns of characters (after the label and " ┤") by one line: four dots either way.
-    assert dots_of(draw_curve([0.0, 1.0, 2.0, 3.0], width=5, height=1)) == {(0, 0), (1, 1), (2, 2), (3, 3)}
+def test_a_straight_line_rises_evenly() -> None:
+    # Eight columns (after the label and " ┤") of eight levels.
+    assert levels_of(draw_curve(list(map(float, range(8))), width=11, height=1)) == list(range(1, 9))
 
 
-def test_a_jump_is_joined_by_a_vertical_run() -> None:
-    dots = dots_of(draw_curve([0.0, 0.0, 7.0, 7.0], width=5, height=2))
-    assert dots == {(0, 0), (1, 0), (3, 7)} | {(2, y) for y in range(1, 8)}
+def test_blocks_stand_on_each_other() -> None:
+    assert plot_of(draw_curve([0.0, 0.0, 7.0, 7.0], width=7, height=2)) == ["  ██", "▁▁██"]
 
 
 def test_largest_and_smallest_are_named_at_top_and_bottom() -> None:
@@ -55,14 +48,12 @@ def test_largest_and_smallest_are_named_at_top_and_bottom() -> None:
 
 
 def test_a_flat_curve_is_a_level_line() -> None:
-    dots = dots_of(draw_curve([2.0] * 9, width=13, height=2))
-    assert len({y for _, y in dots}) == 1
-    assert {x for x, _ in dots} == set(range(2 * (13 - len("2 ┤"))))
+    levels = levels_of(draw_curve([2.0] * 9, width=13, height=2))
+    assert len(levels) == 13 - len("2 ┤") and len(set(levels)) == 1
 
 
 def test_values_that_are_not_finite_leave_a_gap() -> None:
-    dots = dots_of(draw_curve([0.0, math.nan, math.inf, 3.0], width=5, height=1))
-    assert dots == {(0, 0), (3, 3)}
+    assert levels_of(draw_curve([0.0, math.nan, math.inf, 3.0], width=7, height=1)) == [1, 0, 0, 8]
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [math.inf, -math.inf]])
@@ -70,9 +61,9 @@ def test_nothing_to_draw_says_so(values: list[float]) -> None:
     assert draw_curve(values, title="loss") == "loss\n(no values)"
 
 
-def test_more_values_than_dots_are_averaged() -> None:
-    many = [value for value in (0.0, 1.0, 2.0, 3.0) for _ in range(100)]
-    assert dots_of(draw_curve(many, width=5, height=1)) == {(0, 0), (1, 1), (2, 2), (3, 3)}
+def test_more_values_than_columns_are_averaged() -> None:
+    many = [value for value in (0.0, 2.0, 6.0, 8.0) for _ in range(100)]
+    assert levels_of(draw_curve([*many, 0.0, 8.0] * 2, width=7, height=1)) == [2, 7, 2, 7]
 
 
 @given(values=st.lists(NUMBERS, max_size=200), width=st.integers(20, 90), height=st.integers(1, 12))

@@ -328,8 +328,8 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tracker,) = build_trackers(LoggingSection(report_to=["tensorboard"]), folder=tmp_path, config={})
-    tracker.log(3, {"loss": 0.5, "rewards/margin": 0.25})
-    tracker.close()
+    tracker.log({"loss": 0.5, "rewards/margin": 0.25}, step=3)
+    tracker.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("rewards/margin")] == [(3, 0.25)]
@@ -357,8 +357,8 @@ def test_wandb_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tracker,) = build_trackers(
             LoggingSection(report_to=["wandb"], wandb_project_name="p"), folder=tmp_path, config={"seed": 1}
         )
-        tracker.log(1, {"loss": 0.5})
-        tracker.close()
+        tracker.log({"loss": 0.5}, step=1)
+        tracker.finish()
         fake.util.generate_id = lambda: "another"
     started = {"id": "abc", "project": "p", "name": tmp_path.name, "config": {"seed": 1}, "resume": "allow"}
     assert calls == [started, (1, {"loss": 0.5}), "finished"] * 2
@@ -377,8 +377,8 @@ def test_trackio_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for exp_name in ("first", "another"):
         logging = LoggingSection(report_to=["trackio"], exp_name=exp_name)
         (tracker,) = build_trackers(logging, folder=tmp_path, config={"seed": 1})
-        tracker.log(1, {"loss": 0.5})
-        tracker.close()
+        tracker.log({"loss": 0.5}, step=1)
+        tracker.finish()
     begun = {"project": "open_instruct", "name": "first", "config": {"seed": 1}, "embed": False}
     of_each = [(1, {"loss": 0.5}), "finished"]
     assert calls == [begun | {"resume": "never"}, *of_each, begun | {"resume": "allow"}, *of_each]
@@ -394,8 +394,8 @@ from open_instruct.run.trackers import build_trackers
 folder = Path({str(tmp_path / "run")!r})
 for step in (1, 2):
     (tracker,) = build_trackers(LoggingSection(report_to=["trackio"]), folder=folder, config={{}})
-    tracker.log(step, {{"rewards/margin": 0.25 * step}})
-    tracker.close()
+    tracker.log({{"rewards/margin": 0.25 * step}}, step=step)
+    tracker.finish()
 from trackio.sqlite_storage import SQLiteStorage
 (run,) = SQLiteStorage.get_runs("open_instruct")
 print("TOLD", run, [(row["step"], row["rewards/margin"]) for row in SQLiteStorage.get_logs("open_instruct", run)])

@@ -9,7 +9,7 @@ from itertools import chain
 from rich.console import Console
 from rich.text import Text
 
-from open_instruct.parallel.picture import print_layout
+from open_instruct.parallel.picture import WIDTH, draw_layout, wrapped
 from open_instruct.parallel.wording import counted
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
@@ -17,7 +17,6 @@ from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown import summary
 from open_instruct.planning.shown.units import amount, gib, seconds
 
-WIDTH = 80
 BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
 WHAT_WIDTH = 36
@@ -45,7 +44,7 @@ def print_plan(plan: Plan, advice: Advice, console: Console) -> None:
 
     show(_head(plan))
     if not plan.setting.backend.sharing:
-        print_layout(plan.layout, console)
+        show([draw_layout(plan.layout)])
     times = _titled("Time of a step, at least", summary.time_lines(plan))
     show(chain(_memory(plan), _traffic(plan), times, _ranking(plan, advice)))
     show(_titled("Advice", advice.lines()))
@@ -160,5 +159,4 @@ def _title(text: str) -> Iterator[Text]:
 
 
 def _wrapped(text: str, *, style: str = "") -> Iterator[Text]:
-    for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False):
-        yield Text(line, style=style)
+    return (Text(line, style=style) for line in wrapped(text).splitlines())
