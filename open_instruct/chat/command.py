@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from open_instruct.chat.folder import TalkingFolder, talking_folder
-from open_instruct.chat.talk import Speaker, answer_one, converse
+from open_instruct.chat.talk import answer_one, converse
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
@@ -30,7 +29,6 @@ class ChatSection:
     top_p: float = flag("draw from the likeliest tokens that have this share together", 1.0, above=0, maximum=1)
     max_tokens: int = flag("of a reply, at most", 1024, minimum=1)
     chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the model's own", None)
-    engine: Literal["transformers", "vllm"] = flag("what computes", "transformers")
     param_dtype: Dtype | None = flag("default: bfloat16 on CUDA, float32 on a CPU", None)
 
 
@@ -53,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     """Talk until the questions end; returns the exit code.
 
     Raises:
-        InputError: a flag is wrong, the folder holds no model that talks, or the engine is not installed.
+        InputError: a flag is wrong, or the folder holds no model that talks.
     """
     if asks_for_help(words):
         print_help(ChatFlags, f"{PROGRAM} DIR")
@@ -63,16 +61,18 @@ def main(words: Sequence[str]) -> int:
     flags = parse(ChatFlags, words[1:]).chat
     refuse(limit_problems(flags))
     folder = talking_folder(words[0])
-    if flags.engine == "vllm":
-        refuse(_problems_of_vllm(folder))
     is_asked = sys.stdin.isatty()
     question = "" if is_asked else sys.stdin.read().strip()
     if not is_asked and not question:
         raise InputError(
             f"there is no question on stdin: start in a terminal, or echo 'What is 2 + 2?' | {PROGRAM} DIR"
         )
+
+    from open_instruct.chat.on_transformers import TransformersSpeaker
+
     chat = _format_of(folder, flags.chat_template_name)
-    speaker = _speaker(folder, chat, flags)
+    sampling = SamplingSettings(temperature=flags.temperature, top_p=flags.top_p, max_tokens=flags.max_tokens)
+    speaker = TransformersSpeaker(folder, chat, sampling=sampling, dtype=flags.param_dtype)
     if is_asked:
         converse(speaker, chat, system_prompt=flags.system_prompt)
     else:
@@ -80,31 +80,8 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _problems_of_vllm(folder: TalkingFolder) -> Iterator[str]:
-    if importlib.util.find_spec("vllm") is None:
-        yield "--engine vllm needs the vllm package: pip install 'open-instruct[vllm]', or leave the flag out"
-    if folder.adapter is not None:
-        yield (
-            f"--engine vllm: {folder.adapter} is an adapter; make one model of both by open-instruct merge "
-            f"--model_name_or_path {folder.model} --adapter_name_or_path {folder.adapter} --output_dir DIR"
-        )
-
-
 def _format_of(folder: TalkingFolder, template_name: str | None) -> ChatFormat:
     tokenizer = load_tokenizer(str(folder.model), flag="DIR")
     if template_name is None and folder.template is not None:
         template_name = str(folder.template)
     return ChatFormat(tokenizer, choose_chat_template(tokenizer, template_name))
-
-
-def _speaker(folder: TalkingFolder, chat: ChatFormat, flags: ChatSection) -> Speaker:
-    sampling = SamplingSettings(temperature=flags.temperature, top_p=flags.top_p, max_tokens=flags.max_tokens)
-    if flags.engine == "vllm":
-        from open_instruct.engines.speaker import VLLMSpeaker
-
-        ends = chat.turn_end_token_ids()
-        return VLLMSpeaker(folder.model, sampling=sampling, stop_token_ids=ends, dtype=flags.param_dtype)
-
-    from open_instruct.chat.on_transformers import TransformersSpeaker
-
-    return TransformersSpeaker(folder, chat, sampling=sampling, dtype=flags.param_dtype)

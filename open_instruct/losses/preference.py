@@ -79,192 +79,182 @@ class PreferenceLossOutputs:
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor, PreferenceLossInputs, PreferenceLossSection], torch.Tensor]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPairs:
+    """What a loss compares, of the chosen and of the rejected replies, and what that was made from."""
+
+    chosen_P: torch.Tensor
+    rejected_P: torch.Tensor
+    inputs: PreferenceLossInputs
+    loss: PreferenceLossSection
+
+    @property
+    def chosen_rewards_P(self) -> torch.Tensor:
+        return self.loss.beta * self.chosen_P
+
+    @property
+    def rejected_rewards_P(self) -> torch.Tensor:
+        return self.loss.beta * self.rejected_P
+
+    @property
+    def logits_P(self) -> torch.Tensor:
+        """beta times the margin: the log odds with which the policy prefers the chosen reply."""
+        return self.loss.beta * (self.chosen_P - self.rejected_P)
 
 
-def logistic_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+LossFunction = Callable[[ComparedPairs], torch.Tensor]
+
+
+def logistic_losses(pairs: ComparedPairs) -> torch.Tensor:
     """DPO, arXiv 2305.18290 eq. 7: `-log sigmoid(beta * m)`, m the margin of log-ratios.
 
     On log-ratios averaged over the reply's tokens it is length-normalised DPO, Tülu 3, arXiv 2411.15124
     section 5.1.2 eq. 6. With label smoothing e, conservative DPO (Mitchell 2023, "A note on DPO with noisy
     preferences"): `-(1 - e) * log sigmoid(beta * m) - e * log sigmoid(-beta * m)`.
     """
-    return _smoothed_logistic(loss.beta * (chosen_P - rejected_P), loss.label_smoothing)
+    return _smoothed_logistic(pairs.logits_P, pairs.loss.label_smoothing)
 
 
-def simpo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def simpo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """SimPO, arXiv 2405.14734 eq. 6: `-log sigmoid(beta * m - gamma)`, m the margin of mean log-probs.
 
     `gamma = gamma_beta_ratio * beta`. Smoothed as DPO is.
     """
-    return _smoothed_logistic(loss.beta * (chosen_P - rejected_P - loss.gamma_beta_ratio), loss.label_smoothing)
+    loss, margins_P = pairs.loss, pairs.chosen_P - pairs.rejected_P
+    return _smoothed_logistic(loss.beta * (margins_P - loss.gamma_beta_ratio), loss.label_smoothing)
 
 
-def wpo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def wpo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """WPO, arXiv 2406.11827 section 3: the DPO loss times `w(chosen) * w(rejected)`.
 
     `w(y) = exp(mean log-prob of y's tokens)` under the current policy, without gradient, the product
     clamped at 1. With the paper's weight alignment each token's log-prob is taken relative to
     `log(sum over v of p(v)^2)`, what the policy expects of a token it draws itself.
     """
+    inputs = pairs.inputs
     with torch.no_grad():
         chosen_logps_P, rejected_logps_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
-        if loss.weight_alignment:
+        if pairs.loss.weight_alignment:
             assert inputs.chosen_collision_logps_P is not None and inputs.rejected_collision_logps_P is not None
             chosen_logps_P = chosen_logps_P - inputs.chosen_collision_logps_P
             rejected_logps_P = rejected_logps_P - inputs.rejected_collision_logps_P
         chosen_means_P = per_token(chosen_logps_P, inputs.chosen_lengths_P)
         rejected_means_P = per_token(rejected_logps_P, inputs.rejected_lengths_P)
         weights_P = torch.exp(chosen_means_P + rejected_means_P).clamp(max=1.0)
-    return weights_P * logistic_losses(chosen_P, rejected_P, inputs, loss)
+    return weights_P * logistic_losses(pairs)
 
 
-def ipo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def ipo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """IPO, arXiv 2310.12036 eq. 17: `(m - 1 / (2 * beta)) ** 2`; beta is the paper's tau.
 
     m is the margin of log-ratios averaged over tokens. The paper writes whole-sequence log-probs; its
     authors later advised averages (and TRL uses them), as one target then suits replies of any length.
     """
-    return (chosen_P - rejected_P - 1.0 / (2.0 * loss.beta)).square()
+    return (pairs.chosen_P - pairs.rejected_P - 1.0 / (2.0 * pairs.loss.beta)).square()
 
 
-def hinge_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def hinge_losses(pairs: ComparedPairs) -> torch.Tensor:
     """Hinge, `max(0, 1 - beta * m)`: SLiC-HF (arXiv 2305.10425) on DPO's margin, as in RSO (arXiv 2309.06657)."""
-    return F.relu(1.0 - loss.beta * (chosen_P - rejected_P))
+    return F.relu(1.0 - pairs.logits_P)
 
 
-def robust_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def robust_losses(pairs: ComparedPairs) -> torch.Tensor:
     """Robust DPO, arXiv 2403.00409 eq. 12: DPO's loss, without the bias of labels flipped with probability e.
 
     `(-(1 - e) * log sigmoid(beta * m) + e * log sigmoid(-beta * m)) / (1 - 2 * e)`; it may be negative.
     """
-    e, logits_P = loss.label_smoothing, loss.beta * (chosen_P - rejected_P)
+    e, logits_P = pairs.loss.label_smoothing, pairs.logits_P
     return (e * F.logsigmoid(-logits_P) - (1.0 - e) * F.logsigmoid(logits_P)) / (1.0 - 2.0 * e)
 
 
-def exo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def exo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """EXO on pairs, arXiv 2402.00856 eq. 16: KL(q || (1 - e, e)), q the policy's preference `sigmoid(beta * m)`."""
-    e, logits_P = loss.label_smoothing, loss.beta * (chosen_P - rejected_P)
+    e, logits_P = pairs.loss.label_smoothing, pairs.logits_P
     of_chosen_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - math.log1p(-e))
     return of_chosen_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - math.log(e))
 
 
-def nca_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def nca_losses(pairs: ComparedPairs) -> torch.Tensor:
     """NCA on pairs, arXiv 2402.05369 eq. 11: the chosen reply's reward is pulled up, and both are pulled to 0.
 
     `-log sigmoid(w) - log sigmoid(-w) / 2 - log sigmoid(-l) / 2`, rewards w and l of chosen and rejected.
     """
-    w_P, l_P = loss.beta * chosen_P, loss.beta * rejected_P
+    w_P, l_P = pairs.chosen_rewards_P, pairs.rejected_rewards_P
     return -F.logsigmoid(w_P) - 0.5 * F.logsigmoid(-w_P) - 0.5 * F.logsigmoid(-l_P)
 
 
-def bco_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def bco_losses(pairs: ComparedPairs) -> torch.Tensor:
     """BCO on pairs, arXiv 2404.04656, without its reward shift: a classifier of chosen against rejected replies."""
-    return -F.logsigmoid(loss.beta * chosen_P) - F.logsigmoid(-loss.beta * rejected_P)
+    return -F.logsigmoid(pairs.chosen_rewards_P) - F.logsigmoid(-pairs.rejected_rewards_P)
 
 
-def sppo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def sppo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """SPPO with hard labels, arXiv 2405.00675 eq. 4.7: log-ratios to +-1 / (2 * beta); beta is the paper's 1 / eta."""
-    target = 1.0 / (2.0 * loss.beta)
-    return (chosen_P - target).square() + (rejected_P + target).square()
+    target = 1.0 / (2.0 * pairs.loss.beta)
+    return (pairs.chosen_P - target).square() + (pairs.rejected_P + target).square()
 
 
-def aot_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def aot_losses(pairs: ComparedPairs) -> torch.Tensor:
     """AOT on pairs, arXiv 2406.05882: DPO's loss of the policy's margins against the reference's, each sorted."""
-    assert inputs.matched_3P is not None
-    shifts_P = inputs.matched_3P[0].to(chosen_P.dtype)
-    return _smoothed_logistic(loss.beta * (chosen_P - rejected_P + shifts_P), loss.label_smoothing)
+    assert pairs.inputs.matched_3P is not None
+    shifts_P = pairs.inputs.matched_3P[0].to(pairs.chosen_P.dtype)
+    shifted_P = pairs.chosen_P - pairs.rejected_P + shifts_P
+    return _smoothed_logistic(pairs.loss.beta * shifted_P, pairs.loss.label_smoothing)
 
 
-def aot_unpaired_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def aot_unpaired_losses(pairs: ComparedPairs) -> torch.Tensor:
     """AOT, arXiv 2406.05882: DPO's loss of chosen against rejected replies, each sorted by their log-ratios.
 
     A pair has the loss of its chosen reply, and the gradients of both.
     """
-    assert inputs.matched_3P is not None
-    _, rejected_partners_P, chosen_partners_P = inputs.matched_3P.to(chosen_P.dtype)
-    of_chosen_P = _smoothed_logistic(loss.beta * (chosen_P - rejected_partners_P), loss.label_smoothing)
-    of_rejected_P = _smoothed_logistic(loss.beta * (chosen_partners_P - rejected_P), loss.label_smoothing)
+    loss, matched_3P = pairs.loss, pairs.inputs.matched_3P
+    assert matched_3P is not None
+    _, rejected_partners_P, chosen_partners_P = matched_3P.to(pairs.chosen_P.dtype)
+    of_chosen_P = _smoothed_logistic(loss.beta * (pairs.chosen_P - rejected_partners_P), loss.label_smoothing)
+    of_rejected_P = _smoothed_logistic(loss.beta * (chosen_partners_P - pairs.rejected_P), loss.label_smoothing)
     return of_chosen_P + (of_rejected_P - of_rejected_P.detach())
 
 
-def apo_zero_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def apo_zero_losses(pairs: ComparedPairs) -> torch.Tensor:
     """APO-zero, arXiv 2408.06266 eq. 7: chosen replies up, rejected ones down: `1 - sigmoid(w) + sigmoid(l)`."""
-    return torch.sigmoid(-loss.beta * chosen_P) + torch.sigmoid(loss.beta * rejected_P)
+    return torch.sigmoid(-pairs.chosen_rewards_P) + torch.sigmoid(pairs.rejected_rewards_P)
 
 
-def apo_down_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def apo_down_losses(pairs: ComparedPairs) -> torch.Tensor:
     """APO-down, arXiv 2408.06266 eq. 8: both down, the rejected reply more: `sigmoid(w) + 1 - sigmoid(w - l)`."""
-    return torch.sigmoid(loss.beta * chosen_P) + torch.sigmoid(-loss.beta * (chosen_P - rejected_P))
+    return torch.sigmoid(pairs.chosen_rewards_P) + torch.sigmoid(-pairs.logits_P)
 
 
-def discopop_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def discopop_losses(pairs: ComparedPairs) -> torch.Tensor:
     """DiscoPOP, arXiv 2406.08414 eq. 5: `-(1 - s) * log sigmoid(z) + s * exp(-z)`, z = beta * m, s = sigmoid(z / tau).
 
     The product is the exponential of a sum, which is never far above 0: neither factor overflows.
     """
-    logits_P = loss.beta * (chosen_P - rejected_P)
-    modulated_P = logits_P / loss.discopop_tau
+    logits_P = pairs.logits_P
+    modulated_P = logits_P / pairs.loss.discopop_tau
     return torch.exp(F.logsigmoid(modulated_P) - logits_P) - torch.sigmoid(-modulated_P) * F.logsigmoid(logits_P)
 
 
-def sft_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def sft_losses(pairs: ComparedPairs) -> torch.Tensor:
     """-log p of the chosen reply, a mean over its tokens: the second part of iterative RPO, arXiv 2404.19733 eq. 1."""
-    return -per_token(inputs.policy_chosen_logps_P, inputs.chosen_lengths_P)
+    return -per_token(pairs.inputs.policy_chosen_logps_P, pairs.inputs.chosen_lengths_P)
 
 
-def cpo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def cpo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """CPO, arXiv 2401.08417 eq. 5: DPO's loss without a reference, and `cpo_alpha` times the chosen reply's -log p.
 
     The latter is a mean over tokens, as in the authors' program.
     """
-    preferred_P = _smoothed_logistic(loss.beta * (chosen_P - rejected_P), loss.label_smoothing)
-    return preferred_P + loss.cpo_alpha * sft_losses(chosen_P, rejected_P, inputs, loss)
+    return logistic_losses(pairs) + pairs.loss.cpo_alpha * sft_losses(pairs)
 
 
-def orpo_losses(
-    chosen_P: torch.Tensor, rejected_P: torch.Tensor, inputs: PreferenceLossInputs, loss: PreferenceLossSection
-) -> torch.Tensor:
+def orpo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """ORPO, arXiv 2403.07691 eq. 6: the chosen reply's mean -log p, and `-beta * log sigmoid(log odds ratio)`.
 
     The odds of a reply are p / (1 - p), log p its mean log-prob.
     """
-    log_odds_ratios_P = _log_odds(chosen_P) - _log_odds(rejected_P)
-    return sft_losses(chosen_P, rejected_P, inputs, loss) - loss.beta * F.logsigmoid(log_odds_ratios_P)
+    log_odds_ratios_P = _log_odds(pairs.chosen_P) - _log_odds(pairs.rejected_P)
+    return sft_losses(pairs) - pairs.loss.beta * F.logsigmoid(log_odds_ratios_P)
 
 
 def _log_odds(logps_P: torch.Tensor) -> torch.Tensor:
@@ -309,8 +299,8 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
 
     A loss that needs a reference must be given one; a loss that needs none ignores it.
     """
-    parts = {name: PREFERENCE_FUNCTIONS[name](*compared(name, inputs, loss), inputs, loss) for name in loss.names}
-    chosen_P, rejected_P = compared(loss.leading, inputs, loss)
+    parts = {name: PREFERENCE_FUNCTIONS[name](compared(name, inputs, loss)) for name in loss.names}
+    leading = compared(loss.leading, inputs, loss)
     chosen_logps_P, rejected_logps_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
     if PREFERENCE_LOSSES[loss.leading].per_token:
         chosen_logps_P = per_token(chosen_logps_P, inputs.chosen_lengths_P)
@@ -320,16 +310,16 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
     weighted = [weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)]
     return PreferenceLossOutputs(
         losses_P=sum(weighted[1:], start=weighted[0]),
-        chosen_rewards_P=loss.beta * chosen_P.detach(),
-        rejected_rewards_P=loss.beta * rejected_P.detach(),
+        chosen_rewards_P=leading.chosen_rewards_P.detach(),
+        rejected_rewards_P=leading.rejected_rewards_P.detach(),
         chosen_logps_P=chosen_logps_P.detach(),
         rejected_logps_P=rejected_logps_P.detach(),
-        is_right_P=(chosen_P - rejected_P > rounding_P).float(),
+        is_right_P=(leading.chosen_P - leading.rejected_P > rounding_P).float(),
         parts={name: part_P.detach() for name, part_P in parts.items()},
     )
 
 
-def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> tuple[torch.Tensor, torch.Tensor]:
+def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> ComparedPairs:
     """What the loss of that name compares, of the chosen and of the rejected replies."""
     known = PREFERENCE_LOSSES[name]
     chosen_P, rejected_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
@@ -341,7 +331,8 @@ def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSectio
     if known.per_token:
         chosen_P = per_token(chosen_P, inputs.chosen_lengths_P)
         rejected_P = per_token(rejected_P, inputs.rejected_lengths_P)
-    return _of_divergence(chosen_P, loss), _of_divergence(rejected_P, loss)
+    chosen_P, rejected_P = _of_divergence(chosen_P, loss), _of_divergence(rejected_P, loss)
+    return ComparedPairs(chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, loss=loss)
 
 
 def _of_divergence(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> torch.Tensor:

@@ -223,7 +223,6 @@ class TestRefusals:
     def test_a_ray_that_does_not_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What Ray says last, and what to do."""
         monkeypatch.setattr(ray_cluster, "_object_store_bytes", lambda: 1)
-        monkeypatch.setattr(sys, "executable", python_that_forks())
         words = r"^the local Ray did not start: ValueError: .* Give the same command again, .* --ray_address auto$"
         starting = start_cluster(FleetSection(), shape_of(1), say=lambda text: None)
         with pytest.raises(RunError, match=words), starting:
@@ -240,7 +239,7 @@ def refuse(address: str, message: str) -> None:
 
 # One run after the other, in one process.
 TWO_RUNS = """
-import contextlib, importlib.util, json, os, stat
+import contextlib, importlib.util, json, os, stat, time
 from pathlib import Path
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
@@ -261,13 +260,20 @@ for num_learners in (1, 4):
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)}
         tokens.append((actors[-1]["token"] == str(token), len(token.read_text()) == 64))
-        mark = f"open_instruct-{os.getpid()}-"  # of all that the driver has started, whoever's children they are
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.pid == os.getpid() or process.environ().get("OPEN_INSTRUCT_FLEET", "").startswith(mark):
-                    programs.append(process.name())
-                    connections = process.net_connections()
-                    listening |= {it.laddr.ip for it in connections if it.status == psutil.CONN_LISTEN}
+        mark = f"OPEN_INSTRUCT_FLEET=open_instruct-{os.getpid()}-"  # of all that it has started, whoever's children
+        deadline, found = time.monotonic() + 60, []
+        while "ray::DashboardAgent" not in found and time.monotonic() < deadline:  # it names itself in its time
+            found.clear()
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, OSError):
+                    # Not by psutil, which stops where a process that names itself has written over its environment.
+                    marked = mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+                    if process.pid == os.getpid() or marked:
+                        found.append(process.name())
+                        connections = process.net_connections()
+                        listening |= {it.laddr.ip for it in connections if it.status == psutil.CONN_LISTEN}
+            time.sleep(0.1)
+        programs += found
 left = [path for path in modes if os.path.exists(path)]
 print(json.dumps({"modes": list(modes.values()), "tokens": tokens, "left": left,
                   "programs": programs, "listening": sorted(listening),

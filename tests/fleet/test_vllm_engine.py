@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from open_instruct.cli import main
 from open_instruct.learner.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
 from open_instruct.models.checkpoint_files import CheckpointFiles
@@ -27,10 +25,8 @@ from open_instruct.records import Completion, Document, Span
 from open_instruct.toys.tiny import write_tiny_model
 from tests.fleet.forked_workers import python_that_forks
 from tests.fleet.vllm_session import (
-    GREEDY,
     MAX_TOKENS,
     NUM_REQUESTS,
-    QUESTION,
     STEPS_BEFORE_UPDATE,
     STOP_TOKEN_IDS,
     TEMPERATURE,
@@ -236,22 +232,3 @@ def test_nothing_is_left_of_the_old_weights(session: Session) -> None:
 
 def test_cancelled_requests_leave_the_others_alone(session: Session) -> None:
     assert session.completions("after_cancel") == session.completions("back")[1:2]
-
-
-def test_chat_says_the_same_piece_by_piece(session: Session) -> None:
-    """Also after a reply that Ctrl-C has ended."""
-    cut_off, whole = session.answers["said"]
-    assert "".join(whole) == session.completions("greedy")[0].text
-    assert cut_off == whole[:3] and len(whole) > 3
-
-
-def test_the_chat_of_the_docs_answers_as_transformers_does(
-    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
-    code = main(["chat", str(session.folders[0]), *GREEDY])
-    # The limit may cut within a character, which transformers alone then tells.
-    answer = capsys.readouterr().out.rstrip("\ufffd\n")
-    told, theirs = session.answers["chatted"]
-    assert (told, theirs) == (code, f"{answer}\n") and code == 0
-    assert len(answer) > 3

@@ -7,7 +7,6 @@ Its own process, because vLLM and transformers' models do not go together in one
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -16,23 +15,20 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
-from open_instruct import cli
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.engines import vllm_core
 from open_instruct.engines.batching import Batching
 from open_instruct.engines.engine import Engine
 from open_instruct.engines.requests import EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.engines.speaker import VLLMSpeaker
 from open_instruct.engines.vllm_core import VLLMCore, engine_environment
 from open_instruct.records import Completion
-from tests.house.test_docs_commands import commands_of
 
 TEMPERATURE = 0.7
 MAX_MODEL_LEN = 96
@@ -44,8 +40,6 @@ STOP_TOKEN_IDS = (EOS, *range(20, 512, 80))
 STEPS_BEFORE_UPDATE = 10
 RECEIVER = "tests.fleet.folder_receiver.FolderReceiver"
 TIMEOUT_S = 300.0
-# Of a conversation: what is asked, and how an answer is drawn.
-QUESTION, GREEDY = "Name a prime.", ["--temperature", "0", "--max_tokens", "16"]
 
 
 class HaltingCore(VLLMCore):
@@ -169,34 +163,6 @@ def asked_of_vllm(settings: EngineSettings) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names} | {"as": options["usage_context"].name}
 
 
-def pieces_said(model: Path) -> list[list[str]]:
-    """Of `open-instruct chat`: as the first greedy request, cut off after three pieces, and then whole."""
-    sampling = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=MAX_TOKENS)
-    speaker = VLLMSpeaker(model, sampling=sampling, stop_token_ids=STOP_TOKEN_IDS, dtype="float32")
-    said: list[list[str]] = [[], []]
-
-    def write(piece: str) -> None:
-        said[0].append(piece)
-        if len(said[0]) == 3:
-            raise KeyboardInterrupt
-
-    with suppress(KeyboardInterrupt):
-        speaker.say(requests()[0].prompt_token_ids, write)
-    speaker.say(requests()[0].prompt_token_ids, said[1].append)
-    return said
-
-
-def chatted(model: Path) -> tuple[int, str]:
-    """Exit code and stdout of the command that docs/after.md shows, given `QUESTION`."""
-    page = Path(__file__).parents[2] / "docs" / "after.md"
-    (command,) = (line for line in commands_of(page) if "--engine" in line)
-    program, *words = command.replace("OUT", str(model)).split()
-    assert program == "open-instruct"
-    with patch.object(sys, "stdin", io.StringIO(QUESTION)), redirect_stdout(io.StringIO()) as stdout:
-        code = cli.main([*words, *GREEDY])
-    return code, stdout.getvalue()
-
-
 def main(model_folder: str, other_folder: str, out: Path) -> None:
     os.environ.update(engine_environment(on_cuda=False))
     began_s = time.monotonic()
@@ -244,7 +210,6 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     engine.cancel([0])
     answers["after_cancel"] = [asdict(completion) for completion in poll_all(engine, 1)]
     engine.shutdown()
-    answers |= {"said": pieces_said(Path(model_folder)), "chatted": chatted(Path(model_folder))}
     out.write_text(json.dumps(answers))
 
 

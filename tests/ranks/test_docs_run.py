@@ -34,7 +34,6 @@ NOT_RUN = {
     r"grpo_fast\.py": "settings for 24 GPUs: tests/fleet/test_grpo.py runs it on two learners under stage 3",
     r"open-instruct grpo |grpo_olmo_core_actor\.py": "a fleet: tests/fleet/test_grpo_docs.py and test_grpo_folders.py",
     r"open-instruct replay": "needs a GRPO run with traces: tests/ranks/test_replay.py",
-    r"--engine vllm": "a process of its own: tests/fleet/test_vllm_engine.py",
     r"--follow": "serves until it is stopped: tests/unit/test_report.py",
     r"sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",
     r"gpu_check": "minutes: tests/house/test_gpu_check.py runs it with other checks, and rehearses cheap ones",
@@ -171,7 +170,7 @@ def test_every_command_that_can_be_is_run(tmp_path: Path) -> None:
                 taken = any(each.page == page and words[out] in each.words for each in shown)
                 words[out] += "_TOO" if taken else ""
             if words[1:3] == ["tiny-model", "tiny"]:
-                words[2] = "tiny_by_itself"
+                words[2] = f"tiny_by_itself_{len(shown)}"
             shown.append(Shown(page=page, command=command, folder=folder, words=words, stdin=stdin))
     # Ranks are forked from a process that has not been in a process group itself.
     shown.sort(key=lambda each: not {"--num_processes", "--nproc_per_node"} & set(each.words))

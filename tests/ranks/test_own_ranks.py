@@ -33,15 +33,16 @@ def test_they_train_as_those_of_torchrun_do(dpo_case: TrainCase) -> None:
     said_by(programs.start([*torchrun, script, *dpo_case.command("torchruns_ranks", ranks=2, max_train_steps=2)]))
     assert json.loads((dpo_case.folder / "own_ranks" / "layout.json").read_text())["gpus_per_node"] == [2]
     assert dpo_case.trajectory("own_ranks") == dpo_case.trajectory("torchruns_ranks")
-    assert "warning" not in said.replace("warning: --", "")
+    warnings = [line for line in said.splitlines() if "warning" in line and "warning: --" not in line]
+    assert all("rows are cut to --max_seq_length" in line for line in warnings), said
 
 
 def test_what_they_refuse_is_the_last_word_and_exit_code_2(dpo_case: TrainCase, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("{}\n")
+    rows.write_text('{}\n{"prompt": "Name a prime.", "chosen": "Two.", "rejected": "Ten."}\n')
     said = said_by(process := start(dpo_case.command("own_refused", ranks=2, mixer_list=[rows, "1.0"])))
     assert process.returncode == 2, said
-    assert said.count("dpo.py: 1 row of 1 cannot be used") == 1 and "--on_bad_row skip" in said.splitlines()[-1], said
+    assert said.count("dpo.py: 1 row of 2 cannot be used") == 1 and "--on_bad_row skip" in said.splitlines()[-1], said
     assert "Traceback" not in said and "Error" not in said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import shutil
@@ -103,8 +102,6 @@ def test_an_adapter_talks_as_the_model_that_it_is_merged_into(
     by_itself = asked(monkeypatch, capsys, str(tmp_path))[1]  # of a run that wrote nothing else
     assert by_itself == asked(monkeypatch, capsys, str(tmp_path / "merged"))[1]
     assert by_itself != asked(monkeypatch, capsys, str(model))[1]
-    code, _, told = asked(monkeypatch, capsys, str(adapter), "--engine", "vllm")
-    assert code == 2 and f"--adapter_name_or_path {adapter} --output_dir DIR" in told
     save_file(
         {name: matrix[:, :-1].clone() for name, matrix in matrices.items()}, adapter / "adapter_model.safetensors"
     )
@@ -146,7 +143,6 @@ def test_what_is_no_model_that_talks_is_told_in_a_sentence(
     reward_fields = fields | {"architectures": ["Olmo2ForSequenceClassification"]}
     (reward / "config.json").write_text(json.dumps(reward_fields))
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone/away"}')
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for words, sentence in {
         (): "the first word is the folder of a model",
         ("/no/such",): "/no/such: there is no such folder",
@@ -155,7 +151,6 @@ def test_what_is_no_model_that_talks_is_told_in_a_sentence(
         (str(run),): f"write one with open-instruct export {run} --output_dir DIR",
         (str(reward),): f"is a reward model, which writes nothing: open-instruct score {reward} FILE",
         (str(tmp_path),): f"{tmp_path} is an adapter of /gone/away, which is not there",
-        (str(model), "--engine", "vllm"): "pip install 'open-instruct[vllm]'",
         (str(model), "--top_p", "0"): "--top_p 0",
     }.items():
         code, _, told = asked(monkeypatch, capsys, *words)
