@@ -18,10 +18,8 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel import layout
-from open_instruct.parallel.training_state import BYTES_PER_PARAM, unsharded_memory_warning
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.planning.subject.model import BYTES_OF_DTYPE
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.records import ShardLayout
 
@@ -112,18 +110,6 @@ def test_all_files_of_configs_are_known() -> None:
 class TestFile:
     def test_flags_are_good(self, path: Path) -> None:
         assert KINDS[path.parent.name].validate(read(path)) == []
-
-    def test_the_training_state_fits(self, path: Path) -> None:
-        words = header(path)
-        num_params = round(float(words["num_params"][:-1]) * MAGNITUDES[words["num_params"][-1]])
-        memory_gib = float(words.get("device_memory_gib", "4"))
-        config = read(path)
-        if path in GRPO_FILES and config.parallel.single_gpu_mode:
-            memory_gib *= 1 - config.fleet.vllm_gpu_memory_utilization
-        if config.adapters is not None:  # all else is frozen
-            num_params = num_params * BYTES_OF_DTYPE[config.model.param_dtype] // BYTES_PER_PARAM
-        warning = unsharded_memory_warning(layout_of(path), num_params=num_params, device_memory_gib=memory_gib)
-        assert warning is None
 
     def test_the_launch_command_starts_this_file(self, path: Path) -> None:
         _, ours = launch_words(path)

@@ -106,7 +106,7 @@ def from_yaml(line: Sequence[str], name: str, draw: random.Random, folder: Path)
 def show_layout(draw: random.Random) -> None:
     flags = ["--fsdp_shard_degree", "--fsdp_num_replicas", "--tensor_parallel_degree", "--context_parallel_degree"]
     line = ["--gpus_per_node", *draw.choices(["1", "2", "8", "4x8", *NUMBERS, *ODD], k=draw.randint(1, 3))]
-    for flag in draw.sample([*flags, "--num_params", "--device_memory_gib", "--json", "--single_gpu_mode"], 2):
+    for flag in draw.sample([*flags, "--json", "--single_gpu_mode"], 2):
         line += [flag, draw.choice([*NUMBERS, *ODD, "7B"])]
     assert layout_command(line) == 0
 

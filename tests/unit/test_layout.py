@@ -25,11 +25,7 @@ from open_instruct.parallel.layout import divisors, layout_of, resolve_layout
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
-from open_instruct.parallel.training_state import training_state_gib, unsharded_memory_warning
 from open_instruct.parallel.wording import counted, group_name, nodes_text, one_of, ranks_text
-from open_instruct.planning.memory.state import state_bytes
-from open_instruct.planning.subject.public_models import model_shape
-from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
@@ -356,54 +352,6 @@ def test_no_warning_where_nothing_is_lost(nodes: list[int], flags: dict[str, Any
     assert resolve_layout(nodes, **flags).warnings == ()
 
 
-def test_memory_warning_names_the_smallest_degree_that_fits() -> None:
-    layout = resolve_layout([8] * 4, tensor_parallel_degree=8)
-    # 32e9 x 16 bytes = 476.8 GiB; / 8 = 59.6, / 16 = 29.8.
-    assert unsharded_memory_warning(layout, num_params=32_000_000_000, device_memory_gib=80) is None
-    warning = unsharded_memory_warning(layout, num_params=32_000_000_000, device_memory_gib=40)
-    assert warning is not None
-    assert "= 59.6 GiB on each GPU, which has 40 GiB" in warning
-    assert (
-        "--fsdp_shard_degree 2 --fsdp_num_replicas 2: 29.8 GiB on each GPU, with shard groups across nodes" in warning
-    )
-
-
-def test_memory_warning_when_no_degree_fits() -> None:
-    warning = unsharded_memory_warning(resolve_layout([2]), num_params=32_000_000_000, device_memory_gib=80)
-    assert warning is not None
-    assert "at least 6 such GPUs" in warning  # 476.8 / 80
-    single = unsharded_memory_warning(
-        resolve_layout([1], single_device=True), num_params=32_000_000_000, device_memory_gib=80
-    )
-    assert single is not None
-    assert "without --single_gpu_mode" in single
-
-
-@given(layouts(), st.integers(1, 10**12), st.integers(1, 192))
-def test_memory_warning_exactly_where_the_state_does_not_fit(
-    layout: ShardLayout, num_params: int, device_memory_gib: int
-) -> None:
-    split = layout.shard_group_size * layout.tensor_parallel_degree
-    warning = unsharded_memory_warning(layout, num_params=num_params, device_memory_gib=device_memory_gib)
-    assert (warning is None) == (num_params * 16 / split <= device_memory_gib * 2**30)
-    if warning is not None and (remedy := re.search(r"--fsdp_shard_degree (\d+)", warning)):
-        degree = int(remedy[1])
-        inner = layout.model_parallel_degree
-        assert num_params * 16 / (degree * inner) <= device_memory_gib * 2**30
-        for smaller in divisors(layout.data_parallel_world_size):
-            if smaller < degree:
-                assert num_params * 16 / (smaller * inner) > device_memory_gib * 2**30
-
-
-def test_the_planner_counts_the_same_training_state() -> None:
-    """But for AdamW's count of steps, a number of each tensor."""
-    shape, layout = model_shape("allenai/OLMo-2-1124-7B"), resolve_layout([8])
-    step = dict.fromkeys(("tokens_per_microbatch", "longest_sequence", "label_tokens_per_microbatch"), 1)
-    planned = sum(state_bytes(shape, layout, Workload(algorithm="sft", num_microbatches=1, **step)))
-    counted = training_state_gib(layout, num_params=shape.num_params) * 2**30
-    assert planned - counted == 4 * len(shape.parameters)
-
-
 # ---- nodes from the environment ----
 
 
@@ -561,16 +509,6 @@ def test_command_takes_nodes_times_gpus(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["gpus_per_node"] == [8, 8, 4]
 
 
-def test_command_says_whether_a_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpus_per_node", "4x8", "--tensor_parallel_degree", "8", "--num_params", "32B"]
-    assert layout_command(flags) == 0
-    assert "training state: 59.6 GiB on each GPU of 80 GiB" in capsys.readouterr().out
-    assert layout_command([*flags, "--device_memory_gib", "40", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["training_state_gib_per_gpu"] == pytest.approx(59.605)
-    assert "does not fit" in record["warnings"][-1]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -589,8 +527,6 @@ def test_command_says_whether_a_model_fits(capsys: pytest.CaptureFixture[str]) -
         ("--gpus_per_node 8,8", "--gpus_per_node '8,8' is not a whole number"),
         ("--gpus_per_node 0x8", "--gpus_per_node '0' is not a whole number"),
         ("--gpus_per_node 99999999x8", "more than the 10000 GPUs"),
-        ("--gpus_per_node 8 --num_params many", "--num_params 'many' is not a number of parameters"),
-        ("--gpus_per_node 8 --device_memory_gib nan", "--device_memory_gib takes a number, or none, not 'nan'"),
         ("--gpus_per_node 8 8 --single_gpu_mode", "--single_gpu_mode trains on one GPU, not on 16"),
     ],
 )
@@ -649,11 +585,6 @@ def test_the_page_shows_what_the_command_prints(
 )
 def test_a_count_and_its_noun(count: int, noun: str, text: str) -> None:
     assert counted(count, noun) == text
-
-
-def test_a_memory_without_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layout", "--gpus_per_node", "8", "--device_memory_gib", "40"]) == 2
-    assert "--device_memory_gib is read only with --num_params" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
