@@ -3,9 +3,10 @@
 Ray's servers die with the driver, but what they started may stay: agents for half a minute, a frozen
 actor for ever, the folder of sockets and logs on the disk, and the shared memory of processes that were
 not given the time to remove it. Every process of the cluster carries a mark in its environment, which
-children inherit. The watchdog notes what shared memory they use while they live, waits for the end of
-the driver, kills whatever carries the mark, and removes that memory and the folder. An orderly end takes
-the same way.
+children inherit; Ray's agents and workers write their names over it, but stay in the session of the process
+that started Ray. The watchdog notes what shared memory they use while they live, waits for the end of the
+driver, kills whatever carries the mark or is in that session, and removes that memory and the folder. An
+orderly end takes the same way.
 
 The file is also run by its path, and imports the standard library only, so a watchdog costs a few megabytes.
 """
@@ -75,14 +76,15 @@ def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None
     """Wait for the driver's end, then sweep."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))  # these are for the driver
     shared: set[int] = set()
+    sessions: set[int] = set()
     # The pipe tells at once, unless a forked child of the driver holds its other end too.
     while os.getppid() == driver:
         # An engine that dies, and is started again, is not there to be looked at in the end.
-        shared |= _shared_memory_of(_marked(mark))
+        shared |= _shared_memory_of(_living(mark, sessions))
         if select.select([sys.stdin], [], [], POLL_INTERVAL_S)[0]:
             break
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
-    while (pids := _marked(mark)) and time.monotonic() < deadline:
+    while (pids := _living(mark, sessions)) and time.monotonic() < deadline:
         shared |= _shared_memory_of(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -99,14 +101,24 @@ def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None
                 path.unlink()
 
 
-def _marked(mark: str) -> list[int]:
-    """Living processes that were started with the mark in their environment; none where there is no /proc."""
+def _living(mark: str, sessions: set[int]) -> list[int]:
+    """Processes that carry the mark, and those of sessions that one with the mark began; none where there is no /proc.
+
+    `sessions` are those that an earlier look found. It is brought up to date.
+    """
     entry = f"{MARK_VARIABLE}={mark}".encode()
-    pids = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
+    pids, still_there = [], set()
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if entry in environment.read_bytes().split(b"\0"):
-                pids.append(int(environment.parent.name))
+            state, _, _, number = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:4]
+            pid, session = int(folder.name), int(number)
+            has_mark = entry in (folder / "environ").read_bytes().split(b"\0")
+            if has_mark and session == pid:
+                sessions.add(session)
+            if state != b"Z" and (has_mark or session in sessions):
+                pids.append(pid)
+                still_there.add(session)
+    sessions &= still_there  # the number of one that has ended may be given again
     return pids
 
 

@@ -260,15 +260,19 @@ for num_learners in (1, 4):
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
         modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)}
         tokens.append((actors[-1]["token"] == str(token), len(token.read_text()) == 64))
-        mark = f"OPEN_INSTRUCT_FLEET=open_instruct-{os.getpid()}-"  # of all that it has started, whoever's children
+        # Of all that it has started, whoever's children: in a session of their own, as the one that started Ray is.
+        mark = f"OPEN_INSTRUCT_FLEET=open_instruct-{os.getpid()}-".encode()
         deadline, found = time.monotonic() + 60, []
         while "ray::DashboardAgent" not in found and time.monotonic() < deadline:  # it names itself in its time
-            found.clear()
+            found, sessions = [], set()
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error, OSError):
-                    # Not by psutil, which stops where a process that names itself has written over its environment.
-                    marked = mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
-                    if process.pid == os.getpid() or marked:
+                    # A process that names itself writes over its environment.
+                    if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                        sessions.add(os.getsid(process.pid))
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, OSError):
+                    if process.pid == os.getpid() or os.getsid(process.pid) in sessions:
                         found.append(process.name())
                         connections = process.net_connections()
                         listening |= {it.laddr.ip for it in connections if it.status == psutil.CONN_LISTEN}

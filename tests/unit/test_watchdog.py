@@ -83,6 +83,29 @@ def test_nothing_stays_of_a_killed_driver_but_what_is_not_its_own(tmp_path: Path
     assert model.read_bytes() == b"weights"
 
 
+def test_a_process_that_wrote_over_its_environment_ends_with_the_session(tmp_path: Path) -> None:
+    """As Ray's agents do when they name themselves; the one that began the session has ended by then."""
+    renamed = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
+    driver = f"""
+import subprocess, sys, time
+from pathlib import Path
+from open_instruct.cluster.watchdog import POLL_INTERVAL_S, Watchdog
+watchdog = Watchdog(Path({str(tmp_path / "folder")!r}), logs_folder=None)
+with watchdog.marking():
+    leader = subprocess.Popen([sys.executable, "-c", {renamed!r}], stdin=subprocess.PIPE, start_new_session=True)
+time.sleep(3 * POLL_INTERVAL_S)
+leader.kill()
+time.sleep(3 * POLL_INTERVAL_S)
+watchdog.finish()
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    found = subprocess.run(
+        [sys.executable, "-c", driver], env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S
+    )
+    status = Path(f"/proc/{int(found.stdout)}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()  # nobody may have asked how it ended
+
+
 def test_logs_are_kept_under_the_names_that_workers_went_by(tmp_path: Path) -> None:
     """As Ray names its files, and what it writes at the top of them."""
     there, kept = tmp_path / "ray" / "session_2026-01-01" / "logs", tmp_path / "out" / "logs"
