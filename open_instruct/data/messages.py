@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from open_instruct.data.foreign_json import kind_of
 from open_instruct.data.rows import MalformedRow
 
 ROLES = ("system", "user", "assistant")
-# ShareGPT's turns are {"from", "value"}, of some of the programs that its conversations were had with.
-_SPEAKERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")}
+# What the roles are called by ShareGPT, of some of the programs that its conversations were had with, and by OpenAI.
+_OTHER_ROLES = {
+    "human": "user",
+    "developer": "system",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+}
+# ShareGPT's turns are {"from", "value"}. OpenAI's weight and axolotl's train say whether a reply is learned.
+READ_KEYS = {"role", "content", "from", "value", "weight", "train"}
 
 
 class Message(TypedDict):
@@ -18,6 +24,7 @@ class Message(TypedDict):
 
     role: str
     content: str
+    is_learned: NotRequired[Literal[False]]  # a reply that shows what came before, and is not to be imitated
 
 
 def parse_conversation(
@@ -52,10 +59,23 @@ def keys_of(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) or "no keys"
 
 
+def unread_of_messages(row: Mapping[str, Any]) -> set[str]:
+    """What messages of a row have that nothing reads, such as `reasoning_content`."""
+    lists = [value for value in row.values() if isinstance(value, list)]
+    messages = [item for each in lists for item in each if isinstance(item, Mapping) and role_of(item) in ROLES]
+    return {f"{key} of messages" for each in messages for key, value in each.items() if value and key not in READ_KEYS}
+
+
 def role_of(message: Mapping[str, Any]) -> Any:
     """Who speaks, under whichever key and name; unchecked."""
     speaker = message.get("role", message.get("from"))
-    return _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    return _OTHER_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+
+
+def check_is_learned(reply: Message, where: str) -> None:
+    """:raises MalformedRow: a loss of whole replies is given one that is not to be learned."""
+    if "is_learned" in reply:
+        raise MalformedRow("nothing_learned", f"the reply in {where} has weight 0 or train false: leave the row out")
 
 
 def _parse_message(message: Any, where: str) -> Message:
@@ -63,25 +83,47 @@ def _parse_message(message: Any, where: str) -> Message:
         raise MalformedRow(
             "bad_message", f"{where}: must be an object with 'role' and 'content', not {kind_of(message)}"
         )
-    if "role" not in message and "from" in message:
-        message = {**message, "role": role_of(message), "content": message.get("value")}
-    for key in ("role", "content"):
-        if message.get(key) is None:
+    content = _text_of(message.get("content") if "role" in message or "content" in message else message.get("value"))
+    fields = {"role": role_of(message), "content": content}
+    for key, value in fields.items():
+        if value is None:
             raise MalformedRow("bad_message", f"{where}: no {key!r}")
-        if not isinstance(message[key], str):
-            raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {kind_of(message[key])}")
+        if not isinstance(value, str):
+            raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {kind_of(value)}")
     if message.get("tool_calls"):
         raise MalformedRow("bad_message", f"{where}: 'tool_calls' are not supported; write them into 'content'")
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise MalformedRow("unknown_role", f"{where}: unknown role {role!r}; use {', '.join(ROLES)}")
+    parsed: Message = {"role": fields["role"], "content": fields["content"]}
+    if parsed["role"] not in ROLES:
+        raise MalformedRow("unknown_role", f"{where}: unknown role {parsed['role']!r}; use {', '.join(ROLES)}")
     try:
-        content.encode("utf-8")
+        parsed["content"].encode("utf-8")
     except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair: "\ud83d"
         raise MalformedRow(
             "not_unicode", f"{where}: 'content' has half of a surrogate pair at character {error.start + 1}"
         ) from error
-    return {"role": role, "content": content}
+    if not _is_learned(message, where) and parsed["role"] == "assistant":
+        parsed["is_learned"] = False
+    return parsed
+
+
+def _text_of(content: Any) -> Any:
+    """The text of content in parts, `[{"type": "text", "text": "What is 2 + 2?"}]`; any other content as it is."""
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return content
+    texts = [part.get("text") for part in content]
+    return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
+
+
+def _is_learned(message: Mapping[str, Any], where: str) -> bool:
+    is_learned = True
+    for key in ("weight", "train"):
+        value = message.get(key)
+        if value not in (None, 0, 1):
+            raise MalformedRow("bad_weight", f"{where}: {key!r} must be 0 or 1, or false or true, not {value!r}")
+        if value and role_of(message) != "assistant":
+            raise MalformedRow("bad_weight", f"{where}: {key!r} asks to learn a turn that is no assistant's")
+        is_learned = is_learned and value != 0
+    return is_learned
 
 
 def _check_order(messages: tuple[Message, ...], key: str, last_role: str) -> None:

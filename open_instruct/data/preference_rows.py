@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.data.messages import Message, parse_conversation
+from open_instruct.data.messages import Message, check_is_learned
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.row_forms import turns_with_reply
+from open_instruct.data.row_forms import replies_to_one
 from open_instruct.data.rows import MalformedRow
 from open_instruct.parallel.wording import counted
 
@@ -34,14 +34,14 @@ class PreferencePair:
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
-    """Checks one row and takes out what is used; where `chosen` and `rejected` are whole, other keys are left alone.
+    """Checks one row and takes out what is used.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
-    row = {**row, **{key: turns_with_reply(row, key) for key in ("chosen", "rejected") if key in row}}
-    chosen = parse_conversation(row, "chosen")
-    rejected = parse_conversation(row, "rejected")
+    chosen, rejected = replies_to_one(row, ("chosen", "rejected"))
+    for key, messages in (("chosen", chosen), ("rejected", rejected)):
+        check_is_learned(messages[-1], repr(key))
     if chosen[:-1] != rejected[:-1]:
         raise MalformedRow("prompts_differ", _where_prompts_differ(chosen, rejected))
     replies = chosen[-1]["content"], rejected[-1]["content"]
@@ -61,6 +61,7 @@ class PreferenceBuilder(RowBuilder):
     """The pieces of a pair: the prompt, the chosen reply, the rejected reply."""
 
     unit = "pair"
+    columns = ("prompt", "chosen", "rejected")
     wanted = '{"prompt": "text", "chosen": "text", "rejected": "text"}, or lists of messages in place of the texts'
     documents_per_row = 2
     titles = ("chosen", "rejected")

@@ -55,6 +55,7 @@ class PromptBuilder(RowBuilder):
 
     unit = "prompt"
     wanted = '{"prompt": "text", "ground_truth": "42", "dataset": "the verifier\'s name"}'
+    columns = ("prompt", "ground_truth")
     page = "docs/rewards.md"
     too_long = "long_prompt"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from open_instruct.data.foreign_json import shortened
+from open_instruct.data.row_forms import guessed_columns
 from open_instruct.data.rows import BadRow
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
@@ -53,8 +54,14 @@ class BadRowLog:
             for reason, row in self._first.items()
         ]
 
-    def error(self, num_rows: int, *, wanted: str, page: str) -> InputError:
-        """All of it as one error for the user; `wanted` is a row as it should be, and `page` has more of them."""
+    def error(self, num_rows: int, *, wanted: str, columns: Sequence[str], page: str) -> InputError:
+        """All of it as one error for the user.
+
+        Args:
+            num_rows: how many rows there are, bad or not.
+            wanted: a row as it should be, of which `page` has more.
+            columns: the keys that such a row has, to be looked for under other names.
+        """
         total, told = self.counts.total(), self._of_reason.total()
         lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):"]
         lines += [f"  {line}" for line in self.lines()]
@@ -62,7 +69,9 @@ class BadRowLog:
             lines.append(f"  ... and {total - told:,} more")
         if self._found is not None and wanted:
             lines += [f"found   {shortened(self._found)}", f"wanted  {wanted}"]
-            lines.append(f"Other forms of rows are in {page}. Say by --columns what the columns mean.")
+            guess = guessed_columns(self._found, columns)
+            means = f"--columns {guess}, if that is what" if guess else "Say by --columns what"
+            lines.append(f"Other forms of rows are in {page}. {means} the columns mean.")
         these, them = ("this row", "it") if total == 1 else ("these rows", "them")
         without = f", or leave {them} out with --on_bad_row skip" if total < num_rows else ""
         return InputError("\n".join([*lines, f"Mend {these}{without}."]))

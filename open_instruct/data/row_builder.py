@@ -17,13 +17,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.messages import unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
+from open_instruct.data.rows import BadRow, MalformedRow, RawRow, ReadRow, RowSource
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 
 _ROWS_AT_ONCE = 512
+_MOST_KEYS = 8  # to name
 MOST_CUT = 0.1  # of the rows; beyond, the limit is not one for the few longest
 
 
@@ -56,6 +58,7 @@ class RowBuilder(ABC):
     unit: ClassVar[str]  # what a row is when it is kept
     # For the people whose rows are refused: a row of this form, and where others stand.
     wanted: str = ""
+    columns: ClassVar[tuple[str, ...]] = ()  # under which keys its parts are, where they can be guessed
     page: str = "docs/data.md"
     documents_per_row: ClassVar[int] = 1
     titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, where they are shown
@@ -76,6 +79,7 @@ class RowBuilder(ABC):
         self.details_edges = [0]  # where the details of each row kept start, and the last stop
         self.keys = bytearray()
         self.bad = BadRowLog()
+        self.unread: Counter[str] = Counter()  # rows that have something under a key that nothing reads
         self.filtered: Counter[str] = Counter()
         self.num_truncated = 0
         self.num_without_end = 0
@@ -165,6 +169,10 @@ class RowBuilder(ABC):
                 f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
                 "end-of-turn token, so the model will not learn where a reply stops"
             )
+        if self.unread:
+            keys = ", ".join(f"{key!r}" for key, _ in self.unread.most_common(_MOST_KEYS))
+            more = f" and {len(self.unread) - _MOST_KEYS} more" if len(self.unread) > _MOST_KEYS else ""
+            warnings.append(f"{keys}{more} of {counted(max(self.unread.values()), 'row')}: nothing reads what is there")
         if told := self.told_of_cuts():
             warnings.append(told)
         return arrays, DataReport(
@@ -196,7 +204,9 @@ class RowBuilder(ABC):
                 self.bad.add(row)
                 continue
             try:
-                rendered.append((index, row, self.render(row.value)))
+                read = ReadRow(row.value)
+                rendered.append((index, row, self.render(read)))
+                self.unread.update({*read.unread(), *unread_of_messages(row.value)})
             except MalformedRow as error:
                 self._add_bad(row, error)
         if not rendered or self._only_counts:
@@ -251,7 +261,7 @@ class RowBuilder(ABC):
 
     def refusal(self, num_rows: int) -> InputError:
         """What is said of the bad rows among `num_rows`."""
-        return self.bad.error(num_rows, wanted=self.wanted, page=self.page)
+        return self.bad.error(num_rows, wanted=self.wanted, columns=self.columns, page=self.page)
 
     def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
         lengths, tokens = array("i", map(len, pieces)), array("i", chain.from_iterable(pieces))

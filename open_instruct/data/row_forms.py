@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from open_instruct.data.foreign_json import kind_of
 from open_instruct.data.messages import Message, keys_of, parse_conversation, role_of
-from open_instruct.data.rows import MalformedRow
+from open_instruct.data.rows import MalformedRow, reach, says
 
 # Under which keys rows have turns; the second and the third are ShareGPT's.
 _TURNS = ("messages", "conversations", "conversation")
-# What is asked, and what is said to it: TRL's, and Alpaca's.
-_ASKED_AND_SAID = (("prompt", "completion"), ("instruction", "output"))
+# What is asked (TRL's, Alpaca's, OpenOrca's), what is said to it, and who the model is to be.
+_ASKED = ("prompt", "instruction", "question")
+_SAID = ("completion", "response", "output")
+_SYSTEM = ("system", "system_prompt")
+_FEWEST_WORDS = 3  # of a prompt that replies repeat; they may begin with a shorter one by chance
 # One text for a conversation, as Anthropic's hh-rlhf has it.
 _TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
+# What else people call a column, by what rows call it here; a dot reaches into an object.
+_OTHER_NAMES = {
+    "prompt": ("question", "query", "problem", "input", "user", "text"),
+    "completion": ("answer", "reply", "target", "assistant", "solution", "chosen"),
+    "chosen": ("chosen_response", "response_chosen", "preferred", "winner", "better", "accepted", "positive"),
+    "rejected": ("rejected_response", "response_rejected", "dispreferred", "loser", "worse", "negative"),
+    "label": ("is_desirable", "desirable", "liked", "thumbs_up"),
+    "ground_truth": ("reward_model.ground_truth", "answer", "solution", "final_answer", "target", "label"),
+}
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -24,18 +36,18 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
     Raises:
         MalformedRow: the row has none, or see `parse_conversation`.
     """
-    forms = () if _has(row, *_TURNS) else _ASKED_AND_SAID
-    for asked, said in forms:
-        if _has(row, asked) and _has(row, said):
+    if not _key(row, _TURNS):
+        asked, said = _key(row, _ASKED), _key(row, _SAID)
+        if asked and said:
             both = f"{asked} + {said}"
-            return parse_conversation({both: [*_asked(row)[1], *_reply(row, said)]}, both)
-    if forms and "messages" not in row:
-        raise MalformedRow(
-            "missing_key",
-            "no key 'messages', nor 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; the "
-            f"row has {keys_of(row)}",
-        )
-    key, turns = _asked(row)
+            return parse_conversation({both: _asked_and_said(row, said, row[said])}, both)
+        if "messages" not in row:
+            raise MalformedRow(
+                "missing_key",
+                "no key 'messages', nor 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; "
+                f"the row has {keys_of(row)}",
+            )
+    key, turns = _turns_asked(row)
     return parse_conversation({key: turns}, key)
 
 
@@ -45,59 +57,118 @@ def prompt_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
     Raises:
         MalformedRow: the row asks nothing, or see `parse_conversation`.
     """
-    key, turns = _asked(row)
+    key, turns = _turns_asked(row)
     return parse_conversation({key: turns}, key, last_role="user")
 
 
-def turns_with_reply(row: Mapping[str, Any], key: str) -> Any:
-    """The turns under `key`, unchecked; of a reply alone, those that the row asks with the reply behind them.
+def replies_to_one(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Message, ...]]:
+    """A conversation for each of `keys`: the turns there, or the reply there behind what the row asks.
 
     Raises:
-        MalformedRow: there is a reply alone, and nothing that asks for it.
+        MalformedRow: there is a reply alone and nothing that asks for it; whole conversations do not begin with the
+            prompt beside them; or see `parse_conversation`.
     """
-    value = row[key]
-    is_bare = not _has(row, *_TURNS, "prompt", "instruction")
-    if is_bare and isinstance(value, str) and value.lstrip().startswith("Human:"):
-        _, *parts = _TRANSCRIPT.split(value.lstrip())
-        roles = ("user" if speaker == "Human" else "assistant" for speaker in parts[::2])
-        return [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)]
+    values = {key: row[key] for key in keys if key in row}
+    prompt = row["prompt"] if says(row, "prompt") else None
+    if isinstance(prompt, str) and len(prompt.split()) >= _FEWEST_WORDS and not _is_transcript(prompt):
+        # Some write the prompt once more in front of all that was said to it.
+        is_repeated = all(isinstance(text, str) and text.startswith(prompt) for text in values.values())
+        values = {key: text.removeprefix(prompt).lstrip() for key, text in values.items()} if is_repeated else values
+    turns = {key: _with_reply(row, key, value) for key, value in values.items()}
+    return [parse_conversation(turns if key in turns else row, key) for key in keys]
+
+
+def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
+    """The words of `--columns` under which a row that lacks some of `wanted` has them; none where one is not there."""
+    words = []
+    for ours in wanted:
+        if says(row, ours) or (ours == "prompt" and _key(row, (*_TURNS, *_ASKED))):
+            continue
+        theirs = next((name for name in _OTHER_NAMES[ours] if reach(row, name) is not None), None)
+        if theirs is None:
+            return ""
+        words.append(f"{ours}={theirs}")
+    return " ".join(words)
+
+
+def _with_reply(row: Mapping[str, Any], key: str, value: Any) -> Any:
+    """The turns of `value`, unchecked; of a reply alone, what the row asks with the reply behind it."""
+    asked = _key(row, (*_TURNS, *_ASKED))
+    if isinstance(value, str) and _is_transcript(value) and (not asked or _is_transcript(row[asked])):
+        return _with_system(row, _turns_of_transcript(value))
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, str) or (isinstance(first, Mapping) and role_of(first) == "assistant"):
-        return [*_asked(row, f"{key!r} is a reply alone: ")[1], *_reply(row, key)]
-    return value
-
-
-def _reply(row: Mapping[str, Any], key: str) -> list[Any]:
-    """A reply as text, as a message or as a list of one, as turns."""
-    value = row[key]
-    if isinstance(value, list):
-        if len(value) != 1:
-            raise MalformedRow("not_messages", f"{key!r} must be one message, the reply, not {len(value)}")
+        return _asked_and_said(row, key, value, f"{key!r} is a reply alone: ")
+    if not isinstance(value, list):
         return value
-    return [value if isinstance(value, Mapping) else {"role": "assistant", "content": value}]
+    if asked == "prompt":
+        _check_same_prompt(row, key, value)
+    return _with_system(row, value)
 
 
-def _asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[Any]]:
+def _check_same_prompt(row: Mapping[str, Any], key: str, turns: list[Any]) -> None:
+    there = {text.strip() for text in _texts_of_users(turns)}
+    if any(text.strip() not in there for text in _texts_of_users(_turns_asked(row)[1])):
+        raise MalformedRow(
+            "prompts_differ",
+            f"'prompt' asks what {key!r}, a whole conversation, does not: give one of the two, or mend the row",
+        )
+
+
+def _texts_of_users(turns: list[Any]) -> list[str]:
+    users = [turn for turn in turns if isinstance(turn, Mapping) and role_of(turn) == "user"]
+    return [text for turn in users if isinstance(text := turn.get("content", turn.get("value")), str)]
+
+
+def _asked_and_said(row: Mapping[str, Any], key: str, said: Any, before: str = "") -> list[Any]:
+    """What a row asks, and a reply as text, as a message or as a list of one, as turns."""
+    asked, turns = _turns_asked(row, before)
+    if isinstance(said, list):
+        if len(said) != 1:
+            raise MalformedRow("not_messages", f"{key!r} must be one message, the reply, not {len(said)}")
+        return [*turns, *said]
+    if isinstance(said, str) and _is_transcript(row[asked]):
+        said = said.strip()  # the space behind "Assistant:"
+    return [*turns, said if isinstance(said, Mapping) else {"role": "assistant", "content": said}]
+
+
+def _turns_asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[Any]]:
     """Under which key a row asks, and the turns there, unchecked."""
-    missing = None if "messages" not in row else "messages"
-    key = next((key for key in (*_TURNS, "prompt", "instruction") if _has(row, key)), missing)
+    key = _key(row, (*_TURNS, *_ASKED)) or ("messages" if "messages" in row else None)
     if key is None:
         raise MalformedRow(
             "missing_key",
             f"{before}no key 'prompt', nor 'messages', 'conversations' or 'instruction'; the row has {keys_of(row)}",
         )
     turns = _alpaca(row) if key == "instruction" else row[key]
-    if key == "prompt" and isinstance(turns, str):
-        turns = [{"role": "user", "content": turns}]
+    if key in _ASKED and isinstance(turns, str):
+        turns = _turns_of_transcript(turns) if _is_transcript(turns) else [{"role": "user", "content": turns}]
     if not isinstance(turns, list):
-        text = "text or " if key == "prompt" else ""
+        text = "text or " if key in _ASKED else ""
         raise MalformedRow("not_messages", f"{key!r} must be {text}a list of messages, not {kind_of(turns)}")
-    system = row.get("system")
-    if key != "messages" and isinstance(system, str) and system.strip():
-        first = turns[0] if turns else None
-        if not (isinstance(first, Mapping) and role_of(first) == "system"):
-            turns = [{"role": "system", "content": system}, *turns]
-    return key, turns
+    return key, _with_system(row, turns)
+
+
+def _with_system(row: Mapping[str, Any], turns: list[Any]) -> list[Any]:
+    """The turns behind the system prompt that stands beside them, unless they have one."""
+    key = _key(row, _SYSTEM)
+    first = turns[0] if turns else None
+    if key is None or (isinstance(first, Mapping) and role_of(first) == "system"):
+        return turns
+    system = row[key]
+    return [{"role": "system", "content": system}, *turns] if not isinstance(system, str) or system.strip() else turns
+
+
+def _is_transcript(text: Any) -> bool:
+    return isinstance(text, str) and text.lstrip().startswith("Human:")
+
+
+def _turns_of_transcript(text: str) -> list[Any]:
+    _, *parts = _TRANSCRIPT.split(text.strip())
+    pairs = [(speaker, said.strip()) for speaker, said in zip(parts[::2], parts[1::2], strict=True)]
+    if pairs[-1] == ("Assistant", ""):  # a prompt ends with who is to speak
+        pairs.pop()
+    return [{"role": "user" if speaker == "Human" else "assistant", "content": said} for speaker, said in pairs]
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Any]:
@@ -112,5 +183,6 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
     return [{"role": role, "content": text} for role, text in [*turns, ("user", instruction)]]
 
 
-def _has(row: Mapping[str, Any], *keys: str) -> bool:
-    return any(row.get(key) is not None for key in keys)
+def _key(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """The first of `keys` under which a row says something."""
+    return next((key for key in keys if says(row, key)), None)

@@ -7,7 +7,7 @@ and the cache decide first. files/ has one a kind of file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +49,45 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{self.file}, line {self.line}: {self.reason}"
+
+
+class ReadRow(Mapping[str, Any]):
+    """A row that knows which of its keys were read."""
+
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        self.value = value
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self.value[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.value  # looking is not reading
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.value)
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def unread(self) -> Iterator[str]:
+        """Keys with something under them that was not read."""
+        return (key for key, item in self.value.items() if item is not None and key not in self.read)
+
+
+def says(row: Mapping[str, Any], key: str) -> bool:
+    """Whether there is something under a key; arrow fills what a row does not have with null."""
+    return (row.value if isinstance(row, ReadRow) else row).get(key) is not None
+
+
+def reach(row: Mapping[str, Any], name: str) -> Any:
+    """What stands under a name; a dot reaches into an object: `reward_model.ground_truth`. None where nothing does."""
+    if name in row or "." not in name:
+        return row.get(name)
+    first, _, rest = name.partition(".")
+    inner = row.get(first)
+    return reach(inner, rest) if isinstance(inner, Mapping) else None
 
 
 class RowSource(Protocol):

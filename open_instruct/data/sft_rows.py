@@ -19,6 +19,8 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
     messages = conversation_of(row)
+    if not any(message["role"] == "assistant" and "is_learned" not in message for message in messages):
+        raise MalformedRow("nothing_learned", "every reply has weight 0 or train false, so there is nothing to learn")
     for turn, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and not message["content"].strip():
             raise MalformedRow("empty_reply", f"turn {turn}: the reply is empty")
@@ -29,15 +31,23 @@ class SFTBuilder(RowBuilder):
     """The pieces of a conversation: what is given and what is learned, in turn."""
 
     unit = "conversation"
+    columns = ("prompt", "completion")
     wanted = '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": "text"}]}'
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         messages = parse_sft_row(row)
-        replies = [message["content"] for message in messages if message["role"] == "assistant"]
-        return RenderedRow(
-            texts=self.chat.render_turns(messages),
-            replies=tuple(chain.from_iterable((None, reply) for reply in replies)),
-        )
+        replies = [message for message in messages if message["role"] == "assistant"]
+        pieces = self.chat.render_turns(messages)
+        given, texts, learned = "", [], []
+        for prompt, text, reply in zip(pieces[::2], pieces[1::2], replies, strict=True):
+            given += prompt
+            if reply.get("is_learned", True):
+                texts += [given, text]
+                learned.append(reply["content"])
+                given = ""
+            else:
+                given += text
+        return RenderedRow(texts=tuple(texts), replies=tuple(chain.from_iterable((None, reply) for reply in learned)))
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """The conversation is cut on the right, and ends with the last token that is learned."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing, flag, free_flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
-from open_instruct.data.messages import Message, kind_of
+from open_instruct.data.foreign_json import kind_of
+from open_instruct.data.messages import Message, check_is_learned
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.row_forms import conversation_of
@@ -117,6 +118,7 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
         MalformedRow: with the kind and the reason; docs/kto.md lists them.
     """
     messages = conversation_of(row)
+    check_is_learned(messages[-1], "the row")
     if "label" not in row:
         raise MalformedRow("missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}")
     label = row["label"]
@@ -133,6 +135,7 @@ class UnpairedBuilder(RowBuilder):
 
     unit = "row"
     wanted = '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place of the texts'
+    columns = ("prompt", "completion", "label")
     page = "docs/kto.md"
 
     def rows_in(self, source: RowSource) -> RowSource:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from open_instruct.data.rows import BadRow, RawRow, RowSource
+from open_instruct.data.rows import BadRow, RawRow, RowSource, reach
 
 
 class Renamed:
@@ -34,7 +34,7 @@ class Renamed:
     def _renamed(self, value: dict[str, Any]) -> dict[str, Any]:
         if not self._columns:
             return value
-        self._unseen -= value.keys()
-        found = {ours: value[theirs] for ours, theirs in self._columns.items() if theirs in value}
+        found = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
+        self._unseen -= {self._columns[ours] for ours in found}
         moved = {theirs for theirs in self._columns.values() if theirs in value}
         return {key: item for key, item in value.items() if key not in moved} | found
