@@ -157,8 +157,8 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
     reward = config.reward
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
-        if not (module and colon and name):
-            yield f"--verifier {word}: takes FILE.py:Class or module:Class, such as my_rewards.py:UnitTests"
+        if not name or (colon and not module) or word.endswith(".py"):
+            yield f"--verifier {word}: takes NAME, FILE.py:Class or module:Class, such as my_rewards.py:UnitTests"
     for word in reward.remap_verifier:
         old, _, new = word.partition("=")
         if not (old and new) or "=" in new:

@@ -1,8 +1,9 @@
 """What a prompt row must look like: `{"messages": [...], "ground_truth": ..., "dataset": "verifier"}`.
 
 The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of what is asked.
-`dataset` names the verifier that judges the answers; a list of several pairs up with a list of as many ground truths,
-or shares one ground truth. `weights` (or `weight`) says how much each verifier counts, 1 where it is not given.
+`dataset` names the verifier that judges the answers; a row without is judged by those that `--verifier` names. A list
+of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or `weight`) says how
+much each verifier counts, 1 where it is not given.
 A row with something under a key of `OF_ENVIRONMENTS` is refused: without it a reply would be judged by other rules.
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from open_instruct.data.foreign_json import kind_of
-from open_instruct.data.messages import Message
+from open_instruct.data.messages import Message, keys_of
 from open_instruct.data.row_forms import prompt_of
 from open_instruct.data.rows import MalformedRow
 from open_instruct.records import Check
@@ -26,11 +27,16 @@ OF_ENVIRONMENTS = ("env_config", "tools")
 
 
 def parse_prompt_row(
-    row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None
+    row: Mapping[str, Any],
+    known_verifiers: Mapping[str, Verifier] | None,
+    *,
+    judges: Sequence[str] = (),
+    judge_of: Callable[[str], str] = str,
 ) -> tuple[tuple[Message, ...], tuple[Check, ...]]:
     """Checks one row and takes out its conversation, which waits for a reply, and how the reply is judged.
 
-    Where `known_verifiers`, by name, is None, any name and any ground truth will do.
+    Where `known_verifiers`, by name, is None, any name and any ground truth will do. A row that names no verifier is
+    judged by `judges`; what one names is called `judge_of` that.
 
     Raises:
         MalformedRow: with the kind and the reason.
@@ -42,7 +48,14 @@ def parse_prompt_row(
                 f"{key!r} says what answers a reply, and nothing does yet: a completion is one turn, which 'dataset' "
                 "judges; leave such rows out, or take the key away if they are to be judged without",
             )
-    return prompt_of(row), _checks(row, known_verifiers)
+    messages, names = prompt_of(row), row.get("dataset")
+    if names is None and not judges:
+        raise MalformedRow(
+            "missing_key", f"no 'dataset', and no --verifier NAME to judge such rows; the row has {keys_of(row)}"
+        )
+    if row.get("ground_truth") is None:
+        raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
+    return messages, _checks(row, list(judges) if names is None else names, known_verifiers, judge_of)
 
 
 def _says_something(value: Any) -> bool:
@@ -51,11 +64,10 @@ def _says_something(value: Any) -> bool:
     return value not in (None, "", "[]", "{}", "null")
 
 
-def _checks(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | None) -> tuple[Check, ...]:
-    for key in ("dataset", "ground_truth"):
-        if row.get(key) is None:
-            raise MalformedRow("missing_key", f"no {key!r}; the row has {', '.join(map(repr, row))}")
-    names, truths = row["dataset"], row["ground_truth"]
+def _checks(
+    row: Mapping[str, Any], names: Any, known_verifiers: Mapping[str, Verifier] | None, judge_of: Callable[[str], str]
+) -> tuple[Check, ...]:
+    truths = row["ground_truth"]
     if not isinstance(names, list):
         names, truths = [names], [truths]  # a list is then what this one verifier compares with
     elif not isinstance(truths, list):
@@ -70,7 +82,7 @@ def _checks(row: Mapping[str, Any], known_verifiers: Mapping[str, Verifier] | No
         )
     weights = _weights(row, len(names))
     checks = tuple(
-        Check(verifier=_verifier(name, known_verifiers), ground_truth=_json_value(truth), weight=weight)
+        Check(verifier=_verifier(name, known_verifiers, judge_of), ground_truth=_json_value(truth), weight=weight)
         for name, truth, weight in zip(names, truths, weights, strict=True)
     )
     for check in checks:
@@ -87,9 +99,10 @@ def _check_ground_truth(check: Check, verifier: Verifier) -> None:
         raise MalformedRow("bad_ground_truth", f"'ground_truth' for {check.verifier!r}: {reason}") from error
 
 
-def _verifier(name: Any, known: Mapping[str, Verifier] | None) -> str:
+def _verifier(name: Any, known: Mapping[str, Verifier] | None, judge_of: Callable[[str], str]) -> str:
     if not isinstance(name, str) or not name:
         raise MalformedRow("bad_verifier", f"'dataset' must name verifiers, and has {kind_of(name)}: {name!r}")
+    name = judge_of(name)
     if known is not None and name not in known and name.lower() in known:
         return name.lower()  # published rows write "MATH" beside "gsm8k"
     if known is not None and name not in known:

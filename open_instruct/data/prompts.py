@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Check, Prompt
+from open_instruct.verifiers.registry import judges_named
 from open_instruct.verifiers.verifier import Verifier
 
 
@@ -66,30 +67,27 @@ class PromptBuilder(RowBuilder):
         max_prompt_token_length: int,
         on_bad_row: str,
         known_verifiers: Mapping[str, Verifier] | None,
+        judges: Sequence[str] = (),
         remapped: Mapping[str, str] | None = None,
         system_prompt: str | None = None,
     ) -> None:
         # One token more, the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
         self.known_verifiers = known_verifiers
+        self.judges = judges
         self.remapped = {old.lower(): new for old, new in (remapped or {}).items()}
         self.system_prompt = system_prompt
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        if self.remapped and "dataset" in row:
-            row = {**row, "dataset": self._judge_of(row["dataset"])}
-        messages, checks = parse_prompt_row(row, self.known_verifiers)
+        messages, checks = parse_prompt_row(
+            row, self.known_verifiers, judges=self.judges, judge_of=lambda name: self.remapped.get(name.lower(), name)
+        )
         if self.system_prompt is not None:
             turns = messages[1:] if messages[0]["role"] == "system" else messages
             messages = ({"role": "system", "content": self.system_prompt}, *turns)
         text, _ = self.chat.render(messages, ())
         details = json.dumps({"text": text, "checks": list(map(asdict, checks))})
         return RenderedRow(texts=(text,), replies=(None,), details=details.encode())
-
-    def _judge_of(self, names: Any) -> Any:
-        if isinstance(names, list):
-            return [self._judge_of(name) for name in names]
-        return self.remapped.get(names.lower(), names) if isinstance(names, str) else names
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         return pieces
@@ -202,12 +200,14 @@ class PromptStream:
 
 
 def row_changes(config: GRPOConfig) -> dict[str, Any]:
-    """What flags change of every row, as `PromptBuilder` takes it; nothing where they change nothing.
+    """What flags say of every row, as `PromptBuilder` takes it; nothing where they say nothing.
 
     Raises:
         InputError: the file of the system prompt cannot be read.
     """
     changes: dict[str, Any] = {}
+    if config.reward.verifier:
+        changes["judges"] = judges_named(config.reward.verifier)
     if config.reward.remap_verifier:
         changes["remapped"] = dict(word.split("=") for word in config.reward.remap_verifier)
     if (name := config.data.system_prompt_override_file) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
+from open_instruct.config.parser import nearest
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
 from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, StringF1, StringMatcher
@@ -19,7 +20,7 @@ ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 
 def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
-    """Verifiers by name; `user` are words of `--verifier`, each `FILE.py:Class` or `module:Class`.
+    """Verifiers by name; `user` are words of `--verifier`, each the name of one, `FILE.py:Class` or `module:Class`.
 
     `reward_model:FOLDER` and `prm:FOLDER` are verifiers too: what a run of ours has exported.
 
@@ -30,12 +31,26 @@ def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         _add(verifiers, f"the entry point {point.name} = {point.value}", point.value)
     for word in user:
-        name, _, settings = word.partition(":")
+        name, colon, settings = word.partition(":")
         if name in OF_FOLDERS and name not in verifiers:
             verifiers[name] = OF_FOLDERS[name](settings)
-            continue
-        _add(verifiers, f"--verifier {word}", word)
+        elif colon:
+            _add(verifiers, f"--verifier {word}", word)
+    if unknown := [word for word in user if ":" not in word and word not in verifiers]:
+        raise InputError(
+            f"--verifier {unknown[0]}: there is no verifier of that name{nearest(unknown[0], verifiers) or ';'} known "
+            f"are {', '.join(sorted(verifiers))}, and FILE.py:Class or module:Class of your own"
+        )
     return verifiers
+
+
+def judges_named(user: Sequence[str]) -> list[str]:
+    """The names of the verifiers that `--verifier` has words of: they judge rows that name none."""
+    names = [word.partition(":")[0] for word in user]
+    return [
+        name if name == word or name in OF_FOLDERS else load_named(word, origin=f"--verifier {word}", what="Class").name
+        for name, word in zip(names, user, strict=True)
+    ]
 
 
 def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:

@@ -26,7 +26,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Prompt
 from open_instruct.toys.tiny import train_tokenizer
 from open_instruct.verifiers.answers import Passthrough
-from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.verifiers.registry import judges_named, known_verifiers
 
 Load = Callable[..., tuple[Prompts, DataReport]]
 VERIFIERS = {name: known_verifiers()[name] for name in ("gsm8k", "ifeval", "string_matcher")}
@@ -168,6 +168,44 @@ def test_a_verifier_that_fails_over_a_ground_truth_refuses_the_row() -> None:
 
 def test_any_verifier_will_do_where_none_are_known() -> None:
     assert parse_prompt_row(row("q", verifier="mine"), None)[1] == (Check(verifier="mine", ground_truth="1"),)
+
+
+class TestRowsThatNameNoVerifier:
+    def test_those_of_the_flag_judge_them(self) -> None:
+        _, checks = parse_prompt_row({"question": "q", "ground_truth": "4"}, VERIFIERS, judges=["gsm8k"])
+        assert checks == (Check(verifier="gsm8k", ground_truth="4"),)
+        _, checks = parse_prompt_row({"prompt": "q", "ground_truth": "4"}, None, judges=["gsm8k", "mine"])
+        assert [(check.verifier, check.ground_truth) for check in checks] == [("gsm8k", "4"), ("mine", "4")]
+        _, (check,) = parse_prompt_row(row("q", verifier="string_matcher"), VERIFIERS, judges=["gsm8k"])
+        assert check.verifier == "string_matcher"
+
+    def test_without_the_flag_they_are_refused_with_it(self) -> None:
+        with pytest.raises(MalformedRow, match="no 'dataset', and no --verifier NAME to judge such rows; the row has"):
+            parse_prompt_row({"prompt": "q", "ground_truth": "4"}, VERIFIERS)
+
+    def test_the_flag_takes_names_classes_and_folders(self, tmp_path: Path) -> None:
+        own = tmp_path / "mine.py"
+        own.write_text(
+            "from open_instruct.verifiers.verifier import Verifier\n"
+            "class Short(Verifier):\n    name = 'short'\n"
+            "    def score(self, completion, ground_truth):\n        return float(len(completion) < 9)\n"
+        )
+        words = ["math", f"{own}:Short", "prm:/a/folder,last"]
+        assert judges_named(words) == ["math", "short", "prm"]
+        assert "short" in known_verifiers(words[:2])
+        with pytest.raises(InputError, match=r"--verifier gsm: there is no verifier of that name; did you mean g"):
+            known_verifiers(["gsm"])
+
+    def test_rows_of_verl(self, load: Load, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        asked = [{"role": "user", "content": "2 + 2?"}]
+        path.write_text(json.dumps({"prompt": asked, "reward_model": {"ground_truth": "4", "style": "rule"}}))
+        columns = ["ground_truth=reward_model.ground_truth"]
+        prompts, report = load(path, "1.0", columns=columns, judges=["gsm8k"])
+        assert prompts[0].checks == (Check(verifier="gsm8k", ground_truth="4"),)
+        assert report.warnings == ()
+        with pytest.raises(InputError, match=r"--columns ground_truth=reward_model.ground_truth, if that is what"):
+            load(path, "1.0", judges=["gsm8k"], known_verifiers=VERIFIERS)
 
 
 # --- the data set ---------------------------------------------------------------------------------------

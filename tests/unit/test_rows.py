@@ -118,8 +118,8 @@ def test_names_go_to_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> No
     datasets = pytest.importorskip("datasets")
     asked = []
 
-    def load_dataset(name: str, *, split: str) -> Any:
-        asked.append((name, split))
+    def load_dataset(name: str, configuration: str | None, *, split: str) -> Any:
+        asked.append((name, configuration, split))
         if name == "owner/gone":
             raise ConnectionError("no network")
         return datasets.Dataset.from_list(ROWS)
@@ -127,7 +127,8 @@ def test_names_go_to_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert numbers("owner/set", [4], split="test_prefs") == [(5, 4)]
     assert open_rows("owner/set", "test_prefs").name == "owner/set[test_prefs]"
-    assert asked[0] == ("owner/set", "test_prefs")
+    assert numbers("owner/set:main", [4]) == [(5, 4)]
+    assert (asked[0], asked[-1]) == (("owner/set", None, "test_prefs"), ("owner/set", "main", "train"))
     with pytest.raises(InputError, match=r"owner/gone: there is no such file.*ConnectionError: no network"):
         open_rows("owner/gone")
 

@@ -13,7 +13,10 @@ _ROWS_AT_ONCE = 1024
 
 
 class NamedRows:
-    """One split of what the datasets library finds under a name, or under a folder (`save_to_disk` or plain files)."""
+    """One split of what the datasets library finds under a name, or under a folder (`save_to_disk` or plain files).
+
+    A name may say which configuration: `openai/gsm8k:main`.
+    """
 
     def __init__(self, name: str, split: str, *, flag: str) -> None:
         import datasets
@@ -30,7 +33,8 @@ class NamedRows:
                         )
                     found = found[split]
             else:
-                found = datasets.load_dataset(str(path) if path.is_dir() else name, split=split)
+                repository, _, configuration = (str(path), "", "") if path.is_dir() else name.partition(":")
+                found = datasets.load_dataset(repository, configuration or None, split=split)
         except InputError:
             raise
         except Exception as error:  # the library raises many kinds, of its own and of its downloads

@@ -36,5 +36,5 @@ class Renamed:
             return value
         found = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
         self._unseen -= {self._columns[ours] for ours in found}
-        moved = {theirs for theirs in self._columns.values() if theirs in value}
+        moved = {theirs if theirs in value else theirs.partition(".")[0] for theirs in self._columns.values()}
         return {key: item for key, item in value.items() if key not in moved} | found
