@@ -25,7 +25,7 @@ from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import Tracker
 from open_instruct.run.opened import made_ready, shared_by
 from open_instruct.run.plan_check import memory_of, say_plan, with_chosen
-from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained, open_pretrained
+from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers
 from open_instruct.users_code import own_function
@@ -71,19 +71,11 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in layout.warnings:
             console.warn(warning)
         console.say(shared_by(layout, config.parallel, who="learner"))
-        pretrained = open_pretrained(
-            config.model,
-            max_seq_length=config.data.max_seq_length,
-            export_folder=directory.hf_model,
-            length_flag=LENGTHS_OF_ROLLOUTS,
-            layout=layout,
-            adapters=config.adapters,
-            data=config.data,
-        )
+        pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         for warning in pretrained.warnings:
             console.warn(warning)
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
-            open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
+            open_teacher(teacher, pretrained, config=config, layout=layout)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         template = choose_chat_template(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)

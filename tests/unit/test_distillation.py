@@ -296,7 +296,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folders: Path, *words: str) -> OpenedTeacher:
     config = flags("--model_name_or_path", str(folders / "student"), *words)
-    student = open_pretrained(config.model, max_seq_length=64, export_folder=folders / "out")
+    student = open_pretrained(config, folders / "out")
     return OpenedTeacher.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
 
 

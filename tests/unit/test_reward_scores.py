@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from open_instruct.cli import main
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ModelSection
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
@@ -55,8 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, *, seed: int = SEED) -> Pretrained:
-    section = ModelSection(model_name_or_path=str(folder))
-    return open_pretrained(section, max_seq_length=64, export_folder=folder / "out", head="score", seed=seed)
+    config = config_of("--seed", str(seed))
+    config.model.model_name_or_path = str(folder)
+    return open_pretrained(config, folder / "out", head="score")
 
 
 def scoring_model(pretrained: Pretrained, dtype: torch.dtype = torch.float32) -> Any:
