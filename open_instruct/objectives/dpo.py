@@ -64,8 +64,6 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
         first_loss=sum(first_losses) if len(first_losses) == len(known) else None,
-        remedy="the reference log-probs do not belong to these weights and rows. Remove the folder "
-        "'reference_logprobs' in --cache_dir and start again",
     )
 
 

@@ -25,6 +25,7 @@ from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.reward_model import (
+    REWARD_MODEL,
     SQUARE,
     RewardBuilder,
     RewardLossSection,
@@ -32,7 +33,6 @@ from open_instruct.objectives.reward_model import (
     bind,
     exported,
     pair_losses,
-    validate,
     with_std,
 )
 from open_instruct.packing.documents import pack_documents, pad_documents
@@ -209,7 +209,7 @@ def config_of(*words: str) -> RewardModelConfig:
 )
 def test_flags_that_cannot_work_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        validate(config_of(*words))
+        REWARD_MODEL.validate(config_of(*words))
 
 
 def test_what_transformers_could_not_open_is_refused_before_training(
