@@ -94,13 +94,7 @@ class PolicyTrainerOLMoCoreProcess:
 
         self.config = config
         self.run = join_run(config)
-        self.pretrained = open_pretrained(
-            config.model,
-            max_seq_length=config.data.max_seq_length,
-            export_folder=self.run.directory.hf_model,
-            adapters=config.adapters,
-            data=config.data,
-        )
+        self.pretrained = open_pretrained(config, self.run.directory.hf_model)
         self.learner = GRPOLearner(self.pretrained, run=self.run, config=config)
         self.sender = WeightSender(
             self.learner.policy.model,

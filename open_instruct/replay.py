@@ -114,12 +114,8 @@ def take_again(
         )
 
         def opened(model: str) -> Any:
-            return open_pretrained(
-                replace(config.model, model_name_or_path=model),
-                max_seq_length=config.data.max_seq_length,
-                export_folder=run.directory.hf_model,
-                adapters=config.adapters,
-            )
+            started = replace(config, model=replace(config.model, model_name_or_path=model))
+            return open_pretrained(started, run.directory.hf_model)
 
         pretrained = opened(weights.model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)

@@ -116,16 +116,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         raise InputError(f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out")
     backend = backend_of(config.parallel)
     with open_run(config, objective.name) as run:
-        pretrained = open_pretrained(
-            config.model,
-            max_seq_length=config.data.max_seq_length,
-            export_folder=run.directory.hf_model,
-            layout=run.layout,
-            head=objective.head,
-            seed=config.optim.seed,
-            adapters=config.adapters,
-            data=config.data,
-        )
+        pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head)
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
         config = planned_run(config, run, pretrained.folder)
         loss = objective.bound(config, pretrained.tokenizer)

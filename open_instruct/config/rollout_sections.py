@@ -44,6 +44,8 @@ class PromptDataSection:
         "where tokenised prompts are kept; default: $OPEN_INSTRUCT_CACHE or ~/.cache/open_instruct", None
     )
 
+    length_flags: ClassVar[str] = "--max_prompt_token_length and --response_length together:"
+
     @property
     def max_seq_length(self) -> int:
         """Tokens of the longest prompt with the longest response."""

@@ -95,6 +95,8 @@ class DataSection:
         None,
     )
 
+    length_flags: ClassVar[str] = "--max_seq_length"
+
 
 @dataclass(kw_only=True)
 class PreferenceDataSection(DataSection):

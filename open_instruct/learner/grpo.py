@@ -15,7 +15,7 @@ from open_instruct.learner.reference_policy import Reference, build_reference, b
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
-from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained
+from open_instruct.run.pretrained import Pretrained
 from open_instruct.run.start_model import start_model_of
 
 
@@ -67,8 +67,7 @@ class GRPOLearner:
                 self.policy, start, run=run, config=config, alpha=config.loss.alpha, **moves
             )
         if (name := config.loss.teacher_model_name_or_path) is not None:
-            lengths, layout = LENGTHS_OF_ROLLOUTS, run.layout
-            teacher = open_teacher(name, pretrained, config=config, layout=layout, length_flag=lengths)
+            teacher = open_teacher(name, pretrained, config=config, layout=run.layout)
             self.policy.teacher = build_teacher(teacher, pretrained, self.policy, run=run, config=config)
         self.loop = Loop(
             self.policy,

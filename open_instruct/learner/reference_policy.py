@@ -11,6 +11,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import Learner
@@ -78,20 +79,14 @@ def moving_reference(
     return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
 
-def open_teacher(
-    name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout, length_flag: str = "--max_seq_length"
-) -> Pretrained:
+def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout) -> Pretrained:
     """The model of --teacher_model_name_or_path; `build_teacher` builds it.
 
     :raises InputError: it cannot be opened, or its vocabulary is not the student's, so that they cannot be compared.
     """
-    teacher = open_pretrained(
-        replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None),
-        max_seq_length=config.data.max_seq_length,
-        export_folder=RunDirectory(path=Path(config.run.output_dir)).hf_model,
-        length_flag=length_flag,
-        layout=layout,
-    )
+    model = replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None)
+    folder = RunDirectory(path=Path(config.run.output_dir)).hf_model
+    teacher = open_pretrained(replace(config, model=model, lora=LoRASection()), folder, layout=layout)
     ours, theirs = student.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if ours == theirs:
         return teacher

@@ -23,40 +23,34 @@ from open_instruct.losses.logprobs import MAX_LOG_RATIO, ROUNDING, per_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLossInputs:
-    """What any preference loss is computed from. Log-probs are sums over the reply's tokens.
+    """What any preference loss is computed from: of the chosen replies, and below them of the rejected ones.
 
-    `*_collision_logps_P` are sums of log(sum over v of p(v)^2), see `TokenLogprobs`; without them, weights are not
-    aligned. `matched_3P` is what a loss of the global batch must know of the other pairs: see `matched_pairs`.
+    Log-probs are sums over the reply's tokens. `collision_logps_2P` are sums of log(sum over v of p(v)^2), see
+    `TokenLogprobs`; without them, weights are not aligned. `matched_3P` is what a loss of the global batch must know of
+    the other pairs: see `matched_pairs`.
 
     Example: one pair, replies of 2 and 4 tokens, before the first step::
 
         PreferenceLossInputs(
-            policy_chosen_logps_P=torch.tensor([-3.0]),
-            policy_rejected_logps_P=torch.tensor([-8.0]),
-            chosen_lengths_P=torch.tensor([2]),
-            rejected_lengths_P=torch.tensor([4]),
-            reference_chosen_logps_P=torch.tensor([-3.0]),
-            reference_rejected_logps_P=torch.tensor([-8.0]),
+            policy_logps_2P=torch.tensor([[-3.0], [-8.0]]),
+            lengths_2P=torch.tensor([[2], [4]]),
+            reference_logps_2P=torch.tensor([[-3.0], [-8.0]]),
         )
     """
 
-    policy_chosen_logps_P: torch.Tensor
-    policy_rejected_logps_P: torch.Tensor
-    chosen_lengths_P: torch.Tensor
-    rejected_lengths_P: torch.Tensor
-    reference_chosen_logps_P: torch.Tensor | None = None
-    reference_rejected_logps_P: torch.Tensor | None = None
-    chosen_collision_logps_P: torch.Tensor | None = None
-    rejected_collision_logps_P: torch.Tensor | None = None
+    policy_logps_2P: torch.Tensor
+    lengths_2P: torch.Tensor
+    reference_logps_2P: torch.Tensor | None = None
+    collision_logps_2P: torch.Tensor | None = None
     matched_3P: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        # Shapes (B,) and (B, T) broadcast silently into a wrong loss, so every one must be the same (P,).
-        num_pairs = self.policy_chosen_logps_P.shape[:1]
-        assert (self.reference_chosen_logps_P is None) == (self.reference_rejected_logps_P is None)
+        # Shapes (B,) and (B, T) broadcast silently into a wrong loss, so every one must have the same P.
+        num_pairs = self.policy_logps_2P.shape[1]
         for name in self.__slots__:
             tensor = getattr(self, name)
-            assert tensor is None or tensor.shape[-1:] == num_pairs, f"{name}: {tuple(tensor.shape)}, not {num_pairs}"
+            shape = (int(name[-2]), num_pairs)
+            assert tensor is None or tensor.shape == shape, f"{name}: {tuple(tensor.shape)}, not {shape}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +58,15 @@ class PreferenceLossOutputs:
     """Per-pair results. Only `losses_P` carries a gradient.
 
     Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta * policy):
-    sums, or means over the reply's tokens for a length-normalised loss. `*_logps_P` are those of the policy.
+    sums, or means over the reply's tokens for a length-normalised loss. `logps_2P` are those of the policy.
     Of several losses the leading one says how. `parts` are the losses of each, before they are weighted.
     `is_right_P` says whether the chosen reply has the higher reward, by more than the log-probs' rounding: a policy
     that equals its reference, and has it computed by ranks that split rows otherwise, tells no pair apart.
     """
 
     losses_P: torch.Tensor
-    chosen_rewards_P: torch.Tensor
-    rejected_rewards_P: torch.Tensor
-    chosen_logps_P: torch.Tensor
-    rejected_logps_P: torch.Tensor
+    rewards_2P: torch.Tensor
+    logps_2P: torch.Tensor
     is_right_P: torch.Tensor
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -132,16 +124,12 @@ def wpo_losses(pairs: ComparedPairs) -> torch.Tensor:
     `log(sum over v of p(v)^2)`, what the policy expects of a token it draws itself.
     """
     inputs = pairs.inputs
-    with torch.no_grad():
-        chosen_logps_P, rejected_logps_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
-        if pairs.loss.weight_alignment:
-            assert inputs.chosen_collision_logps_P is not None and inputs.rejected_collision_logps_P is not None
-            chosen_logps_P = chosen_logps_P - inputs.chosen_collision_logps_P
-            rejected_logps_P = rejected_logps_P - inputs.rejected_collision_logps_P
-        chosen_means_P = per_token(chosen_logps_P, inputs.chosen_lengths_P)
-        rejected_means_P = per_token(rejected_logps_P, inputs.rejected_lengths_P)
-        weights_P = torch.exp(chosen_means_P + rejected_means_P).clamp(max=1.0)
-    return weights_P * logistic_losses(pairs)
+    logps_2P = inputs.policy_logps_2P.detach()
+    if pairs.loss.weight_alignment:
+        assert inputs.collision_logps_2P is not None
+        logps_2P = logps_2P - inputs.collision_logps_2P
+    chosen_means_P, rejected_means_P = per_token(logps_2P, inputs.lengths_2P)
+    return torch.exp(chosen_means_P + rejected_means_P).clamp(max=1.0) * logistic_losses(pairs)
 
 
 def ipo_losses(pairs: ComparedPairs) -> torch.Tensor:
@@ -237,7 +225,7 @@ def discopop_losses(pairs: ComparedPairs) -> torch.Tensor:
 
 def sft_losses(pairs: ComparedPairs) -> torch.Tensor:
     """-log p of the chosen reply, a mean over its tokens: the second part of iterative RPO, arXiv 2404.19733 eq. 1."""
-    return -per_token(pairs.inputs.policy_chosen_logps_P, pairs.inputs.chosen_lengths_P)
+    return -per_token(pairs.inputs.policy_logps_2P[0], pairs.inputs.lengths_2P[0])
 
 
 def cpo_losses(pairs: ComparedPairs) -> torch.Tensor:
@@ -301,19 +289,16 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
     """
     parts = {name: PREFERENCE_FUNCTIONS[name](compared(name, inputs, loss)) for name in loss.names}
     leading = compared(loss.leading, inputs, loss)
-    chosen_logps_P, rejected_logps_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
+    logps_2P = inputs.policy_logps_2P
     if PREFERENCE_LOSSES[loss.leading].per_token:
-        chosen_logps_P = per_token(chosen_logps_P, inputs.chosen_lengths_P)
-        rejected_logps_P = per_token(rejected_logps_P, inputs.rejected_lengths_P)
-    rounding_P = ROUNDING * (chosen_logps_P.abs() + rejected_logps_P.abs())
+        logps_2P = per_token(logps_2P, inputs.lengths_2P)
+    rounding_P = ROUNDING * logps_2P.abs().sum(dim=0)
     weights = loss.loss_weights or [1.0] * len(parts)
     weighted = [weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)]
     return PreferenceLossOutputs(
         losses_P=sum(weighted[1:], start=weighted[0]),
-        chosen_rewards_P=leading.chosen_rewards_P.detach(),
-        rejected_rewards_P=leading.rejected_rewards_P.detach(),
-        chosen_logps_P=chosen_logps_P.detach(),
-        rejected_logps_P=rejected_logps_P.detach(),
+        rewards_2P=torch.stack([leading.chosen_rewards_P, leading.rejected_rewards_P]).detach(),
+        logps_2P=logps_2P.detach(),
         is_right_P=(leading.chosen_P - leading.rejected_P > rounding_P).float(),
         parts={name: part_P.detach() for name, part_P in parts.items()},
     )
@@ -322,16 +307,14 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
 def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSection) -> ComparedPairs:
     """What the loss of that name compares, of the chosen and of the rejected replies."""
     known = PREFERENCE_LOSSES[name]
-    chosen_P, rejected_P = inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P
+    compared_2P = inputs.policy_logps_2P
     if known.needs_reference:
-        references = inputs.reference_chosen_logps_P, inputs.reference_rejected_logps_P
-        assert references[0] is not None and references[1] is not None, f"{name} needs the reference log-probs"
+        assert inputs.reference_logps_2P is not None, f"{name} needs the reference log-probs"
         # Policy and reference are close: subtracting them first, before chosen and rejected, loses no digits.
-        chosen_P, rejected_P = chosen_P - references[0], rejected_P - references[1]
+        compared_2P = compared_2P - inputs.reference_logps_2P
     if known.per_token:
-        chosen_P = per_token(chosen_P, inputs.chosen_lengths_P)
-        rejected_P = per_token(rejected_P, inputs.rejected_lengths_P)
-    chosen_P, rejected_P = _of_divergence(chosen_P, loss), _of_divergence(rejected_P, loss)
+        compared_2P = per_token(compared_2P, inputs.lengths_2P)
+    chosen_P, rejected_P = _of_divergence(compared_2P, loss)
     return ComparedPairs(chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, loss=loss)
 
 
@@ -352,11 +335,10 @@ def _of_divergence(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> t
 
 def to_match(inputs: PreferenceLossInputs) -> torch.Tensor:
     """What `matched_pairs` wants of pairs, shape (3, P), float64: both log-ratios, and the reference's margins."""
-    reference_chosen_P, reference_rejected_P = inputs.reference_chosen_logps_P, inputs.reference_rejected_logps_P
-    assert reference_chosen_P is not None and reference_rejected_P is not None
-    chosen_P = inputs.policy_chosen_logps_P - reference_chosen_P
-    rejected_P = inputs.policy_rejected_logps_P - reference_rejected_P
-    return torch.stack([chosen_P, rejected_P, reference_chosen_P - reference_rejected_P]).detach().double()
+    assert inputs.reference_logps_2P is not None
+    reference_chosen_P, reference_rejected_P = inputs.reference_logps_2P
+    log_ratios_2P = inputs.policy_logps_2P - inputs.reference_logps_2P
+    return torch.stack([*log_ratios_2P, reference_chosen_P - reference_rejected_P]).detach().double()
 
 
 def matched_pairs(to_match_3P: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import changed, refuse, training_problems, training_warnings
+from open_instruct.config.validation import changed
 from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.objectives.checks import validated
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     BoundLoss,
@@ -82,16 +83,6 @@ class DistillConfig(TrainingConfig):
 
     distillation: DistillationSection
     optim: SFTOptimSection
-
-
-def validate_distill(config: DistillConfig) -> list[str]:
-    """Check everything that the flags alone can tell, and return warnings.
-
-    Raises:
-        InputError: listing every problem, each with its remedy.
-    """
-    refuse([*training_problems(config), *_problems(config)])
-    return list(training_warnings(config))
 
 
 def _problems(config: DistillConfig) -> Iterator[str]:
@@ -192,7 +183,7 @@ def evaluate(
 DISTILL = Objective(
     name="distill",
     config_class=DistillConfig,
-    validate=validate_distill,
+    validate=lambda config: validated(config, _problems(config)),
     rows=SFTBuilder,
     bind=lambda config: bind(config.distillation),
     teacher=teacher_of,

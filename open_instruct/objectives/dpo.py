@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from open_instruct.config.dpo import DPOConfig, loss_problems, needs_reference, validate_dpo
 from open_instruct.config.losses import PREFERENCE_LOSSES
@@ -64,14 +64,14 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
         first_loss=sum(first_losses) if len(first_losses) == len(known) else None,
-        remedy="the reference log-probs do not belong to these weights and rows. Remove the folder "
-        "'reference_logprobs' in --cache_dir and start again",
     )
 
 
 def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | None) -> PreferenceLossInputs:
     """What the loss of a microbatch is computed from."""
     from open_instruct.losses.logprobs import sum_by_reply
+    from open_instruct.losses.preference import PreferenceLossInputs
+    from open_instruct.packing.on_device import on_device
 
     def sums(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_by_reply(values_N, scores.sequence_ids_N, batch.packed.num_sequences, ld_alpha)
@@ -80,42 +80,13 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
     reference_S = batch.values.get(f"{REFERENCE}_S")
     if REFERENCE_TOKENS in batch.values:
         reference_S, _ = sums(batch.values[REFERENCE_TOKENS])
-    return by_pair(
-        logps_S,
-        lengths_S,
-        reference_S,
-        collisions_S=None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0],
-        matched_3P=batch.values.get(MATCHED),
-    )
-
-
-def by_pair(
-    logps_S: torch.Tensor,
-    lengths_S: torch.Tensor,
-    reference_S: torch.Tensor | None,
-    *,
-    collisions_S: torch.Tensor | None = None,
-    matched_3P: torch.Tensor | None = None,
-) -> PreferenceLossInputs:
-    """From sums over the replies, chosen before rejected."""
-    from open_instruct.losses.preference import PreferenceLossInputs
-    from open_instruct.packing.on_device import on_device
-
-    def halves(values_S: torch.Tensor | None) -> Sequence[Any]:
-        return (None, None) if values_S is None else on_device(values_S, logps_S.device).view(2, -1).unbind()
-
-    (chosen_P, rejected_P), (chosen_lengths_P, rejected_lengths_P) = halves(logps_S), halves(lengths_S)
-    (reference_chosen_P, reference_rejected_P), collisions = halves(reference_S), halves(collisions_S)
+    collisions_S = None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0]
     return PreferenceLossInputs(
-        policy_chosen_logps_P=chosen_P,
-        policy_rejected_logps_P=rejected_P,
-        chosen_lengths_P=chosen_lengths_P,
-        rejected_lengths_P=rejected_lengths_P,
-        reference_chosen_logps_P=reference_chosen_P,
-        reference_rejected_logps_P=reference_rejected_P,
-        chosen_collision_logps_P=collisions[0],
-        rejected_collision_logps_P=collisions[1],
-        matched_3P=matched_3P,
+        policy_logps_2P=logps_S.view(2, -1),
+        lengths_2P=lengths_S.view(2, -1),
+        reference_logps_2P=None if reference_S is None else on_device(reference_S, logps_S.device).view(2, -1),
+        collision_logps_2P=None if collisions_S is None else collisions_S.view(2, -1),
+        matched_3P=batch.values.get(MATCHED),
     )
 
 
@@ -146,16 +117,17 @@ def with_matched_pairs(
 
 def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
     """Means over the pairs of a microbatch, weighted by their number."""
-    margins_P = outputs.chosen_rewards_P - outputs.rejected_rewards_P
+    chosen_P, rejected_P = outputs.rewards_2P
+    chosen_logps_P, rejected_logps_P = outputs.logps_2P
     values_P = {
         "loss": outputs.losses_P.detach(),
         **({f"loss/{name}": part_P for name, part_P in outputs.parts.items()} if len(outputs.parts) > 1 else {}),
-        "rewards/chosen": outputs.chosen_rewards_P,
-        "rewards/rejected": outputs.rejected_rewards_P,
-        "rewards/margin": margins_P,
+        "rewards/chosen": chosen_P,
+        "rewards/rejected": rejected_P,
+        "rewards/margin": chosen_P - rejected_P,
         "rewards/accuracy": outputs.is_right_P,
-        "logps/chosen": outputs.chosen_logps_P,
-        "logps/rejected": outputs.rejected_logps_P,
+        "logps/chosen": chosen_logps_P,
+        "logps/rejected": rejected_logps_P,
     }
     return mean_metrics(values_P)
 
@@ -171,18 +143,19 @@ def evaluate(
     """
     import torch
 
-    from open_instruct.losses.preference import matched_pairs, preference_loss, to_match
+    from open_instruct.losses.preference import PreferenceLossInputs, matched_pairs, preference_loss, to_match
 
-    lengths_S = torch.as_tensor(dataset.label_lengths(), dtype=torch.float32).T.flatten()
-    logps_S = torch.from_numpy(logps_N2).T.flatten()
-    reference_S = None if reference_N2 is None else torch.from_numpy(reference_N2).T.flatten()
-    inputs = by_pair(logps_S, lengths_S, reference_S)
-    if reference_S is not None:
+    inputs = PreferenceLossInputs(
+        policy_logps_2P=torch.tensor(logps_N2.T),
+        lengths_2P=torch.tensor(dataset.label_lengths().T, dtype=torch.float32),
+        reference_logps_2P=None if reference_N2 is None else torch.tensor(reference_N2.T),
+    )
+    if reference_N2 is not None:
         inputs = replace(inputs, matched_3P=matched_pairs(to_match(inputs)))
     # How likely other tokens are is not known of held-out replies.
     outputs = preference_loss(replace(config.loss, weight_alignment=False), inputs)
-    margins_N = outputs.chosen_rewards_P - outputs.rejected_rewards_P
-    accuracy = float((outputs.chosen_logps_P > outputs.rejected_logps_P).float().mean())
+    margins_N = outputs.rewards_2P[0] - outputs.rewards_2P[1]
+    accuracy = float((outputs.logps_2P[0] > outputs.logps_2P[1]).float().mean())
     return Evaluation(
         row={
             "eval/preference_accuracy": accuracy,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing, flag, free_flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
+from open_instruct.config.validation import sharing_problems
 from open_instruct.data.foreign_json import kind_of
 from open_instruct.data.messages import Message, check_is_learned
 from open_instruct.data.preference_rows import parse_preference_row
@@ -25,6 +25,7 @@ from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.row_forms import conversation_of
 from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.errors import InputError
+from open_instruct.objectives.checks import validated
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     REFERENCE,
@@ -99,16 +100,6 @@ class KTOConfig(TrainingConfig):
     data: KTODataSection
     loss: KTOLossSection
     optim: KTOOptimSection
-
-
-def validate_kto(config: KTOConfig) -> list[str]:
-    """Check everything that the flags alone can tell, and return warnings.
-
-    Raises:
-        InputError: listing every problem, each with its remedy.
-    """
-    refuse([*training_problems(config), *sharing_problems(config.data, config.data.prefix_sharing)])
-    return list(training_warnings(config))
 
 
 def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:
@@ -350,8 +341,6 @@ def bind(config: KTOConfig) -> BoundLoss:
         prepare=prepare,
         looks_at=looks_at,
         first_loss=first_loss,
-        remedy="the reference log-probs do not belong to these weights and rows. Remove the folder "
-        "'reference_logprobs' in --cache_dir and start again",
     )
 
 
@@ -424,7 +413,7 @@ def evaluate(
 KTO = Objective(
     name="kto",
     config_class=KTOConfig,
-    validate=validate_kto,
+    validate=lambda config: validated(config, sharing_problems(config.data, config.data.prefix_sharing)),
     rows=MismatchedBuilder,
     rows_under=lambda config: MismatchedBuilder if config.loss.has_mismatched else UnpairedBuilder,
     documents_learned=1,

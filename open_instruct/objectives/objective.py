@@ -18,6 +18,7 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.data.chat import single_token_id
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.models.names import Head
+from open_instruct.objectives.checks import validated
 from open_instruct.records import Batch, Metric, StepBatch
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class BoundLoss:
     `with_collisions` ask for what `TokenLogprobs` may have. `ld_alpha` says how frozen log-probs are summed over the
     replies of a pair, see `sum_by_reply`. `first_loss` is the loss of a policy that equals its reference, where that is
     a number, or one of the counts of the first step; `never_negative` are metrics that are below 0 by rounding at most;
-    `remedy` says what it means that a step had another.
+    `remedy` says what it means that a step had another: by default, of a loss that is held against frozen scores.
 
     `prepare(step, scores, gather)` is there where the loss of a row depends on other rows of the global batch, or on
     the policy before the update. It is given the policy's log-probs of every microbatch, without gradient, before the
@@ -99,7 +100,10 @@ class BoundLoss:
     ld_alpha: float | None = None
     first_loss: float | Callable[[Mapping[str, int]], float] | None = None
     never_negative: tuple[str, ...] = ()
-    remedy: str = ""
+    remedy: str = (
+        "the reference log-probs do not belong to these weights and rows. Remove the folder 'reference_logprobs' in "
+        "--cache_dir and start again"
+    )
     classes: tuple[str, ...] = ()
     class_ids: tuple[int, ...] = ()
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
@@ -173,7 +177,7 @@ class Objective:
 
     name: str
     config_class: type
-    validate: Callable[[Any], list[str]]
+    validate: Callable[[Any], list[str]] = validated
     rows: type[RowBuilder]
     rows_under: Callable[[Any], type[RowBuilder]] | None = None
     documents_learned: int | None = None

@@ -5,17 +5,17 @@ Legend: N steps of a microbatch, R rows of a data set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import refuse, training_problems, training_warnings
 from open_instruct.data.chat import ChatFormat, single_token_id
 from open_instruct.data.messages import kind_of, parse_conversation
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.rows import MalformedRow
+from open_instruct.objectives.checks import validated
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.parallel.wording import counted
@@ -72,24 +72,17 @@ class PRMConfig(TrainingConfig):
     optim: PRMOptimSection
 
 
-def validate(config: PRMConfig) -> list[str]:
-    """Check everything that the flags alone can tell, and return warnings.
-
-    Raises:
-        InputError: listing every problem, each with its remedy.
-    """
-    problems, steps = list(training_problems(config)), config.steps
+def _problems(config: PRMConfig) -> Iterator[str]:
+    steps = config.steps
     if config.parallel.tensor_parallel_degree > 1:
-        problems.append(
+        yield (
             f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: two logits are read where a split "
             "head has a part of them each; shard over more GPUs, or use --context_parallel_degree"
         )
     if len(set(steps.reward_tokens)) != 2 or len(steps.reward_tokens) != 2:
-        problems.append(f"--reward_tokens {' '.join(steps.reward_tokens)}: takes two tokens, such as + -")
+        yield f"--reward_tokens {' '.join(steps.reward_tokens)}: takes two tokens, such as + -"
     if not steps.step_separator or steps.placeholder_token == "":
-        problems.append("--step_separator and --placeholder_token: no text ends no step; give one")
-    refuse(problems)
-    return list(training_warnings(config))
+        yield "--step_separator and --placeholder_token: no text ends no step; give one"
 
 
 def texts_of_steps(row: Mapping[str, Any], chat: ChatFormat, *, separator: str, placeholder: str | None) -> list[str]:
@@ -287,7 +280,7 @@ def exported(config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: P
 PRM = Objective(
     name="prm",
     config_class=PRMConfig,
-    validate=validate,
+    validate=lambda config: validated(config, _problems(config)),
     rows=StepBuilder,
     bind=lambda config: bind(config.steps),
     evaluate=evaluate,

@@ -5,19 +5,20 @@ Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import refuse, sharing_problems, training_problems, training_warnings
+from open_instruct.config.validation import sharing_problems
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.messages import kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
+from open_instruct.objectives.checks import validated
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.parallel.wording import counted
@@ -69,20 +70,13 @@ class RewardModelConfig(TrainingConfig):
     optim: RewardOptimSection
 
 
-def validate(config: RewardModelConfig) -> list[str]:
-    """Check everything that the flags alone can tell, and return warnings.
-
-    Raises:
-        InputError: listing every problem, each with its remedy.
-    """
-    problems = list(training_problems(config))
+def _problems(config: RewardModelConfig) -> Iterator[str]:
     if config.parallel.tensor_parallel_degree > 1:
-        problems.append(
+        yield (
             f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: the head of a reward model is one "
             "row, which is not split; shard over more GPUs, or use --context_parallel_degree"
         )
-    refuse([*problems, *sharing_problems(config.data, config.data.prefix_sharing)])
-    return list(training_warnings(config))
+    yield from sharing_problems(config.data, config.data.prefix_sharing)
 
 
 class RewardBuilder(PreferenceBuilder):
@@ -247,7 +241,7 @@ def exported(
 REWARD_MODEL = Objective(
     name="reward_model",
     config_class=RewardModelConfig,
-    validate=validate,
+    validate=lambda config: validated(config, _problems(config)),
     rows=RewardBuilder,
     bind=lambda config: bind(config.loss),
     prefix_sharing=lambda config: config.data.prefix_sharing,

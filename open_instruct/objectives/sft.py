@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from open_instruct.config.sections import SFTOptimSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import refuse, training_problems, training_warnings
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
@@ -31,16 +30,6 @@ class SFTConfig(TrainingConfig):
     )
 
     optim: SFTOptimSection
-
-
-def validate_sft(config: SFTConfig) -> list[str]:
-    """Check everything that the flags alone can tell, and return warnings.
-
-    Raises:
-        InputError: listing every problem, each with its remedy.
-    """
-    refuse(training_problems(config))
-    return list(training_warnings(config))
 
 
 def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
@@ -66,7 +55,6 @@ def evaluate(
 SFT = Objective(
     name="sft",
     config_class=SFTConfig,
-    validate=validate_sft,
     rows=SFTBuilder,
     bind=lambda config: BoundLoss(function=cross_entropy),
     evaluate=evaluate,

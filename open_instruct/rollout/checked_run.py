@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,10 +23,11 @@ from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.rollout.conversations import load_conversations
 from open_instruct.run.console import Console
+from open_instruct.run.datasets import reading
 from open_instruct.run.metrics_log import Tracker
 from open_instruct.run.opened import made_ready, shared_by
 from open_instruct.run.plan_check import memory_of, say_plan, with_chosen
-from open_instruct.run.pretrained import LENGTHS_OF_ROLLOUTS, Pretrained, open_pretrained
+from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import build_trackers
 from open_instruct.users_code import own_function
@@ -71,19 +73,11 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in layout.warnings:
             console.warn(warning)
         console.say(shared_by(layout, config.parallel, who="learner"))
-        pretrained = open_pretrained(
-            config.model,
-            max_seq_length=config.data.max_seq_length,
-            export_folder=directory.hf_model,
-            length_flag=LENGTHS_OF_ROLLOUTS,
-            layout=layout,
-            adapters=config.adapters,
-            data=config.data,
-        )
+        pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         for warning in pretrained.warnings:
             console.warn(warning)
         if (teacher := config.loss.teacher_model_name_or_path) is not None:
-            open_teacher(teacher, pretrained, config=config, layout=layout, length_flag=LENGTHS_OF_ROLLOUTS)
+            open_teacher(teacher, pretrained, config=config, layout=layout)
         config = _planned(config, pretrained.folder, console, directory)
         data = config.data
         template = choose_chat_template(pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos)
@@ -96,37 +90,24 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
                     "the policy's: it is given the policy's prompts as they are, and may judge what it has never seen"
                 )
 
-        def load(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> Prompts:
+        def load(title: str, *listed: Any) -> Prompts:
             with console.counting(title) as on_progress:
                 prompts, report = load_prompt_dataset(
-                    mixer_list=mixer_list,
-                    splits=splits,
-                    tokenizer=pretrained.tokenizer,
-                    chat_template_name=data.chat_template_name,
-                    add_bos=data.add_bos,
                     max_prompt_token_length=data.max_prompt_token_length,
-                    on_bad_row=data.on_bad_row,
-                    seed=config.optim.seed,
-                    cache_dir=data.cache_dir,
-                    columns=data.columns,
-                    flag=flag,
                     known_verifiers=verifiers,
                     on_progress=on_progress,
+                    **reading(config, pretrained.tokenizer, *listed),
                     **changes,
                 )
             console.report(title, report.lines())
             return prompts
 
-        held_out = None
         doing("reading the prompts")
         prompts = load("prompts", "--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+        held_out = None
         if data.dataset_mixer_eval_list:
-            held_out = load(
-                "held-out prompts",
-                "--dataset_mixer_eval_list",
-                data.dataset_mixer_eval_list,
-                data.dataset_mixer_eval_list_splits,
-            )
+            listed = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
+            held_out = load("held-out prompts", "--dataset_mixer_eval_list", *listed)
         yield RolloutRun(
             config=config,
             layout=layout,

@@ -11,6 +11,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.records import RolloutSample
+from open_instruct.run.datasets import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,20 +30,8 @@ def load_conversations(
     data = config.data
     if not data.sft_mixer_list:
         return None
-    dataset, report = load_token_dataset(
-        SFTBuilder,
-        mixer_list=data.sft_mixer_list,
-        splits=data.sft_mixer_list_splits,
-        tokenizer=tokenizer,
-        chat_template_name=data.chat_template_name,
-        add_bos=data.add_bos,
-        max_seq_length=data.max_seq_length,
-        on_bad_row=data.on_bad_row,
-        seed=config.optim.seed,
-        cache_dir=data.cache_dir,
-        columns=data.columns,
-        flag="--sft_mixer_list",
-    )
+    given = reading(config, tokenizer, "--sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
+    dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **given)
     tell("conversations", report.lines())
     return dataset
 

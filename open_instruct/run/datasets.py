@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
@@ -13,6 +13,9 @@ from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.console import Console
 from open_instruct.run.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def load_datasets(
@@ -29,25 +32,12 @@ def load_datasets(
 
     data = config.data
 
-    def load_one(title: str, flag: str, mixer_list: list[str], splits: list[str]) -> TokenDataset:
+    def load_one(title: str, *listed: Any) -> TokenDataset:
+        given = {**reading(config, pretrained.tokenizer, *listed), "max_seq_length": data.max_seq_length, **own}
+
         def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
             with Console(speaks=speaks).counting(title) as on_progress:
-                return load_token_dataset(
-                    rows,
-                    mixer_list=mixer_list,
-                    splits=splits,
-                    tokenizer=pretrained.tokenizer,
-                    chat_template_name=data.chat_template_name,
-                    add_bos=data.add_bos,
-                    max_seq_length=data.max_seq_length,
-                    on_bad_row=data.on_bad_row,
-                    seed=config.optim.seed,
-                    cache_dir=data.cache_dir,
-                    columns=data.columns,
-                    flag=flag,
-                    on_progress=on_progress,
-                    **own,
-                )
+                return load_token_dataset(rows, on_progress=on_progress, **given)
 
         console.report(title, on_main_process(lambda: read(console.speaks)[1].lines()))
         return read(False)[0]
@@ -57,3 +47,22 @@ def load_datasets(
     if not data.eval_mixer_list:
         return training, None
     return training, load_one("held-out data", "--eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits)
+
+
+def reading(
+    config: LearnerConfig, tokenizer: PreTrainedTokenizerFast, flag: str, mixer_list: list[str], splits: list[str]
+) -> dict[str, Any]:
+    """What `load_token_dataset` is told of the rows that `flag` lists, but for the form that they have."""
+    data = config.data
+    return {
+        "flag": flag,
+        "mixer_list": mixer_list,
+        "splits": splits,
+        "tokenizer": tokenizer,
+        "chat_template_name": data.chat_template_name,
+        "add_bos": data.add_bos,
+        "on_bad_row": data.on_bad_row,
+        "seed": config.optim.seed,
+        "cache_dir": data.cache_dir,
+        "columns": data.columns,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -14,6 +14,7 @@ import yaml
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import COMMAND, parse
 from open_instruct.config.sections import flag
 from open_instruct.config.training import LearnerConfig
@@ -71,12 +72,9 @@ def export_command(words: Sequence[str]) -> int:
 
     folder, lora = checkpoint_of(run, named), config.adapters
     pretrained = open_pretrained(
-        config.model,
-        max_seq_length=1,
-        export_folder=Path(flags.output_dir),
+        replace(config, lora=LoRASection()),  # the adapter that it began with is not asked for
+        Path(flags.output_dir),
         head="vocabulary" if objective is None else objective.head,
-        seed=config.optim.seed,
-        data=config.data,
     )
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")

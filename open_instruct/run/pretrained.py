@@ -13,9 +13,9 @@ import torch
 from olmo_core.nn.transformer import Transformer
 from transformers import PretrainedConfig
 
-from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
-from open_instruct.config.sections import DataSection, ModelSection
+from open_instruct.config.sections import DataSection
+from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import choose_chat_template, load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
@@ -86,31 +86,19 @@ class Pretrained:
         return self.dtype if name == "source" else getattr(torch, name)
 
 
-# What the longest sequence of a GRPO run comes from.
-LENGTHS_OF_ROLLOUTS = "--max_prompt_token_length and --response_length together:"
-
-
 def open_pretrained(
-    model: ModelSection,
-    *,
-    max_seq_length: int,
-    export_folder: Path,
-    length_flag: str = "--max_seq_length",
-    layout: ShardLayout | None = None,
-    head: Head = "vocabulary",
-    seed: int = 0,
-    adapters: LoRASection | None = None,
-    data: DataSection | PromptDataSection | None = None,
+    config: LearnerConfig, export_folder: Path, *, layout: ShardLayout | None = None, head: Head = "vocabulary"
 ) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
     That the trained model can be written to `export_folder` in the end is checked now too, and that the ranks of
-    `layout` can share its heads. `length_flag` is what `max_seq_length` comes from. A model that is to score may start
-    from one that does not; its head is drawn from `seed`. With `adapters`, the adapter that they name is opened too.
-    The chat template of `data` is read now: the file may be another one when the model is exported.
+    `layout` can share its heads. A model that is to score may start from one that does not; its head is drawn from
+    the run's seed. The adapter that the flags name is opened too. The chat template is read now: the file may be
+    another one when the model is exported.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
+    model, data, lora = config.model, config.data, config.adapters
     doing("reading what is in the start model's folder")
     folder, tokenizer_folder = local_folder(model.model_name_or_path, revision=model.model_revision), None
     if model.tokenizer_name_or_path:
@@ -132,21 +120,24 @@ def open_pretrained(
             f"vocab_size {hf_config.vocab_size}: they do not belong together"
         )
     longest = getattr(hf_config, "max_position_embeddings", None)
-    if longest is not None and max_seq_length > longest:
+    if longest is not None and data.max_seq_length > longest:
         raise InputError(
-            f"{length_flag} {max_seq_length} is more than the {longest} positions the model in {folder} has; "
-            f"use at most {longest}"
+            f"{data.length_flags} {data.max_seq_length} is more than the {longest} positions the model in {folder} "
+            f"has; use at most {longest}"
         )
     names = TensorNames(hf_config, head=head)
-    files = ScoreFiles.open_or_draw(folder, hf_config, seed=seed) if head == "score" else CheckpointFiles.open(folder)
+    if head == "score":
+        files: CheckpointFiles = ScoreFiles.open_or_draw(folder, hf_config, seed=config.optim.seed)
+    else:
+        files = CheckpointFiles.open(folder)
     bare = build_model(hf_config, init_device="meta", head=head)
     shapes = parameter_shapes(bare)
     check_cover(names, files, shapes)
     check_exportable(names, shapes)
     check_destination(folder, export_folder)
     adapter = None
-    if adapters is not None and adapters.adapter_name_or_path is not None:
-        adapter = open_adapter(local_folder(adapters.adapter_name_or_path), bare, names, adapters)
+    if lora is not None and lora.adapter_name_or_path is not None:
+        adapter = open_adapter(local_folder(lora.adapter_name_or_path), bare, names, lora)
     return Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
@@ -159,8 +150,8 @@ def open_pretrained(
     )
 
 
-def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection | None) -> str | None:
+def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:
     """What is to be exported in place of the tokenizer's own."""
-    if data is None or not (data.chat_template_name or data.add_bos):
+    if not (data.chat_template_name or data.add_bos):
         return None
     return choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos).text

@@ -16,7 +16,7 @@ from rich.console import Console
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.objectives.sft import SFTConfig, validate_sft
+from open_instruct.objectives.sft import SFT, SFTConfig
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PROGRAMS = ["demo_dpo", "demo_grpo"]
@@ -47,7 +47,7 @@ def test_grpo_uses_what_sft_leaves(load: Callable[[str], ModuleType], monkeypatc
     demo = load("demo_grpo")
     monkeypatch.chdir(SCRIPTS.parent)
     sft, grpo = parse(SFTConfig, demo.sft_flags()), parse(GRPOConfig, demo.grpo_flags())
-    assert validate_sft(sft) == [] and validate_grpo(grpo) == []
+    assert SFT.validate(sft) == [] and validate_grpo(grpo) == []
     assert sft.model.model_name_or_path == str(demo.MODEL)
     assert sft.data.mixer_list[0] == str(demo.DATA / "sft.jsonl")
     assert grpo.model.model_name_or_path == f"{sft.run.output_dir}/hf_model"

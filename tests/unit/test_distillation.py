@@ -28,7 +28,7 @@ from open_instruct.learner.teacher import Comparison, OpenedTeacher
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
-from open_instruct.objectives.distill import DistillConfig, bind, evaluate, teacher_of, validate_distill
+from open_instruct.objectives.distill import DISTILL, DistillConfig, bind, evaluate, teacher_of
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.parallel.layout import layout_of
@@ -296,7 +296,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folders: Path, *words: str) -> OpenedTeacher:
     config = flags("--model_name_or_path", str(folders / "student"), *words)
-    student = open_pretrained(config.model, max_seq_length=64, export_folder=folders / "out")
+    student = open_pretrained(config, folders / "out")
     return OpenedTeacher.of(teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,)))
 
 
@@ -367,7 +367,7 @@ def test_the_plan_counts_the_teacher() -> None:
 def test_flags_that_cannot_work_are_refused(words: list[str], told: str) -> None:
     config = flags(*words)
     with pytest.raises(InputError, match=told.replace("(", r"\(")):
-        validate_distill(config)
+        DISTILL.validate(config)
 
 
 def test_held_out_numbers_are_means_over_tokens() -> None:

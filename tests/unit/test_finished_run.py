@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> RolloutRun:
     assert config.num_steps == NUM_STEPS
     directory = RunDirectory(path=tmp_path / "out")
     directory.create()
-    pretrained = open_pretrained(config.model, max_seq_length=64, export_folder=directory.hf_model)
+    pretrained = open_pretrained(config, directory.hf_model)
     settings = {"config": config, "directory": directory, "pretrained": pretrained, "console": Console(speaks=True)}
     return cast(RolloutRun, SimpleNamespace(**settings))
 

@@ -17,8 +17,8 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.errors import InputError
-from open_instruct.objectives.kto import KTOConfig, validate_kto
-from open_instruct.objectives.sft import SFTConfig, validate_sft
+from open_instruct.objectives.kto import KTO
+from open_instruct.objectives.sft import SFT
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.layout_command import layout_command
 from open_instruct.planning.request import PLAN_CONFIGS
@@ -26,8 +26,8 @@ from open_instruct.report import plan_command
 
 RUNS: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
     "dpo": (DPOConfig, validate_dpo),
-    "kto": (KTOConfig, validate_kto),
-    "sft": (SFTConfig, validate_sft),
+    "kto": (KTO.config_class, KTO.validate),
+    "sft": (SFT.config_class, SFT.validate),
     "grpo": (GRPOConfig, validate_grpo),
 }
 NUMBERS = [

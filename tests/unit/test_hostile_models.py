@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
@@ -80,19 +79,18 @@ def refusal(read: Callable[[Path], None], folder: Path) -> str | None:
     return None
 
 
-def opened(folder: Path) -> Any:
-    return open_pretrained(ModelSection(model_name_or_path=str(folder)), max_seq_length=64, export_folder=folder / "x")
+def opened(folder: Path, *words: str) -> Any:
+    config = parse(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder), *words])
+    return open_pretrained(config, folder / "x")
 
 
 def test_the_chat_template_is_the_one_that_was_there_at_the_start(good: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0]['content'] }}")
-    section = ModelSection(model_name_or_path=str(good / "llama"))
-    arguments: dict[str, Any] = {"max_seq_length": 64, "export_folder": tmp_path / "x"}
-    pretrained = open_pretrained(section, **arguments, data=DataSection(mixer_list=[], chat_template_name=str(file)))
+    pretrained = opened(good / "llama", "--chat_template_name", str(file))
     file.unlink()
     assert pretrained.chat_template == "{{ messages[0]['content'] }}"
-    assert open_pretrained(section, **arguments).chat_template is None, "the tokenizer's own is exported as it is"
+    assert opened(good / "llama").chat_template is None, "the tokenizer's own is exported as it is"
 
 
 def read_config(folder: Path) -> None:

@@ -38,7 +38,6 @@ from open_instruct.objectives.kto import (
     mismatched_replies,
     parse_labelled_row,
     unpaired_losses,
-    validate_kto,
 )
 from open_instruct.objectives.objective import REFERENCE
 from open_instruct.packing.documents import pack_documents
@@ -517,7 +516,7 @@ class TestChecks:
         assert warning.startswith("all 2 rows are undesirable")
 
     def test_flags(self) -> None:
-        assert validate_kto(config_of()) == []
+        assert KTO.validate(config_of()) == []
         assert (config_of().loss.beta, config_of().loss.desirable_weight) == (0.1, 1.0)
         for flags, message in (
             ({"beta": 0}, "--beta 0.0: must be above 0"),
@@ -525,7 +524,7 @@ class TestChecks:
             ({"prefix_sharing": "on", "packing": False}, "--prefix_sharing on: only packed rows share prompts"),
         ):
             with pytest.raises(InputError, match=message):
-                validate_kto(config_of(**flags))
+                KTO.validate(config_of(**flags))
         with pytest.raises(InputError, match="loss_type"):
             config_of(loss_type="ktoo")
 

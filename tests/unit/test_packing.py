@@ -207,12 +207,9 @@ def test_chosen_padding_does_not_leak_into_the_first_rejected_document(packing: 
     sums, counts = reply_logps(batch.packed)
     for name in ("dpo", "dpo_norm"):
         inputs = PreferenceLossInputs(
-            policy_chosen_logps_P=sums[:3],
-            policy_rejected_logps_P=sums[3:],
-            chosen_lengths_P=counts[:3],
-            rejected_lengths_P=counts[3:],
-            reference_chosen_logps_P=reference_chosen,
-            reference_rejected_logps_P=reference_rejected,
+            policy_logps_2P=sums.view(2, 3),
+            lengths_2P=counts.view(2, 3),
+            reference_logps_2P=torch.stack([reference_chosen, reference_rejected]),
         )
         losses = preference_loss(PreferenceLossSection(loss_type=name, beta=5.0), inputs).losses_P
         torch.testing.assert_close(losses, torch.full_like(losses, math.log(2.0)), rtol=1e-9, atol=0.0)

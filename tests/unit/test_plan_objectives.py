@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.objectives.sft import validate_sft
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import OBJECTIVES
@@ -43,7 +42,6 @@ class Triples(RowBuilder):
 MADE_UP = Objective(
     name="made_up",
     config_class=MadeUpConfig,
-    validate=validate_sft,
     rows=Triples,
     bind=lambda config: BoundLoss(function=None),
     needs_reference=lambda config: config.optim.strength > 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mpmath
@@ -150,23 +151,17 @@ FAR = [
 
 
 def torch_inputs(pairs: Sequence[Pair]) -> PreferenceLossInputs:
-    chosen, rejected, *references, n_w, n_l = (
-        torch.tensor([float(pair[place]) for pair in pairs], dtype=torch.float64) for place in range(6)
+    columns = [[float(pair[place]) for pair in pairs] for place in range(6)]
+    policy_2P, references_2P, lengths_2P = torch.tensor(columns, dtype=torch.float64).unflatten(0, (3, 2))
+    return PreferenceLossInputs(
+        policy_logps_2P=policy_2P.clone().requires_grad_(),
+        lengths_2P=lengths_2P.long(),
+        reference_logps_2P=references_2P,
     )
-    inputs = PreferenceLossInputs(
-        policy_chosen_logps_P=chosen.requires_grad_(),
-        policy_rejected_logps_P=rejected.requires_grad_(),
-        chosen_lengths_P=n_w.long(),
-        rejected_lengths_P=n_l.long(),
-        reference_chosen_logps_P=references[0],
-        reference_rejected_logps_P=references[1],
-    )
-    return inputs
 
 
 def gradients(losses_P: torch.Tensor, inputs: PreferenceLossInputs) -> list[torch.Tensor]:
-    of = [inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P]
-    return list(torch.autograd.grad(losses_P.sum(), of, allow_unused=True, materialize_grads=True))
+    return list(torch.autograd.grad(losses_P.sum(), inputs.policy_logps_2P)[0])
 
 
 def slope(function: Callable[[mpf], mpf], at: mpf) -> mpf:
@@ -218,10 +213,7 @@ def test_sorted_over_the_global_batch(
         inputs = torch_inputs(pairs[start : start + size])
         for place in (1, 2):  # equal log-probs would be sorted either way
             assert len({pair[place] for pair in pairs}) > 1
-        cut_inputs = PreferenceLossInputs(
-            **{name: getattr(inputs, name) for name in inputs.__slots__ if name != "matched_3P"},
-            matched_3P=matched_3P[:, start : start + size],
-        )
+        cut_inputs = replace(inputs, matched_3P=matched_3P[:, start : start + size])
         losses_P = preference_loss(section(name), cut_inputs).losses_P
         total += losses_P.sum().item()
         of_pairs.append(gradients(losses_P, cut_inputs))
@@ -262,7 +254,7 @@ def test_divergences(name: str, kind: str) -> None:
     check(section(name, **flags), [*drawn(4, spread=3.0), *FAR], formula)
     at_reference = torch_inputs([with_place(with_place(pair, 2, pair[0]), 3, pair[1]) for pair in drawn(5)])
     outputs = preference_loss(section(name, **flags), at_reference)
-    assert not outputs.chosen_rewards_P.any() and not outputs.rejected_rewards_P.any()
+    assert not outputs.rewards_2P.any()
 
 
 def test_a_sum_of_losses_is_weighted() -> None:
@@ -278,12 +270,7 @@ def test_wpo_weighs_by_what_the_policy_would_write(aligned: bool) -> None:
     pairs = drawn(7)
     inputs = torch_inputs(pairs)
     collisions = [[-draw.uniform(0, 4) * float(pair[place]) for pair in pairs] for place in (4, 5) for draw in [random]]
-    chosen_P, rejected_P = (torch.tensor(each, dtype=torch.float64) for each in collisions)
-    inputs = PreferenceLossInputs(
-        **{name: getattr(inputs, name) for name in inputs.__slots__ if "collision" not in name},
-        chosen_collision_logps_P=chosen_P,
-        rejected_collision_logps_P=rejected_P,
-    )
+    inputs = replace(inputs, collision_logps_2P=torch.tensor(collisions, dtype=torch.float64))
     losses_P = preference_loss(section("wpo", weight_alignment=aligned), inputs).losses_P
     weights = []
     for pair, c_w, c_l in zip(pairs, *collisions, strict=True):

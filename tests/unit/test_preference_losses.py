@@ -44,7 +44,7 @@ def section(name: str, **flags: Any) -> PreferenceLossSection:
 
 def matched(inputs: PreferenceLossInputs) -> PreferenceLossInputs:
     """With what the losses of a global batch must know of it, where these pairs are all of it."""
-    if inputs.reference_chosen_logps_P is None:
+    if inputs.reference_logps_2P is None:
         return inputs
     return replace(inputs, matched_3P=preference.matched_pairs(preference.to_match(inputs)))
 
@@ -58,28 +58,20 @@ def make_inputs(
     rejected_lengths: list[int] = REJECTED_LENGTHS,
     dtype: torch.dtype = torch.float64,
 ) -> PreferenceLossInputs:
-    def tensor(values: list[float] | None) -> torch.Tensor | None:
-        return None if values is None else torch.tensor(values, dtype=dtype)
-
+    references = None if reference_chosen is None else torch.tensor([reference_chosen, reference_rejected], dtype=dtype)
     return PreferenceLossInputs(
-        policy_chosen_logps_P=torch.tensor(chosen, dtype=dtype, requires_grad=True),
-        policy_rejected_logps_P=torch.tensor(rejected, dtype=dtype, requires_grad=True),
-        chosen_lengths_P=torch.tensor(chosen_lengths),
-        rejected_lengths_P=torch.tensor(rejected_lengths),
-        reference_chosen_logps_P=tensor(reference_chosen),
-        reference_rejected_logps_P=tensor(reference_rejected),
+        policy_logps_2P=torch.tensor([chosen, rejected], dtype=dtype, requires_grad=True),
+        lengths_2P=torch.tensor([chosen_lengths, rejected_lengths]),
+        reference_logps_2P=references,
     )
 
 
 def swapped(inputs: PreferenceLossInputs) -> PreferenceLossInputs:
     """The same pairs with chosen and rejected exchanged."""
     return PreferenceLossInputs(
-        policy_chosen_logps_P=inputs.policy_rejected_logps_P,
-        policy_rejected_logps_P=inputs.policy_chosen_logps_P,
-        chosen_lengths_P=inputs.rejected_lengths_P,
-        rejected_lengths_P=inputs.chosen_lengths_P,
-        reference_chosen_logps_P=inputs.reference_rejected_logps_P,
-        reference_rejected_logps_P=inputs.reference_chosen_logps_P,
+        policy_logps_2P=inputs.policy_logps_2P.flip(0),
+        lengths_2P=inputs.lengths_2P.flip(0),
+        reference_logps_2P=None if inputs.reference_logps_2P is None else inputs.reference_logps_2P.flip(0),
     )
 
 
@@ -88,7 +80,7 @@ def softplus(x: float) -> float:
     return math.log(1.0 + math.exp(x))
 
 
-def close(tensor: torch.Tensor, expected: list[float]) -> None:
+def close(tensor: torch.Tensor, expected: list[float] | list[list[float]]) -> None:
     torch.testing.assert_close(tensor, torch.tensor(expected, dtype=tensor.dtype), rtol=1e-12, atol=1e-12)
 
 
@@ -102,10 +94,8 @@ def check(
     rejected_logps: list[float],
 ) -> None:
     close(outputs.losses_P, losses)
-    close(outputs.chosen_rewards_P, chosen_rewards)
-    close(outputs.rejected_rewards_P, rejected_rewards)
-    close(outputs.chosen_logps_P, chosen_logps)
-    close(outputs.rejected_logps_P, rejected_logps)
+    close(outputs.rewards_2P, [chosen_rewards, rejected_rewards])
+    close(outputs.logps_2P, [chosen_logps, rejected_logps])
 
 
 def test_dpo_by_hand() -> None:
@@ -229,36 +219,27 @@ def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -
     }[name]
     outputs = preference_loss(name, inputs, beta=beta, label_smoothing=label_smoothing)
     torch.testing.assert_close(outputs.losses_P, torch.tensor(expected), rtol=1e-6, atol=0.0)
-    assert outputs.chosen_rewards_P.tolist() == outputs.rejected_rewards_P.tolist() == [0.0, 0.0]
+    assert outputs.rewards_2P.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", [name for name in OF_PAIRS if name != "wpo"])
 def test_gradient_by_finite_differences(name: str) -> None:
     smoothing = 0.1 if name in SMOOTHABLE else 0.0
 
-    def losses(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
-        inputs = make_inputs()
-        moved = PreferenceLossInputs(
-            policy_chosen_logps_P=chosen_P,
-            policy_rejected_logps_P=rejected_P,
-            chosen_lengths_P=inputs.chosen_lengths_P,
-            rejected_lengths_P=inputs.rejected_lengths_P,
-            reference_chosen_logps_P=inputs.reference_chosen_logps_P,
-            reference_rejected_logps_P=inputs.reference_rejected_logps_P,
-        )
+    def losses(logps_2P: torch.Tensor) -> torch.Tensor:
+        moved = replace(make_inputs(), policy_logps_2P=logps_2P)
         return preference_loss(name, moved, beta=0.4, label_smoothing=smoothing, gamma_beta_ratio=0.3).losses_P
 
-    inputs = make_inputs()
-    assert torch.autograd.gradcheck(losses, (inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P))
+    assert torch.autograd.gradcheck(losses, (make_inputs().policy_logps_2P,))
 
 
 def test_wpo_gradient_is_dpos_times_the_weight_with_none_through_the_weight() -> None:
     dpo, wpo = make_inputs(), make_inputs()
     preference_loss("dpo", dpo, beta=0.4).losses_P.sum().backward()
     preference_loss("wpo", wpo, beta=0.4).losses_P.sum().backward()
-    assert dpo.policy_chosen_logps_P.grad is not None and wpo.policy_chosen_logps_P.grad is not None
+    assert dpo.policy_logps_2P.grad is not None and wpo.policy_logps_2P.grad is not None
     weights = torch.tensor([math.exp(-3.5), math.exp(-4.0)], dtype=torch.float64)
-    torch.testing.assert_close(wpo.policy_chosen_logps_P.grad, weights * dpo.policy_chosen_logps_P.grad)
+    torch.testing.assert_close(wpo.policy_logps_2P.grad, weights * dpo.policy_logps_2P.grad)
 
 
 def test_wpo_weight_is_clamped_at_one() -> None:
@@ -293,13 +274,7 @@ def test_one_loss_per_pair_each_from_its_own_pair_alone(name: str) -> None:
 def test_only_the_losses_carry_gradient(name: str) -> None:
     outputs = preference_loss(name, make_inputs(), beta=0.4)
     assert outputs.losses_P.requires_grad
-    for tensor in (
-        outputs.chosen_rewards_P,
-        outputs.rejected_rewards_P,
-        outputs.chosen_logps_P,
-        outputs.rejected_logps_P,
-    ):
-        assert not tensor.requires_grad
+    assert not outputs.rewards_2P.requires_grad and not outputs.logps_2P.requires_grad
 
 
 @pytest.mark.parametrize("name", list(PREFERENCE_LOSSES))
@@ -314,8 +289,7 @@ def test_extreme_margins_stay_finite(name: str, sign: float) -> None:
 
 def gradients(losses_P: torch.Tensor, inputs: PreferenceLossInputs) -> list[torch.Tensor]:
     """Of the sum, by the log-probs of chosen and of rejected replies."""
-    of = [inputs.policy_chosen_logps_P, inputs.policy_rejected_logps_P]
-    return list(torch.autograd.grad(losses_P.sum(), of, allow_unused=True, materialize_grads=True))
+    return list(torch.autograd.grad(losses_P.sum(), inputs.policy_logps_2P)[0])
 
 
 @pytest.mark.parametrize("name", REFERENCE_BASED)
@@ -330,7 +304,7 @@ def test_pairs_within_rounding_of_the_reference_are_not_told_apart(name: str) ->
 def test_no_pairs(name: str) -> None:
     inputs = make_inputs([], [], [], [], [], [])
     outputs = preference_loss(name, inputs, beta=0.1)
-    assert outputs.losses_P.shape == outputs.chosen_rewards_P.shape == (0,)
+    assert outputs.losses_P.shape == (0,) and outputs.rewards_2P.shape == (2, 0)
     assert outputs.losses_P.sum().item() == 0.0
 
 
@@ -376,8 +350,8 @@ def test_a_missing_reference_is_never_taken_for_zero(name: str) -> None:
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
-    with pytest.raises(AssertionError, match="chosen_lengths_P"):
-        make_inputs(chosen_lengths=[2])
+    with pytest.raises(AssertionError, match="lengths_2P"):
+        make_inputs(chosen_lengths=[2], rejected_lengths=[4])
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)

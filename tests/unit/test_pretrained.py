@@ -11,7 +11,6 @@ import pytest
 
 from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ModelSection
 from open_instruct.errors import InputError
 from open_instruct.run import pretrained
 from open_instruct.run.pretrained import local_folder, open_pretrained
@@ -44,7 +43,7 @@ def test_of_the_hub_the_revision_that_was_asked_for(monkeypatch: pytest.MonkeyPa
         config = parse(DPOConfig, [*REQUIRED, *words])
         validate_dpo(config)
         with pytest.raises(Stopped):
-            open_pretrained(config.model, max_seq_length=8, export_folder=tmp_path / "out")
+            open_pretrained(config, tmp_path / "out")
     assert asked == [
         ("org/model", None),
         ("org/model", "step5"),
@@ -67,11 +66,11 @@ def test_a_revision_of_no_tokenizer_is_refused() -> None:
 def test_fields_that_nothing_reads_are_told_of(tmp_path: Path) -> None:
     """Printable, and not all of a thousand."""
     folder = write_tiny_model(tmp_path / "model", family="llama", tie=True)
-    section = ModelSection(model_name_or_path=str(folder))
-    assert open_pretrained(section, max_seq_length=8, export_folder=tmp_path / "out").warnings == []
+    config = parse(DPOConfig, [*REQUIRED, str(folder)])
+    assert open_pretrained(config, tmp_path / "out").warnings == []
     fields = json.loads((folder / "config.json").read_text())
     more = {"residual_scale": 0.5, "\u202e": 1, **dict.fromkeys(map(str, range(1000)), True)}
     (folder / "config.json").write_text(json.dumps(fields | more))
-    (warning,) = open_pretrained(section, max_seq_length=8, export_folder=tmp_path / "out").warnings
+    (warning,) = open_pretrained(config, tmp_path / "out").warnings
     assert "config.json has fields that nothing reads: 'residual_scale', '\\u202e', '0', " in warning
     assert warning.isprintable() and len(warning) < 400

@@ -18,7 +18,7 @@ from open_instruct.config.parser import parse
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import TokenLogprobs
-from open_instruct.objectives.prm import PRM, PRMConfig, StepBuilder, step_losses, validate
+from open_instruct.objectives.prm import PRM, PRMConfig, StepBuilder, step_losses
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import ROW_VALUES, Batch, Check
 from open_instruct.toys.tiny import write_tiny_model
@@ -116,7 +116,7 @@ def config_of(*words: str) -> PRMConfig:
 )
 def test_flags_that_cannot_work_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        validate(config_of(*words))
+        PRM.validate(config_of(*words))
 
 
 def test_a_word_of_several_tokens_is_refused(folder: Path, tmp_path: Path) -> None:

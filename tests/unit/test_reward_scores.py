@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from open_instruct.cli import main
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ModelSection
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
@@ -26,6 +25,7 @@ from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.reward_model import (
+    REWARD_MODEL,
     SQUARE,
     RewardBuilder,
     RewardLossSection,
@@ -33,7 +33,6 @@ from open_instruct.objectives.reward_model import (
     bind,
     exported,
     pair_losses,
-    validate,
     with_std,
 )
 from open_instruct.packing.documents import pack_documents, pad_documents
@@ -55,8 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, *, seed: int = SEED) -> Pretrained:
-    section = ModelSection(model_name_or_path=str(folder))
-    return open_pretrained(section, max_seq_length=64, export_folder=folder / "out", head="score", seed=seed)
+    config = config_of("--seed", str(seed))
+    config.model.model_name_or_path = str(folder)
+    return open_pretrained(config, folder / "out", head="score")
 
 
 def scoring_model(pretrained: Pretrained, dtype: torch.dtype = torch.float32) -> Any:
@@ -209,7 +209,7 @@ def config_of(*words: str) -> RewardModelConfig:
 )
 def test_flags_that_cannot_work_are_refused(words: list[str], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        validate(config_of(*words))
+        REWARD_MODEL.validate(config_of(*words))
 
 
 def test_what_transformers_could_not_open_is_refused_before_training(

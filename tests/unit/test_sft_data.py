@@ -18,7 +18,7 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
-from open_instruct.objectives.sft import SFTConfig, validate_sft
+from open_instruct.objectives.sft import SFT, SFTConfig
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document
 from open_instruct.toys.tiny import train_tokenizer
@@ -192,7 +192,7 @@ WORDS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
 
 def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
     config = parse(SFTConfig, [*WORDS, "--adam_beta2", "0.95"])
-    assert validate_sft(config) == []
+    assert SFT.validate(config) == []
     assert (config.optim.learning_rate, config.optim.adam_beta2) == (2e-5, 0.95)
     with pytest.raises(InputError, match="--beta is not a flag"):
         parse(SFTConfig, [*WORDS, "--beta", "1"])
@@ -208,4 +208,4 @@ def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
 )
 def test_flags_that_cannot_work(words: list[str], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        validate_sft(parse(SFTConfig, [*WORDS, *words]))
+        SFT.validate(parse(SFTConfig, [*WORDS, *words]))

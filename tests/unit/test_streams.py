@@ -371,8 +371,8 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     )
     for longest, told in (
         ("8", r"its tokenizer has .* the student's 1 \(its head 1\)"),
-        ("9999", "LENGTHS 10007 is more"),
+        ("9999", "--response_length together: 10007 is more"),
     ):
         config = parse(GRPOConfig, [*words, longest])
         with pytest.raises(InputError, match=told):
-            open_teacher(str(tmp_path / "t"), student, config=config, layout=layout, length_flag="LENGTHS")
+            open_teacher(str(tmp_path / "t"), student, config=config, layout=layout)

@@ -90,9 +90,7 @@ def waits_of_grpo(model: Path, work: Path, *, vocab_size: int, rehearse: bool) -
     config = parse(GRPOConfig, words)
     validate_grpo(config)
     run = join_run(config)
-    pretrained = open_pretrained(
-        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
-    )
+    pretrained = open_pretrained(config, run.directory.hf_model)
     learner = GRPOLearner(pretrained, run=run, config=config)
 
     def take_step(seed: int) -> None:

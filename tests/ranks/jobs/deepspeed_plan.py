@@ -51,9 +51,7 @@ def _measured(
     config = parse(DPO.config_class, flags)
     DPO.validate(config)
     run = join_run(config)
-    pretrained = open_pretrained(
-        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
-    )
+    pretrained = open_pretrained(config, run.directory.hf_model)
     microbatch = _row(num_tokens, 2)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
     step = StepBatch(

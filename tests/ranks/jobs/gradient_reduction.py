@@ -47,9 +47,7 @@ def _compare(config: DPOConfig) -> dict[str, Any]:
     """
     assert DPO.validate(config) is not None
     run = join_run(config)
-    pretrained = open_pretrained(
-        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
-    )
+    pretrained = open_pretrained(config, run.directory.hf_model)
     policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=DPO.bind(config))
     assert policy.reduces_last
     policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # the reference log-probs are made up

@@ -67,9 +67,7 @@ class Learner(GRPOLearner):
         if num_steps is not None:
             config.rollout.total_episodes = num_steps * config.num_completions_per_step
         run = join_run(config)
-        pretrained = open_pretrained(
-            config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
-        )
+        pretrained = open_pretrained(config, run.directory.hf_model)
         super().__init__(pretrained, run=run, config=config)
         self.hf_config = pretrained.hf_config
         self.vocab_size = self.hf_config.vocab_size

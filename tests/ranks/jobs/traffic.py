@@ -74,9 +74,7 @@ def _steps(
     num_microbatches: int,
     logits_per_chunk: int | None = None,
 ) -> dict[str, Rows]:
-    pretrained = open_pretrained(
-        config.model, max_seq_length=config.data.max_seq_length, export_folder=run.directory.hf_model
-    )
+    pretrained = open_pretrained(config, run.directory.hf_model)
     policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=_counted_alone(objective.bind(config)))
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
