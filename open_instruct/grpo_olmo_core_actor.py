@@ -20,8 +20,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.data.prompt_rows import parse_prompt_row
+from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.entry import leave, run_entry
-from open_instruct.run.first_look import look_at
+from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.verifiers.registry import known_verifiers
 
 if TYPE_CHECKING:
@@ -51,8 +53,16 @@ def run_grpo(
 
 # What users have written is loaded before torch is, so that a slip in a name is told at once.
 def _look(config: GRPOConfig) -> None:
-    known_verifiers(config.reward.verifier)
+    verifiers = known_verifiers(config.reward.verifier)
     look_at(config)
+    data, said = config.data, row_changes(config)
+    said.pop("system_prompt", None)  # of which the rows need not know
+    check = partial(parse_prompt_row, known_verifiers=verifiers, **said)
+    for flag, listed, splits in (
+        ("--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits),
+        ("--dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits),
+    ):
+        look_at_rows(PromptBuilder, config, flag, listed, splits, check=check)
 
 
 def train(config: GRPOConfig, *, learner_class: type[LearnerProcess]) -> int:

@@ -24,7 +24,7 @@ from open_instruct.entry import leave, run_entry, run_to_exit_code, typed
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import REFERENCE, Objective
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.run.first_look import look_at
+from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.users_code import load_named
 
 if TYPE_CHECKING:
@@ -83,9 +83,17 @@ def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, ow
         argv,
         program=objective.program,
         validate=objective.validate,
-        look=look_at,
+        look=partial(look_at_run, objective=objective),
         script=(file, own) if file.is_file() else None,
     )
+
+
+def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
+    """:raises InputError: what the flags name, or the first of the rows, will not do, as far as shows without torch."""
+    look_at(config)
+    form, data = objective.rows_of(config), config.data
+    look_at_rows(form, config, "--mixer_list", data.mixer_list, data.mixer_list_splits, check=form.check)
+    look_at_rows(form, config, "--eval_mixer_list", data.eval_mixer_list, data.eval_mixer_list_splits, check=form.check)
 
 
 def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:

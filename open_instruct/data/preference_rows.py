@@ -65,6 +65,7 @@ class PreferenceBuilder(RowBuilder):
     wanted = '{"prompt": "text", "chosen": "text", "rejected": "text"}, or lists of messages in place of the texts'
     documents_per_row = 2
     titles = ("chosen", "rejected")
+    check = staticmethod(parse_preference_row)
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         pair = parse_preference_row(row)

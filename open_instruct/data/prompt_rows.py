@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from open_instruct.data.foreign_json import kind_of
@@ -31,12 +32,12 @@ def parse_prompt_row(
     known_verifiers: Mapping[str, Verifier] | None,
     *,
     judges: Sequence[str] = (),
-    judge_of: Callable[[str], str] = str,
+    remapped: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[tuple[Message, ...], tuple[Check, ...]]:
     """Checks one row and takes out its conversation, which waits for a reply, and how the reply is judged.
 
     Where `known_verifiers`, by name, is None, any name and any ground truth will do. A row that names no verifier is
-    judged by `judges`; what one names is called `judge_of` that.
+    judged by `judges`; what one names, in small letters, is called otherwise in `remapped`.
 
     Raises:
         MalformedRow: with the kind and the reason.
@@ -55,7 +56,7 @@ def parse_prompt_row(
         )
     if row.get("ground_truth") is None:
         raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
-    return messages, _checks(row, list(judges) if names is None else names, known_verifiers, judge_of)
+    return messages, _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
 
 
 def _says_something(value: Any) -> bool:
@@ -65,7 +66,7 @@ def _says_something(value: Any) -> bool:
 
 
 def _checks(
-    row: Mapping[str, Any], names: Any, known_verifiers: Mapping[str, Verifier] | None, judge_of: Callable[[str], str]
+    row: Mapping[str, Any], names: Any, known_verifiers: Mapping[str, Verifier] | None, remapped: Mapping[str, str]
 ) -> tuple[Check, ...]:
     truths = row["ground_truth"]
     if not isinstance(names, list):
@@ -82,7 +83,7 @@ def _checks(
         )
     weights = _weights(row, len(names))
     checks = tuple(
-        Check(verifier=_verifier(name, known_verifiers, judge_of), ground_truth=_json_value(truth), weight=weight)
+        Check(verifier=_verifier(name, known_verifiers, remapped), ground_truth=_json_value(truth), weight=weight)
         for name, truth, weight in zip(names, truths, weights, strict=True)
     )
     for check in checks:
@@ -99,10 +100,10 @@ def _check_ground_truth(check: Check, verifier: Verifier) -> None:
         raise MalformedRow("bad_ground_truth", f"'ground_truth' for {check.verifier!r}: {reason}") from error
 
 
-def _verifier(name: Any, known: Mapping[str, Verifier] | None, judge_of: Callable[[str], str]) -> str:
+def _verifier(name: Any, known: Mapping[str, Verifier] | None, remapped: Mapping[str, str]) -> str:
     if not isinstance(name, str) or not name:
         raise MalformedRow("bad_verifier", f"'dataset' must name verifiers, and has {kind_of(name)}: {name!r}")
-    name = judge_of(name)
+    name = remapped.get(name.lower(), name)
     if known is not None and name not in known and name.lower() in known:
         return name.lower()  # published rows write "MATH" beside "gsm8k"
     if known is not None and name not in known:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -68,20 +69,18 @@ class PromptBuilder(RowBuilder):
         on_bad_row: str,
         known_verifiers: Mapping[str, Verifier] | None,
         judges: Sequence[str] = (),
-        remapped: Mapping[str, str] | None = None,
+        remapped: Mapping[str, str] = MappingProxyType({}),
         system_prompt: str | None = None,
     ) -> None:
         # One token more, the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
         self.known_verifiers = known_verifiers
         self.judges = judges
-        self.remapped = {old.lower(): new for old, new in (remapped or {}).items()}
+        self.remapped = remapped
         self.system_prompt = system_prompt
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        messages, checks = parse_prompt_row(
-            row, self.known_verifiers, judges=self.judges, judge_of=lambda name: self.remapped.get(name.lower(), name)
-        )
+        messages, checks = parse_prompt_row(row, self.known_verifiers, judges=self.judges, remapped=self.remapped)
         if self.system_prompt is not None:
             turns = messages[1:] if messages[0]["role"] == "system" else messages
             messages = ({"role": "system", "content": self.system_prompt}, *turns)
@@ -209,7 +208,8 @@ def row_changes(config: GRPOConfig) -> dict[str, Any]:
     if config.reward.verifier:
         changes["judges"] = judges_named(config.reward.verifier)
     if config.reward.remap_verifier:
-        changes["remapped"] = dict(word.split("=") for word in config.reward.remap_verifier)
+        words = [word.split("=") for word in config.reward.remap_verifier]
+        changes["remapped"] = {old.lower(): new for old, new in words}
     if (name := config.data.system_prompt_override_file) is not None:
         try:
             changes["system_prompt"] = Path(name).expanduser().read_text(encoding="utf-8").strip()

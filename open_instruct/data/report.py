@@ -70,8 +70,8 @@ class BadRowLog:
         if self._found is not None and wanted:
             lines += [f"found   {shortened(self._found)}", f"wanted  {wanted}"]
             guess = guessed_columns(self._found, columns)
-            means = f"--columns {guess}, if that is what" if guess else "Say by --columns what"
-            lines.append(f"Other forms of rows are in {page}. {means} the columns mean.")
+            means = f"Perhaps: --columns {guess}" if guess else "Say by --columns what the columns mean."
+            lines.append(f"Other forms of rows are in {page}. {means}")
         these, them = ("this row", "it") if total == 1 else ("these rows", "them")
         without = f", or leave {them} out with --on_bad_row skip" if total < num_rows else ""
         return InputError("\n".join([*lines, f"Mend {these}{without}."]))

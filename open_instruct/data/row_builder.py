@@ -97,9 +97,19 @@ class RowBuilder(ABC):
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """The token ids of a row's pieces that are kept; None, noted in `filtered`, where nothing is left to learn."""
 
-    def rows_in(self, source: RowSource) -> RowSource:
+    @classmethod
+    def rows_in(cls, source: RowSource) -> RowSource:
         """The source as this form reads it."""
         return source
+
+    @staticmethod
+    def check(row: Mapping[str, Any]) -> object:
+        """Read a row as far as that needs no tokenizer; what it becomes does not matter.
+
+        Raises:
+            MalformedRow: with the kind and the reason.
+        """
+        return row
 
     def end_source(self, name: str, first: int) -> None:
         """Called once all rows of a source are in: those kept of it are the `first` and what follows, one at least."""

@@ -32,6 +32,7 @@ class SFTBuilder(RowBuilder):
 
     unit = "conversation"
     columns = ("prompt", "completion")
+    check = staticmethod(parse_sft_row)
     wanted = '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": "text"}]}'
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:

@@ -128,8 +128,10 @@ class UnpairedBuilder(RowBuilder):
     wanted = '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place of the texts'
     columns = ("prompt", "completion", "label")
     page = "docs/kto.md"
+    check = staticmethod(parse_labelled_row)
 
-    def rows_in(self, source: RowSource) -> RowSource:
+    @classmethod
+    def rows_in(cls, source: RowSource) -> RowSource:
         """Preference pairs, as the first readable row of a source is one, are two rows each."""
         first = next((row.value for row in source.rows(range(len(source))) if isinstance(row, RawRow)), {})
         return _BothReplies(source) if "chosen" in first and "label" not in first else source

@@ -1,4 +1,4 @@
-"""What is refused before torch is loaded: files and folders that are not there, and chat templates that are none.
+"""What is refused before torch is loaded: files and folders that are not there, templates that are none, wrong rows.
 
 Nothing here is the last word: what opens a model, its tokenizer and the rows checks them whole.
 """
@@ -6,18 +6,31 @@ Nothing here is the last word: what opens a model, its tokenizer and the rows ch
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import check_tokenizer_folder
 from open_instruct.data.chat_templates import template_text
 from open_instruct.data.files.names import refuse_missing_file
+from open_instruct.data.files.opening import open_rows
+from open_instruct.data.files.renamed import Renamed
+from open_instruct.data.mixer import parse_mixer_list, select_rows
+from open_instruct.data.report import BadRowLog
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.rows import BadRow, MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.models.hf_config import config_fields, weights_file
 from open_instruct.whole_file import read_whole
 
+# Of larger files, and of further rows, the run itself tells, a little later.
+MOST_BYTES = 2**25
+MOST_ROWS = 10_000
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -41,6 +54,42 @@ def look_at(config: LearnerConfig) -> None:
         _check_syntax(f"{name} chat template", template_text(name))
     elif tokenizer is not None and (text := _own_template(tokenizer)) is not None:
         _check_syntax("the tokenizer's own chat template", text)
+
+
+def look_at_rows(
+    form: type[RowBuilder], config: LearnerConfig, *listed: Any, check: Callable[[dict[str, Any]], object]
+) -> None:
+    """Look at the first of the rows that a run is going to take from files on this machine.
+
+    Args:
+        form: what the rows must be.
+        config: of the run.
+        listed: a flag, the mixer list under it, and its splits.
+        check: reads a row as far as that needs no tokenizer.
+
+    Raises:
+        InputError: some are malformed, and are not to be skipped.
+    """
+    flag, mixer_list, splits = listed
+    entries = parse_mixer_list(mixer_list, splits, flag=flag) if mixer_list else ()
+    for entry in entries if config.data.on_bad_row == "error" else ():
+        path = Path(entry.name).expanduser()
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            continue
+        columns = dict(word.split("=", 1) for word in config.data.columns)
+        source = form.rows_in(Renamed(open_rows(entry.name, entry.split, flag=flag), columns))
+        taken = np.unique(select_rows(entry, len(source), config.optim.seed))[:MOST_ROWS].tolist()
+        bad = BadRowLog()
+        for row in source.rows(taken):
+            if isinstance(row, BadRow):
+                bad.add(row)
+                continue
+            try:
+                check(row.value)
+            except MalformedRow as error:
+                bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason), row.value)
+        if bad.counts:
+            raise bad.error(len(taken), wanted=form.wanted, columns=form.columns, page=form.page)
 
 
 def given_folder(name_or_path: str, *, revision: str | None = None) -> Path | None:

@@ -17,12 +17,26 @@ from tests.unit.fake_hub import fake_hub
 PAGE = REPOSITORY / "docs" / "notebook.md"
 BAD_ROW = """
 from open_instruct.errors import InputError
-try:
-    fit(DPO, [{"chosen": 1}], model_name_or_path="tiny", output_dir="bad", max_seq_length=128)
-except InputError as error:
-    print("REFUSED", error)
+def refused(rows, **arguments):
+    try:
+        fit(DPO, rows, **{"model_name_or_path": "tiny", "output_dir": "bad", "max_seq_length": 128} | arguments)
+    except InputError as error:
+        print("REFUSED", error)
+
+refused([{"chosen": 1}])
+refused(rows, max_seq_length=1)
+refused([{"chosen": {1, 2}}])
+refused(rows[:2], output_dir="out")
+Path("own").mkdir()
+Path("own/rows.jsonl").write_text("mine")
+refused(rows, output_dir="own")
 flags = {"max_seq_length": 128, "per_device_train_batch_size": 4, "max_train_steps": 1}
-print("AGAIN", fit(DPO, rows, model_name_or_path=folder, output_dir="again", push_to_hub=True, **flags))
+evaluated = {"eval_mixer_list": ["out/rows.jsonl", 1.0]}
+again = fit(DPO, "out/rows.jsonl", model_name_or_path=fitted.model, output_dir="again", push_to_hub=True, **flags)
+print("AGAIN", again.model)
+from datasets import Dataset
+third = fit(DPO, Dataset.from_list(rows), model_name_or_path="tiny", output_dir="third", **evaluated, **flags)
+print("HELD OUT", third.held_out["step"], sorted(third.held_out)[:2])
 """
 
 
@@ -36,12 +50,20 @@ def test_the_page_trains_a_model_and_says_what_a_row_lacks(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    told = next(line for line in done.stdout.splitlines() if line.startswith("["))
-    assert json.loads(told) == [row["loss"] for row in rows] and len(rows) == 5
+    assert len(rows) == 5
+    assert f"True {[row['rewards/accuracy'] for row in rows]}" in done.stdout
     assert math.isclose(rows[0]["loss"], math.log(2), abs_tol=1e-3) and rows[-1]["loss"] < rows[0]["loss"]
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf_model")
-    assert "REFUSED 1 row of 1 cannot be used" in done.stdout and "rows.jsonl, line 1" in done.stdout
-    assert "AGAIN again/hf_model" in done.stdout
+    assert not (tmp_path / "bad").exists() and (tmp_path / "own" / "rows.jsonl").read_text() == "mine"
+    refused = [line.removeprefix("REFUSED ") for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert [text.partition(":")[0] for text in refused] == [
+        "1 row of 1 cannot be used (not_messages 1)",
+        "max_seq_length 1",
+        "rows",
+        "out/rows.jsonl has other rows",
+        "own/rows.jsonl has other rows",
+    ]
+    assert "AGAIN again/hf_model" in done.stdout and "HELD OUT" in done.stdout
     left = {path.name: path.read_bytes() for path in (tmp_path / "again" / "hf_model").iterdir()}
     assert hub.files == {"me/again": left} and hub.cards[0].encode() == left["README.md"]

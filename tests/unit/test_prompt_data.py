@@ -204,7 +204,7 @@ class TestRowsThatNameNoVerifier:
         prompts, report = load(path, "1.0", columns=columns, judges=["gsm8k"])
         assert prompts[0].checks == (Check(verifier="gsm8k", ground_truth="4"),)
         assert report.warnings == ()
-        with pytest.raises(InputError, match=r"--columns ground_truth=reward_model.ground_truth, if that is what"):
+        with pytest.raises(InputError, match=r"Perhaps: --columns ground_truth=reward_model.ground_truth"):
             load(path, "1.0", judges=["gsm8k"], known_verifiers=VERIFIERS)
 
 
