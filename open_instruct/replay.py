@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.help import asks_for_help, print_lines
 from open_instruct.config.replay import Replay, described, help_lines, on_one_process, parse_replay
-from open_instruct.errors import InputError, RunError
+from open_instruct.errors import InputError
+from open_instruct.whole_file import write_asked
 
 if TYPE_CHECKING:
     from open_instruct.config.grpo import GRPOConfig
@@ -38,11 +39,8 @@ def main(argv: Sequence[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("replay runs on one process: start it without torchrun")
     report = replay(asked)
-    if asked.json_file is not None:
-        try:
-            asked.json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise RunError(f"--json {asked.json_file} cannot be written: {error.strerror or error}") from error
+    if asked.flags.json is not None:
+        write_asked(asked.flags.json, json.dumps(report, indent=2) + "\n", flag="--json")
     return 0
 
 
@@ -55,28 +53,29 @@ def replay(asked: Replay) -> dict[str, Any]:
 
     # Libraries warn of what a run keeps in its log; here nobody reads it.
     logging.captureWarnings(True)
-    run, settings = asked.run, as_decided(asked.settings, asked.run)
-    groups = read_traces(asked.run, asked.step)
-    weights = weights_before(asked.run, asked.step, config=settings, given=asked.weights)
-    recorded = recorded_row(RunDirectory(path=asked.run).metrics, asked.step)
-    print(f"step {asked.step} of {asked.run}: {weights.told}", flush=True)
+    run, step = asked.run, asked.flags.step
+    settings = as_decided(asked.settings, run)
+    groups = read_traces(run, step)
+    weights = weights_before(run, step, config=settings, given=asked.flags.weights)
+    recorded = recorded_row(RunDirectory(path=run).metrics, step)
+    print(f"step {step} of {run}: {weights.told}", flush=True)
 
     process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
-    recomputed = take_again(settings, groups, step=asked.step, weights=weights, process=process)
+    recomputed = take_again(settings, groups, step=step, weights=weights, process=process)
     changed = None
     if asked.changed is not None:
         print(f"changed: {described(asked.changes)}", flush=True)
-        changed = take_again(as_decided(asked.changed, run), groups, step=asked.step, weights=weights, process=process)
+        changed = take_again(as_decided(asked.changed, run), groups, step=step, weights=weights, process=process)
     stop_process()
 
     print("\n" + table({"recorded": recorded, "recomputed": recomputed, "changed": changed}))
     if recorded is None:
-        print(f"\nmetrics.jsonl has no row of step {asked.step}: the run ended before it was written")
+        print(f"\nmetrics.jsonl has no row of step {step}: the run ended before it was written")
     elif weights.are_the_steps_own:
         print(f"\n{differences(recorded, recomputed)}")
     return {
-        "run": str(asked.run),
-        "step": asked.step,
+        "run": str(run),
+        "step": step,
         "weights": asdict(weights) | {"checkpoint": None if weights.checkpoint is None else str(weights.checkpoint)},
         "changes": {name: {"from": old, "to": new} for name, (old, new) in asked.changes.items()},
         "recorded": recorded,

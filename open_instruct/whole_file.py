@@ -10,6 +10,8 @@ import stat
 import threading
 from pathlib import Path
 
+from open_instruct.errors import InputError
+
 MAX_BYTES = 256 * 2**20
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -58,6 +60,23 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
         raise
     if durable:
         _sync_folder(path.parent)
+
+
+def write_asked(out: str | Path, text: str, *, flag: str) -> None:
+    """Write the file that a command was asked for by `flag`.
+
+    Raises:
+        InputError: it cannot be written, or nothing can have that name.
+    """
+    try:
+        path = Path(out).expanduser()
+        if kind_of_other(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_text(path, text, durable=False)
+    except (OSError, ValueError, RuntimeError) as error:  # the last two of names that no file can have
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{flag} {out} cannot be written ({why}); name a file in a folder that exists") from None
 
 
 def remove_partials(path: Path) -> None:

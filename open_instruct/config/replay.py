@@ -14,6 +14,7 @@ from open_instruct.config.parser import flags_given, parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 
 CONFIG_FILE = "config.yaml"
@@ -42,7 +43,7 @@ EXAMPLES = (
 class ReplaySection:
     """What is replayed"""
 
-    step: int = flag("the step to take again; 1 is the first")
+    step: int = flag("the step to take again; 1 is the first", minimum=1)
     weights: str | None = flag(
         "Hugging Face folder of the weights; default: the run's checkpoint of the step before, or an older one", None
     )
@@ -58,15 +59,13 @@ class ReplayConfig(GRPOConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A step of a run, the settings it was taken with, and those to compare them with, if any.
+    """What is replayed of a run, the settings it was taken with, and those to compare them with, if any.
 
     Example: `replay runs/first --step 12 --loss_fn gspo` has `changes` {"loss_fn": ("dapo", "gspo")}.
     """
 
     run: Path
-    step: int
-    weights: Path | None
-    json_file: Path | None
+    flags: ReplaySection
     settings: GRPOConfig
     changed: GRPOConfig | None
     changes: dict[str, tuple[Any, Any]]
@@ -90,28 +89,18 @@ def parse_replay(words: Sequence[str]) -> Replay:
             f"flags of the loss and --{', --'.join(ROLLOUT_FLAGS)}"
         )
     own = asked.replay
-    if own.step < 1:
-        raise InputError(f"--step {own.step}: the first step is 1")
-    weights, json_file = (None if path is None else Path(path) for path in (own.weights, own.json))
-    if weights is not None and not weights.is_dir():
-        raise InputError(f"--weights {weights}: there is no such folder; give one in Hugging Face format")
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise InputError(f"--json {json_file}: is a folder, or lies in none; name a file in a folder that exists")
+    refuse(limit_problems(own))
+    if own.weights is not None and not Path(own.weights).is_dir():
+        raise InputError(f"--weights {own.weights}: there is no such folder; give one in Hugging Face format")
+    if own.json is not None and (Path(own.json).is_dir() or not Path(own.json).absolute().parent.is_dir()):
+        raise InputError(f"--json {own.json}: is a folder, or lies in none; name a file in a folder that exists")
     before, now = as_flat_dict(settings), as_flat_dict(asked)
     changes = {name: (before[name], now[name]) for name in given if name in before and now[name] != before[name]}
     if changes:
         # What active sampling rejected is not replayed, so it cannot stand against keeping every group.
         asked.rollout = replace(asked.rollout, active_sampling=False)
         validate_grpo(asked)
-    return Replay(
-        run=run,
-        step=own.step,
-        weights=weights,
-        json_file=json_file,
-        settings=settings,
-        changed=asked if changes else None,
-        changes=changes,
-    )
+    return Replay(run=run, flags=own, settings=settings, changed=asked if changes else None, changes=changes)
 
 
 def own_flags() -> list[Flag]:

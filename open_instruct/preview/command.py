@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +20,7 @@ from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.wording import one_of
 from open_instruct.preview.flags import ASSUMED, PreviewSection, help_lines
-from open_instruct.whole_file import replace_text
+from open_instruct.whole_file import write_asked
 
 GRPO = "grpo"
 RUNS = (*OBJECTIVES, GRPO)
@@ -52,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         from open_instruct.preview.page import html_page
 
-        _write(config.preview.out, html_page(sample, title=f"Rows of {argv[0]}"))
+        write_asked(config.preview.out, html_page(sample, title=f"Rows of {argv[0]}"), flag="--out")
+        print(f"the page is in {config.preview.out}")
     if sample.refusal is not None:
         raise sample.refusal
     return 0
@@ -75,14 +75,6 @@ def parse_request(words: Sequence[str]) -> tuple[Any, Objective | None, list[str
     config: Any = parse(config_class, words[1:], assumed=ASSUMED, unneeded=unneeded)
     warnings = (validate_grpo if objective is None else objective.validate)(config)
     return config, objective, [*warnings, *(f"not needed here, and left out: {each}" for each in unneeded)]
-
-
-def _write(out: str, page: str) -> None:
-    try:
-        replace_text(Path(out).expanduser(), page, durable=False)
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written ({error.strerror or error}); name another file") from None
-    print(f"the page is in {out}")
 
 
 @contextmanager

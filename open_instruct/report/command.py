@@ -15,7 +15,7 @@ from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
 from open_instruct.report.page import report_page
 from open_instruct.report.served import serve
-from open_instruct.whole_file import replace_text
+from open_instruct.whole_file import write_asked
 
 PROGRAM = "open-instruct report"
 
@@ -69,11 +69,6 @@ def main(argv: Sequence[str]) -> int:
     began_s = time.monotonic()
     page = report_page(folders, max_rollouts=flags.max_rollouts)
     out = Path(flags.out).expanduser() if flags.out else (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    try:
-        replace_text(out, page, durable=False)
-    except OSError as error:
-        raise InputError(
-            f"the page cannot be written to {out} ({error.strerror or error}); name another file with --out"
-        ) from error
+    write_asked(out, page, flag="--out")
     print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
     return 0

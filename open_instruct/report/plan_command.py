@@ -6,19 +6,18 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
 from open_instruct.config.help import asks_for_help, print_lines
 from open_instruct.config.plan import help_lines
-from open_instruct.errors import InputError
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import PLAN_CONFIGS, parse_request
 from open_instruct.planning.shown.json_record import as_record
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.report.plan_page import html_page
+from open_instruct.whole_file import write_asked
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,11 +38,7 @@ def main(argv: Sequence[str]) -> int:
     for warning in request.warnings:
         print(f"open-instruct plan: warning: {warning}", file=sys.stderr)
     if (file := request.asked.html) is not None:
-        try:
-            Path(file).expanduser().write_text(html_page(plan, advice), encoding="utf-8")
-        except (OSError, ValueError, RuntimeError) as error:  # the last two of names that no file can have
-            why = getattr(error, "strerror", None) or error
-            raise InputError(f"--html {file} cannot be written ({why}); name a file in a folder that exists") from None
+        write_asked(file, html_page(plan, advice), flag="--html")
     if request.asked.json:
         print(json.dumps(as_record(plan, advice), indent=2))
     else:

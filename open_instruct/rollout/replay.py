@@ -45,7 +45,7 @@ def as_decided(config: GRPOConfig, run: Path) -> GRPOConfig:
     return with_chosen(config, read_object(plan) if plan.exists() else {})
 
 
-def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | None) -> StepWeights:
+def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:
     """The weights that `step` of the run in `run` began with, or the nearest to them that are left.
 
     They are those after step - 1: the checkpoint of that step, or the start model for step 1. Where that checkpoint is
@@ -56,7 +56,7 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: Path | No
         told = f"the weights are those of {given}, with a fresh optimizer"
         if config.loss.ref_policy_update_freq is not None:
             told += "; the reference policy is the start model, although the run moved it"
-        return StepWeights(model=str(given), checkpoint=None, are_the_steps_own=False, told=told)
+        return StepWeights(model=given, checkpoint=None, are_the_steps_own=False, told=told)
     checkpoints = {step_of(path): path for path in find_checkpoints(run)}
     newest = max((saved for saved in checkpoints if saved < step), default=0)
     checkpoint, are_the_steps_own = checkpoints.get(newest), newest == step - 1

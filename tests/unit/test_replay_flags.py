@@ -10,7 +10,7 @@ import pytest
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.config.replay import Replay, on_one_process, parse_replay, replayed_flags
+from open_instruct.config.replay import Replay, ReplaySection, on_one_process, parse_replay, replayed_flags
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
 from open_instruct.rollout.replay import as_decided, differences, recorded_row, table, weights_before
@@ -45,7 +45,7 @@ def refusal(*words: str) -> str:
 
 def test_a_replay_keeps_the_settings_of_the_run(run: Path) -> None:
     replay = asked(run)
-    assert (replay.run, replay.step, replay.weights, replay.json_file, replay.changed) == (run, 3, None, None, None)
+    assert (replay.run, replay.flags, replay.changed) == (run, ReplaySection(step=3), None)
     assert replay.settings.loss.clip_higher == 0.3
 
 
@@ -98,7 +98,7 @@ def test_one_process_has_no_shards(run: Path) -> None:
     [
         (["--step", "3"], "the first word is the folder of the run"),
         (["RUN"], "missing: --step"),
-        (["RUN", "--step", "0"], "--step 0: the first step is 1"),
+        (["RUN", "--step", "0"], "--step 0: must be at least 1"),
         (["RUN", "--step", "two"], "--step takes a whole number, not 'two'"),
         (["gone", "--step", "3"], "gone is not the folder of a run: it has no config.yaml"),
         (["RUN", "--step", "3", "--seed", "2", "--beta", "1"], "--seed: a replay keeps the run's own value"),
@@ -140,7 +140,7 @@ def test_the_weights_before_a_step(run: Path, step: int, checkpoint: str | None,
 
 def test_given_weights_overrule_checkpoints(run: Path) -> None:
     replay = asked(run, "--weights", str(run / "step2"))
-    weights = weights_before(run, 3, config=replay.settings, given=replay.weights)
+    weights = weights_before(run, 3, config=replay.settings, given=replay.flags.weights)
     assert (weights.model, weights.checkpoint, weights.are_the_steps_own) == (str(run / "step2"), None, False)
 
 

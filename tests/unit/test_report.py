@@ -431,7 +431,7 @@ class TestCommand:
             (["--follow"], "the first words are the folders of runs"),
             (["RUN/hf_model"], "holds no run: it has neither config.yaml nor metrics.jsonl"),
             (["RUN", "--follow", "--out", "a.html"], "--follow writes no file"),
-            (["RUN", "--out", "RUN/none/a.html"], "name another file with --out"),
+            (["RUN", "--out", "RUN/none/a.html"], "none/a.html cannot be written"),
             (["RUN", "--max_rollouts", "-1"], "--max_rollouts"),
             (["RUN", "--open"], "--open"),
         ],
