@@ -41,6 +41,7 @@ from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, worl
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
 from open_instruct.parallel.wording import escaped
+from open_instruct.report.closing import say_what_happened
 from open_instruct.run import run_lock
 from open_instruct.run.run_directory import exported_by
 
@@ -124,8 +125,11 @@ def run_entry(
                     _tell(*(f"{program}: warning: {warning}" for warning in warnings))
                     if unneeded:
                         _tell(f"{program}: not needed here, and left out: {'; '.join(unneeded)}")
-                if (code := main(config)) == 0 and speaks and config.run.push_to_hub:
-                    print(upload(config.run, exported_by(config)))
+                began_s = time.monotonic()
+                if (code := main(config)) == 0 and speaks:
+                    say_what_happened(config, took_s=time.monotonic() - began_s)
+                    if config.run.push_to_hub:
+                        print(upload(config.run, exported_by(config)))
                 return code
             code, untold = start_ranks(script[0], [*script[1], *words], num_ranks, typed=program)
             if untold:

@@ -20,6 +20,13 @@ OnProgress = Callable[[int, int], None]
 SECONDS_BETWEEN_PLAIN_LINES = 5.0
 
 
+def time_words(seconds: float) -> str:
+    """`40 s`, `12 min` or `3.5 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
 class Console:
     """Rank 0 speaks, the others are silent; everything said is in `run.log` too."""
 
@@ -85,9 +92,12 @@ class Console:
                 yield lambda step, detail: bar.update(task, completed=step, detail=detail)
             self._of_training = None
             return
-        interval = max(1, num_steps // 20)
+        interval, began_s = max(1, num_steps // 20), time.monotonic()
 
         def line(step: int, detail: str) -> None:
+            if num_steps > step > first_step + 1:  # the first step is a slow one
+                left_s = (time.monotonic() - began_s) / (step - first_step) * (num_steps - step)
+                detail = f"{detail}  {time_words(left_s)} left"
             if step == first_step + 1 or step % interval == 0 or step == num_steps:
                 self.say(f"step {step}/{num_steps}  {detail}")
             else:

@@ -1,0 +1,60 @@
+"""What a finished run says last: what was learned, where the model is, and what to do with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.panel import Panel
+from rich.table import Table
+
+from open_instruct.config.training import LearnerConfig
+from open_instruct.data.foreign_json import read_object
+from open_instruct.parallel.wording import counted
+from open_instruct.run.console import Console, time_words
+from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
+
+LEARNED = ("reward", "loss", "rewards/margin", "rewards/accuracy")
+NUM_HELD_OUT = 3  # the first of a row, which are what the objective is about
+
+
+def say_what_happened(config: LearnerConfig, *, took_s: float) -> None:
+    """In a frame on a terminal, in plain lines elsewhere; nothing where no model was exported."""
+    directory, model = RunDirectory(path=Path(config.run.output_dir)), exported_by(config)
+    rows, evaluations = list(rows_of(directory.metrics)), list(rows_of(directory.evaluations))
+    if not rows or not model.exists():
+        return
+    held_out = [name for name in evaluations[0] if name != "step"][:NUM_HELD_OUT] if evaluations else ()
+    facts = {
+        f"{counted(rows[-1]['step'], 'step')}": _moves(rows, LEARNED),
+        "held out": _moves(evaluations, held_out),
+        "time": time_words(took_s),
+        "model": str(model),
+        **_use_of(model),
+        "report": f"open-instruct report {shlex.quote(str(directory.path))}",
+    }
+    facts = {name: words for name, words in facts.items() if words}
+    console = Console(speaks=True)
+    if not console.is_live:
+        for name, words in facts.items():
+            console.say(f"{name}: {words}")
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, words in facts.items():
+        table.add_row(name, words)
+    console.rich.print(Panel(table, title="what happened", title_align="left", expand=False))
+
+
+def _use_of(model: Path) -> dict[str, str]:
+    config = model / "config.json"  # an adapter has none
+    is_judge = config.exists() and "CausalLM" not in str(read_object(config).get("architectures"))
+    folder = shlex.quote(str(model))
+    return {"score": f"open-instruct score {folder} FILE"} if is_judge else {"chat": f"open-instruct chat {folder}"}
+
+
+def _moves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """From the first row to the last."""
+    there = [name for name in names if is_number(rows[0].get(name)) and is_number(rows[-1].get(name))]
+    return ", ".join(f"{name.removeprefix('eval/')} {rows[0][name]:.4g} -> {rows[-1][name]:.4g}" for name in there)

@@ -1,0 +1,53 @@
+"""What a finished run says last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from open_instruct.config.parser import parse
+from open_instruct.objectives.dpo import DPOConfig
+from open_instruct.report.closing import say_what_happened
+
+
+def finished(folder: Path, **architectures: Any) -> DPOConfig:
+    """The flags of a run that has left its files in `folder`, as far as they are read."""
+    (folder / "hf_model").mkdir(parents=True)
+    (folder / "hf_model" / "config.json").write_text(json.dumps(architectures))
+    rows = [{"step": 1, "loss": 0.7, "rewards/margin": 0.0, "lr": None}, {"step": 2, "loss": 0.25, "rewards/margin": 1}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ["--model_name_or_path", "M", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(folder)]
+    return parse(DPOConfig, words)
+
+
+def test_it_has_what_was_learned_and_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out"
+    config = finished(folder, architectures=["Olmo2ForCausalLM"])
+    evaluations = [{"step": step, "eval/preference_accuracy": step / 4} for step in (0, 2)]
+    (folder / "eval.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in evaluations))
+    say_what_happened(config, took_s=130)
+    assert capsys.readouterr().out.splitlines() == [
+        "2 steps: loss 0.7 -> 0.25, rewards/margin 0 -> 1",
+        "held out: preference_accuracy 0 -> 0.5",
+        "time: 2 min",
+        f"model: {folder}/hf_model",
+        f"chat: open-instruct chat {folder}/hf_model",
+        f"report: open-instruct report {folder}",
+    ]
+
+
+def test_a_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say_what_happened(finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200)
+    said = capsys.readouterr().out
+    assert f"score: open-instruct score {tmp_path}/out/hf_model FILE" in said and "chat" not in said
+    assert "time: 2.0 h" in said
+
+
+def test_a_run_without_a_model_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = finished(tmp_path / "out")
+    (tmp_path / "out" / "metrics.jsonl").unlink()
+    say_what_happened(config, took_s=1)
+    assert capsys.readouterr().out == ""
