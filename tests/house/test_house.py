@@ -368,6 +368,7 @@ class TestFlags:
 
     def test_the_page_of_upstreams_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "upstream.md").read_text(encoding="utf-8")
+        assert set(upstream_page.default_differences()) == set(upstream_page.upstream_reasons())
         assert page == upstream_page.page(), "run: python scripts/upstream_page.py > docs/upstream.md"
 
     def test_the_page_of_flags_is_up_to_date(self) -> None:
