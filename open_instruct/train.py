@@ -104,7 +104,6 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
-    from open_instruct.learner.profile import profiling
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
     from open_instruct.learner.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
@@ -186,15 +185,13 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         loop = Loop(
             policy,
             loader,
-            folder=run.directory.path,
+            run=run,
+            config=config,
             start_model=start_model,
             num_steps=num_steps,
             max_tokens_per_step=loader.max_tokens_per_step,
-            keep_last_n=config.run.keep_last_n_checkpoints,
-            lasting_interval=save_interval if config.run.ephemeral_save_interval else 1,
-            async_checkpoints=config.run.async_checkpoints,
-            callbacks=profiling(config.logging.profile_steps, num_steps=num_steps, run_folder=run.directory.path)
-            | dict(callbacks or {}),
+            save_interval=save_interval,
+            callbacks=callbacks,
         )
         if loop.resume(warn=run.console.warn):
             run.console.say(f"resuming after step {loop.step} of {num_steps}")
@@ -204,13 +201,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             if heldout.is_due(loop.step, num_steps):
                 heldout.evaluate(loop.step)
         with logging_steps(run, config, first_step=loop.step, num_steps=num_steps) as on_step:
-            signal = loop.fit(
-                loader,
-                on_step=on_step,
-                save_interval=save_interval,
-                ephemeral_interval=config.run.ephemeral_save_interval,
-                heldout=heldout,
-            )
+            signal = loop.fit(loader, on_step=on_step, heldout=heldout)
         if signal is not None:
             told, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
             run.console.say(told)

@@ -9,9 +9,16 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from open_instruct.config.flags import spelled
 from open_instruct.config.suites.upstream_flags import Entry, upstream_behaviours, upstream_reasons, upstream_table
-from open_instruct.migrate.launch import TRAINERS
-from open_instruct.migrate.migration import default_differences
+from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
+from open_instruct.migrate.migration import migrate
+
+# What makes each of upstream's sections count.
+ALL_SECTIONS_READ = (
+    *("--with_tracking", "--use_lora", "--additive_format_reward", "--apply_r1_style_format_reward"),
+    *("--dataset_mixer_eval_list", "r", "1.0"),
+)
 
 HEAD = """\
 # From open-instruct
@@ -82,6 +89,23 @@ def page() -> str:
         parts.append(f"\n### {section}\n\n| flag | |\n|---|---|\n")
         parts += [f"| `--{name}` | {_told(entry)} |\n" for name, entry in sorted(upstream_table(section).items())]
     return "".join(parts)
+
+
+def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
+    """Of each of our flags the defaults (upstream's, ours) that differ, and upstream's trainers of which that is so."""
+    found: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for command, trainers in TRAINERS.items():
+        for trainer in trainers:
+            rows = "mixer_list" if trainer.startswith(("dpo", "olmo")) else "dataset_mixer_list"
+            words = [f"open_instruct/{trainer}.py", f"--{rows}", "r", "1.0", *ALL_SECTIONS_READ]
+            migration = migrate(command, read_launch(command, words))
+            for name in migration.defaults.keys() - upstream_behaviours(command).keys():
+                theirs, ours = map(spelled, migration.defaults[name].values())
+                trainers_of = found.setdefault(name, {}).setdefault((theirs, ours), [])
+                trainers_of += (
+                    [] if DEFAULTS_OF.get(trainer, trainer) in trainers_of else [DEFAULTS_OF.get(trainer, trainer)]
+                )
+    return found
 
 
 def _told(entry: Entry) -> str:

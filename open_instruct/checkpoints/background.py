@@ -11,7 +11,7 @@ import torch
 
 T = TypeVar("T")
 
-Run = Callable[[Callable[[], T]], Future[T]]
+Way = Callable[[Callable[[], T]], Future[T]]
 """A way of having work done: `at_once` or `in_background`."""
 
 

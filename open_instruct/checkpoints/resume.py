@@ -12,7 +12,7 @@ from olmo_core.distributed.utils import barrier, get_rank, get_world_size
 from olmo_core.train import Trainer
 from olmo_core.train.train_module import TransformerTrainModule
 
-from open_instruct.checkpoints.background import Run, at_once
+from open_instruct.checkpoints.background import Way, at_once
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.checkpoints.step_folder import (
@@ -87,7 +87,7 @@ def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
 
 
 def remove_old_checkpoints(
-    folder: Path, *, keep_last_n: int, lasting_interval: int = 1, run: Run[None] = at_once
+    folder: Path, *, keep_last_n: int, lasting_interval: int = 1, run: Way[None] = at_once
 ) -> Future[None]:
     """Remove all but the newest `keep_last_n` checkpoints (0 keeps all).
 

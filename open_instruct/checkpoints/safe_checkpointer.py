@@ -26,7 +26,7 @@ from olmo_core.train.train_module import TrainModule
 from olmo_core.utils import wait_for
 from torch.distributed.checkpoint.metadata import Metadata
 
-from open_instruct.checkpoints.background import HostCopies, Run, at_once, in_background
+from open_instruct.checkpoints.background import HostCopies, Way, at_once, in_background
 from open_instruct.checkpoints.exact_json import from_json, to_json
 from open_instruct.checkpoints.step_folder import (
     INDEX,
@@ -125,7 +125,7 @@ class SafeCheckpointer(Checkpointer):
         train_module: TrainModule,
         train_state: dict[str, Any],
         *,
-        run: Run[Files],
+        run: Way[Files],
         copied: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     ) -> Future[None]:
         self.finish()  # one at a time

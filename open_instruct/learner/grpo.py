@@ -10,7 +10,6 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.deepspeed.choice import backend_of
 from open_instruct.learner.loop import Loop
-from open_instruct.learner.profile import profiling
 from open_instruct.learner.reference_policy import Reference, build_reference, build_teacher, open_teacher
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
@@ -72,16 +71,12 @@ class GRPOLearner:
         self.loop = Loop(
             self.policy,
             self.drivers,
-            folder=run.directory.path,
+            run=run,
+            config=config,
             start_model=start_model_of(pretrained, run),
             num_steps=config.num_steps,
             max_tokens_per_step=config.num_samples_per_step * config.data.max_seq_length,
-            keep_last_n=config.run.keep_last_n_checkpoints,
-            lasting_interval=config.run.checkpointing_steps if config.run.ephemeral_save_interval else 1,
-            async_checkpoints=config.run.async_checkpoints,
-            callbacks=profiling(
-                config.logging.profile_steps, num_steps=config.num_steps, run_folder=run.directory.path
-            ),
+            save_interval=config.run.checkpointing_steps,
         )
 
     def step(self, work: RankStep) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.checkpoints.background import Run, at_once, in_background
+from open_instruct.checkpoints.background import Way, at_once, in_background
 from open_instruct.checkpoints.resume import (
     finish_checkpoint,
     load_checkpoint,
@@ -24,15 +24,18 @@ from open_instruct.checkpoints.resume import (
     save_checkpoint,
     wait_for_copy,
 )
+from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.backend import Learner
 from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.olmo_core.inner import pass_on_metrics
 from open_instruct.learner.olmo_core.trainer import Place, trainer_of
+from open_instruct.learner.profile import profiling
 from open_instruct.learner.speed import flops_of_step, peak_flops_per_second
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores
 from open_instruct.records import StepBatch
+from open_instruct.run.opened import Run
 from open_instruct.run.signals import noting_signals
 from open_instruct.run.slowness import WINDOW, slowest, slowest_loader
 
@@ -55,18 +58,19 @@ class EpochLoader(Place, Protocol):
 
 
 class Loop:
-    """Takes optimisation steps and keeps the checkpoints of a run in `folder`. Every method is collective.
+    """Takes optimisation steps and keeps the checkpoints of a run in its folder. Every method is collective.
 
     Args:
         learner: that learns.
         place: where the run stands in its data, saved and loaded with every checkpoint.
+        run: that the process has joined.
+        config: of the run.
         start_model: fingerprint of what the policy began as, see `start_model_of`.
         num_steps: of the whole run; the schedule stretches over them.
         max_tokens_per_step: over all ranks, an upper bound.
-        keep_last_n: checkpoints that are kept; 0 keeps all.
-        lasting_interval: those of other steps than its multiples are removed once there is a newer one.
-        async_checkpoints: "on" writes them while the training goes on; "auto" does where the shards are on a GPU.
-        callbacks: OLMo-core's, by name.
+        save_interval: steps between checkpoints that last. Those of --ephemeral_save_interval are removed once there is
+            a newer one.
+        callbacks: OLMo-core's, by name, beside those of the flags.
     """
 
     def __init__(
@@ -74,31 +78,33 @@ class Loop:
         learner: Learner,
         place: Place,
         *,
-        folder: Path,
+        run: Run,
+        config: LearnerConfig,
         start_model: str,
         num_steps: int,
         max_tokens_per_step: int,
-        keep_last_n: int = 0,
-        lasting_interval: int = 1,
-        async_checkpoints: str = "auto",
+        save_interval: int,
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
+        flags = config.run
         self.learner = learner
-        self.folder = folder
+        self.folder = run.directory.path
         self.num_steps = num_steps
-        self.keep_last_n = keep_last_n
-        self.lasting_interval = lasting_interval
-        self.saves_in_background = {"on": True, "off": False}.get(async_checkpoints, learner.device.type != "cpu")
+        self.keep_last_n = flags.keep_last_n_checkpoints
+        self.save_intervals = [save_interval, flags.ephemeral_save_interval]
+        self.lasting_interval = save_interval if flags.ephemeral_save_interval else 1
+        self.saves_in_background = {"on": True, "off": False}.get(flags.async_checkpoints, learner.device.type != "cpu")
+        own = profiling(config.logging.profile_steps, num_steps=num_steps, run_folder=self.folder)
+        own |= callbacks or {}
         self.trainer = trainer_of(
             learner,
             place,
-            folder=folder,
+            folder=self.folder,
             start_model=start_model,
             num_steps=num_steps,
             max_tokens_per_step=max_tokens_per_step,
-            callbacks=callbacks or {},
+            callbacks=own,
         )
-        own = callbacks or {}
         self._callbacks = [
             callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED
         ]
@@ -156,13 +162,9 @@ class Loop:
         loader: EpochLoader,
         *,
         on_step: OnStep,
-        save_interval: int,
-        ephemeral_interval: int | None = None,
         heldout: Heldout | None = None,
     ) -> int | None:
-        """Take all steps that are left, one update each, and save every `save_interval` steps and the last one.
-
-        Those of every `ephemeral_interval` steps are saved too.
+        """Take all steps that are left, one update each, and save those whose time it is and the last one.
 
         `on_step` is told the number and the metrics of every step, on every rank, those of `heldout` where it is due
         among them.
@@ -178,9 +180,7 @@ class Loop:
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
                 signal = self._first_signal(noted.number)
                 is_last = bool(signal) or self.step == self.num_steps
-                is_saved = is_last or any(
-                    self.step % every == 0 for every in (save_interval, ephemeral_interval) if every
-                )
+                is_saved = is_last or any(self.step % every == 0 for every in self.save_intervals if every)
                 # Not after a signal: who sent it waits. A run that resumes there scores first of all.
                 is_scored = heldout is not None and not signal and heldout.is_due(self.step, self.num_steps)
                 if is_saved or is_scored:
@@ -230,7 +230,7 @@ class Loop:
         wait_for_copy(self.trainer)
         self._checkpoint_s += time.perf_counter() - began_s
 
-    def _remove_old(self, *, run: Run[None]) -> None:
+    def _remove_old(self, *, run: Way[None]) -> None:
         self._removal.result()
         if self.keep_last_n or self.lasting_interval > 1:
             self._removal = remove_old_checkpoints(

@@ -6,23 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of, spelled
+from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.parser import parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, Launch, read_launch
+from open_instruct.migrate.launch import Launch
 from open_instruct.migrate.rules import settle
 from open_instruct.migrate.sheet import Sheet, sheet_of
 from open_instruct.objectives.registry import objective_named
-
-# What makes each of upstream's sections count.
-ALL_SECTIONS_READ = (
-    *("--with_tracking", "--use_lora", "--additive_format_reward", "--apply_r1_style_format_reward"),
-    *("--dataset_mixer_eval_list", "r", "1.0"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,20 +121,3 @@ def _problems(command: str, config_class: type[LearnerConfig], arguments: list[s
     except InputError as error:
         return str(error).splitlines()
     return []
-
-
-def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
-    """Of each of our flags the defaults (upstream's, ours) that differ, and upstream's trainers of which that is so."""
-    found: dict[str, dict[tuple[str, str], list[str]]] = {}
-    for command, trainers in TRAINERS.items():
-        for trainer in trainers:
-            rows = "mixer_list" if trainer.startswith(("dpo", "olmo")) else "dataset_mixer_list"
-            words = [f"open_instruct/{trainer}.py", f"--{rows}", "r", "1.0", *ALL_SECTIONS_READ]
-            migration = migrate(command, read_launch(command, words))
-            for name in migration.defaults.keys() - upstream_behaviours(command).keys():
-                theirs, ours = map(spelled, migration.defaults[name].values())
-                trainers_of = found.setdefault(name, {}).setdefault((theirs, ours), [])
-                trainers_of += (
-                    [] if DEFAULTS_OF.get(trainer, trainer) in trainers_of else [DEFAULTS_OF.get(trainer, trainer)]
-                )
-    return found

@@ -103,8 +103,8 @@ class Driver:
         asked = (*batch.groups, *batch.rejected)
         refuse_failed_verdicts(asked)
         rollouts = training_samples(batch, config=config.rollout, version=self.step)
-        given = conversations_of(self.run.conversations, step=step, config=config)
-        num_tokens = rollouts.num_tokens + sum(len(sample.document) for sample in given)
+        samples = (*rollouts.samples, *conversations_of(self.run.conversations, step=step, config=config))
+        num_tokens = sum(len(sample.document) for sample in samples)
         silence = self.signal_watch.after_step(asked, num_samples=len(rollouts.samples))
         for warning in filter(None, (silence, self.cut_watch.after_step(asked))):
             self.console.warn(warning)
@@ -113,7 +113,7 @@ class Driver:
         generated_s = time.monotonic()
         with self.fleet.publisher.learners_at_work():
             with self.view.phase("training"):
-                learned = self._train((*rollouts.samples, *given))
+                learned = self._train(samples)
             trained_s = time.monotonic()
             self.step = step
             with self.view.phase("sending weights"):

@@ -27,14 +27,13 @@ class StepSamples:
     """What is learned from a batch.
 
     `advantages[i][j]` and `is_used[i][j]` belong to completion j of group i; `samples` are the used ones, in that
-    order. `num_tokens` counts their prompts and completions.
+    order.
     """
 
     samples: tuple[RolloutSample, ...]
     advantages: tuple[tuple[float, ...], ...]
     is_used: tuple[tuple[bool, ...], ...]
     metrics: dict[str, float]
-    num_tokens: int
 
 
 def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version: int) -> StepSamples:
@@ -72,7 +71,6 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
         advantages=tuple(advantages),
         is_used=tuple(is_used),
         metrics=metrics,
-        num_tokens=sum(len(sample.document) for sample in samples),
     )
 
 

@@ -352,10 +352,12 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     loop = Loop(
         policy,
         loader,
-        folder=run.directory.path,
+        run=run,
+        config=config,
         start_model="",
         num_steps=NUM_STEPS + 1,
         max_tokens_per_step=loader.max_tokens_per_step,
+        save_interval=NUM_STEPS + 1,
     )
 
     def score() -> dict[str, int]:
@@ -380,7 +382,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
                 raise EnoughError
 
         with contextlib.suppress(EnoughError):
-            loop.fit(loader, on_step=on_step, save_interval=NUM_STEPS + 1)
+            loop.fit(loader, on_step=on_step)
         return waits
 
     return policy, score if case.only_scores else take_steps

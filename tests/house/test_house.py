@@ -18,7 +18,7 @@ from open_instruct.chat.command import ChatFlags
 from open_instruct.config.flags import flags_of
 from open_instruct.config.plan import PlanFlags
 from open_instruct.config.replay import ReplayConfig
-from open_instruct.config.suites.upstream_flags import upstream_names, upstream_table
+from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.families import FAMILIES
 from open_instruct.merge import MergeFlags
 from open_instruct.parallel.layout_command import LayoutFlags
@@ -368,6 +368,7 @@ class TestFlags:
 
     def test_the_page_of_upstreams_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "upstream.md").read_text(encoding="utf-8")
+        assert set(upstream_page.default_differences()) == set(upstream_page.upstream_reasons())
         assert page == upstream_page.page(), "run: python scripts/upstream_page.py > docs/upstream.md"
 
     def test_the_page_of_flags_is_up_to_date(self) -> None:
@@ -407,7 +408,8 @@ def known_flags() -> frozenset[str]:
 def test_docs_name_only_flags_that_exist(path: Path) -> None:
     known = known_flags() | FOREIGN_FLAGS | PLACEHOLDERS
     if path.name == "upstream.md":
-        known |= upstream_names()  # the page that says what becomes of them
+        sections = ("every", *upstream_page.TRAINERS)  # the page says what becomes of their flags
+        known |= {name for section in sections for name in upstream_table(section)}
     named = re.findall(r"(?<![\w!-])--([A-Za-z][\w-]*)", path.read_text(encoding="utf-8"))
     unknown = sorted({name for name in named if name.replace("-", "_") not in known})
     assert not unknown, f"{ids(path)} names flags that no command has: {unknown}"

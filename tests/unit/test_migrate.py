@@ -15,10 +15,10 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_reasons, upstream_table
+from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_table
 from open_instruct.errors import InputError
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
-from open_instruct.migrate.migration import Migration, default_differences, migrate
+from open_instruct.migrate.migration import Migration, migrate
 from open_instruct.objectives.registry import objective_named
 
 DPO = "--model_name_or_path m --mixer_list rows.jsonl 1.0 --max_seq_length 512"
@@ -90,10 +90,6 @@ class TestDefaults:
         config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
         known = {*flags_of(config_class), *upstream_table(command), *upstream_table()}
         assert set(upstream_defaults(trainer)) <= known
-
-
-def test_every_default_that_differs_has_a_reason_and_no_other() -> None:
-    assert set(default_differences()) == set(upstream_reasons())
 
 
 class TestFlags:

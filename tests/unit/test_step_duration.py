@@ -47,6 +47,7 @@ def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.Monk
             self.learner = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
             self.num_steps = NUM_STEPS
             self._peak_flops = None
+            self.save_intervals = [save_interval]
 
         def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
             self.step += 1
@@ -70,7 +71,7 @@ def test_the_optimizer_counts_and_a_checkpoint_does_not(monkeypatch: pytest.Monk
                 yield SimpleNamespace(counts={"tokens": NUM_TOKENS}, microbatches=())
 
     speeds: list[float] = []
-    FakeLoop().fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]), save_interval=1)  # type: ignore[arg-type]
+    FakeLoop().fit(None, on_step=lambda step, row: speeds.append(row["tokens_per_second"]))  # type: ignore[arg-type]
     assert len(speeds) == NUM_STEPS
     assert sum(NUM_TOKENS / speed for speed in speeds) == pytest.approx(NUM_STEPS * (HOST_S + OPTIMIZER_S))
 
@@ -88,6 +89,7 @@ def test_checkpoints_that_last_and_those_that_do_not(monkeypatch: pytest.MonkeyP
             self.learner = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
             self.num_steps, self._peak_flops, self.folder = 10, None, tmp_path
             self.keep_last_n, self.lasting_interval = keep_last_n, lasting_interval
+            self.save_intervals = [3, 2]
             self._removal = at_once(lambda: None)
 
         def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
@@ -113,7 +115,7 @@ def test_checkpoints_that_last_and_those_that_do_not(monkeypatch: pytest.MonkeyP
 
     def left(**settings: int) -> list[int]:
         loop = FakeLoop(**settings)
-        loop.fit(None, on_step=lambda step, row: None, save_interval=3, ephemeral_interval=2)  # type: ignore[arg-type]
+        loop.fit(None, on_step=lambda step, row: None)  # type: ignore[arg-type]
         steps = [step_of(path) for path in find_checkpoints(tmp_path)]
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()

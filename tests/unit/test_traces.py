@@ -80,7 +80,6 @@ def unlearned(batch: RolloutStepBatch) -> StepSamples:
         advantages=tuple((0.25,) * len(group.completions) for group in batch.groups),
         is_used=tuple((True,) * len(group.completions) for group in batch.groups),
         metrics={},
-        num_tokens=0,
     )
 
 

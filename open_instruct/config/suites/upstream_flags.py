@@ -88,12 +88,6 @@ def upstream_families() -> dict[str, str]:
     return dict(_read("defaults.yaml")["families"])
 
 
-@cache
-def upstream_names() -> frozenset[str]:
-    """Every flag of the table."""
-    return frozenset(name for section in _read("flags.yaml") for name in upstream_table(section))
-
-
 def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
     """What a command with the flags `known` makes of the flag `name` of upstream's; None where that is none."""
     of_grpo = "total_episodes" in known

@@ -89,9 +89,8 @@ def _steps(
         (policy.comparison, *_) = compare_with(
             teacher, rows, None, student=pretrained, scorer=scorer, run=run, config=config
         )
-    loop = Loop(
-        policy, DriversState(), folder=run.directory.path, start_model="", num_steps=2, max_tokens_per_step=10**6
-    )
+    settings = {"start_model": "", "num_steps": 2, "max_tokens_per_step": 10**6, "save_interval": 1}
+    loop = Loop(policy, DriversState(), run=run, config=config, **settings)
     microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
     counts = {"rows": num_rows, "tokens": num_tokens * num_rows, "labels": num_tokens * num_rows // 2}
