@@ -72,27 +72,24 @@ class Passes:
 
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
         """A forward pass that `keeps` what its backward needs, or that none follows."""
-        root, stream = self._gathered(self.root), self.stream_bytes
-        block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
-        head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
+        root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
+        block_peak, head_peak = (each.forward_peak if keeps else each.scoring_peak for each in (self.block, self.head))
         held = {**held, REDUCED: self._left_over() if keeps else 0}
-        yield {**held, GATHERED: root + self._gathering(self.embeddings, self.root)}
-        gathered = root + self._buffer(self.embeddings) + self._gathered(self.embeddings)
-        yield {**held, GATHERED: gathered, TEMPORARIES: stream}
-        # Blocks need the same each, on top of what those before kept: the first, the second and the last suffice.
-        block, num_layers = self.one_block, self.shape.num_layers
-        # Where some are gathered ahead, so does the last before which as many as that are left.
-        most_ahead = min(self.workload.gathered_ahead, num_layers - 1)
-        for layer in sorted({0, min(1, num_layers - 1), num_layers - 1 - most_ahead, num_layers - 1}):
-            kept = self._kept(layer) if keeps else 0
-            there = root + min(most_ahead, num_layers - 1 - layer) * self._buffer(block)
-            gathering = there + self._gathering(block, self.looked_up if layer == 0 else block)
-            yield {**held, GATHERED: gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
-            gathered = there + self._buffer(block) + self._gathered(block)
-            activations, temporaries = kept + block_peak.activations, block_peak.temporaries + stream
-            yield {**held, GATHERED: gathered, ACTIVATIONS: activations, TEMPORARIES: temporaries}
+        looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
+        yield {**held, GATHERED: root + self._buffer(self.root) + looked_up}
+        held[TEMPORARIES] = self.stream_bytes
+        # Blocks need the same each, on top of what those before kept: most in the last, or in the last before which as
+        # many are left as are gathered ahead.
+        for num_ahead in (min(self.workload.gathered_ahead, num_layers - 1), 0):
+            kept = self._kept(num_layers - 1 - num_ahead) if keeps else 0
+            yield {
+                **held,
+                GATHERED: root + (1 + num_ahead) * self._buffer(block) + self._gathered(block),
+                ACTIVATIONS: kept + block_peak.activations,
+                TEMPORARIES: block_peak.temporaries + self.stream_bytes,
+            }
         held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: self._kept(num_layers) if keeps else 0}
-        yield {**held, HEAD: head_peak.total if runs_head else 0, TEMPORARIES: stream}
+        yield {**held, HEAD: head_peak.total if runs_head else 0}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
@@ -123,10 +120,6 @@ class Passes:
                 ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
-            after = self._with_gradients(held, num_layers - layer)
-            reduced_bytes = waiting + self._unreduced(self._whole(block)) + reduced
-            after = {**after, GATHERED: ahead, REDUCED: reduced_bytes}
-            yield {**after, ACTIVATIONS: below, TEMPORARIES: self.stream_bytes}
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
         looked_up = self._whole(self.looked_up)
@@ -136,14 +129,13 @@ class Passes:
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
-        gradients, of_embeddings = after_blocks[GRADIENTS], self._whole(self.embeddings)
+        gradients, unreduced = after_blocks[GRADIENTS], self._whole(self.root) + self._whole(self.embeddings)
         if self.adds_up:
             gradients += num_layers * (self._shard(block) - self._whole(block) * FLOAT32 // self.c)
-        gradients += 0 if self.accumulates else self._shard(self.root)
-        reduced_bytes = of_embeddings + self._whole(self.root) + self._reduced(self.root)
-        yield {**after_blocks, GRADIENTS: gradients, REDUCED: reduced_bytes}
-        gradients += 0 if self.accumulates else self._shard(self.embeddings)
-        yield {**after_blocks, GRADIENTS: gradients, REDUCED: of_embeddings + self._reduced(self.embeddings)}
+        for unit in (self.root, self.embeddings):
+            gradients += 0 if self.accumulates else self._shard(unit)
+            yield {**after_blocks, GRADIENTS: gradients, REDUCED: unreduced + self._reduced(unit)}
+            unreduced -= self._whole(unit)
 
     def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
         """With the reduced gradients of the blocks whose backward has run. An earlier microbatch's are there already.
@@ -171,11 +163,6 @@ class Passes:
     def _cast(self, unit: Unit) -> int:
         """The flat buffer of this rank's shards in the dtype that is gathered."""
         return 0 if self.c == MASTER_BYTES else self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
-
-    def _gathering(self, unit: Unit, previous: Unit) -> int:
-        """While `unit` is gathered the buffer of the one before is still there; when it is copied out, that is gone."""
-        while_gathered = self._buffer(previous) + self._cast(unit) + self._buffer(unit)
-        return max(while_gathered, self._buffer(unit) + self._gathered(unit))
 
     def _reduced(self, unit: Unit) -> int:
         """The float32 input of its reduce-scatter."""
