@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile
-from open_instruct.planning.memory.state import gathered_params, local_size
+from open_instruct.planning.memory.state import gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
@@ -175,8 +176,7 @@ class Passes:
     def _whole(self, unit: Unit) -> int:
         """Its gradients as the backward pass makes them: a tensor rank's part of each, without padding."""
         degree = self.layout.tensor_parallel_degree
-        whole = ShardLayout(gpus_per_node=(degree,), shard_degree=1, num_replicas=1, tensor_parallel_degree=degree)
-        return sum(local_size(parameter, whole).own for parameter in unit.trained) * self.c
+        return sum(prod(tensor_local_shape(each, degree, 0)) for each in unit.trained) * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
         """Gradients that wait to be reduced. Without FSDP they are at once where the optimizer reads them."""
