@@ -262,9 +262,7 @@ class _Block(_Piece):
         rotated = []
         for tensor in (q, k):
             near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])
-            half = tensor.num_bytes // 2
-            of_halves = Gradient(of=tensor, num_bytes=tensor.num_bytes, scratch_bytes=half)
-            halves = self.tape.run(tensor.num_bytes, tensor, scratch_bytes=half, gradients=[of_halves])
+            halves = self.tape.run(tensor.num_bytes, tensor)
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
             self.tape.hold(tensor)
@@ -328,9 +326,7 @@ class _Head(_Piece):
         stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
         num_words = shape.vocab_size if stays_whole else _split(shape.vocab_size, sizes)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
-        # And the last one, where it is shorter.
         chunks = all_chunks[:CHUNKS_RECORDED]
-        chunks += tuple(chunk for chunk in all_chunks[CHUNKS_RECORDED:] if chunk < all_chunks[0])
         is_one = len(all_chunks) <= 1
         # A chunk is a view; the gradients of the chunks are laid end to end.
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)
