@@ -181,14 +181,11 @@ class _Piece(ABC):
         of_square = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
         square = run(float_bytes, x_float, saved=[x_float], gradients=[of_square])
         inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
-        of_inverse = Gradient(of=inverse, num_bytes=row_bytes, scratch_bytes=float_bytes)
-        gradients = [Gradient(of=x_float, num_bytes=float_bytes), of_inverse]
-        scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse], gradients=gradients)
+        scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
         if not self.shape.is_olmo:
             scaled = self.cast(scaled, elements, self.c)
-        of_scaled = Gradient(of=scaled, num_bytes=scaled.num_bytes, scratch_bytes=scaled.num_bytes)
-        weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[of_scaled, _whole(weight)])
+        weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[_whole(scaled), _whole(weight)])
         normed = self.cast(weighted, elements, self.c)
         self.tape.hold(x)  # the caller's
         return normed
