@@ -206,10 +206,6 @@ class Backend:
         degrees = f"{layout.shard_degree} ×", f"{layout.num_replicas} ×", layout.tensor_parallel_degree
         return dict(zip(("shard ×", "replicas ×", "tensor"), degrees, strict=True))
 
-    def meanings(self, plan: Plan) -> dict[str, str]:
-        """Of those parts of the memory that are something else than under FSDP2."""
-        return {}
-
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Flags of every way to share on these devices: each (shard degree, replicas, tensor degree) of several."""
         context = setting.config.parallel.context_parallel_degree

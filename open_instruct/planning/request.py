@@ -13,7 +13,7 @@ from open_instruct.config.plan import ASSUMED, PlanSection
 from open_instruct.config.validation import limit_problems
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.parallel.node_sizes import MAX_GPUS, read_node_sizes
+from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.parallel.wording import counted, one_of
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
@@ -79,14 +79,12 @@ def _sizes_of_nodes(asked: PlanSection) -> list[int]:
         if not sizes:
             raise InputError(f"{given}: add the GPUs of a node, such as --gpus_per_node 8")
         if len(sizes) == 1:
-            sizes *= min(num_nodes, MAX_GPUS + 1)
-        elif len(sizes) != num_nodes:
+            return read_node_sizes([f"{num_nodes}x{sizes[0]}"])
+        if len(sizes) != num_nodes:
             raise InputError(
                 f"{given}, but --gpus_per_node {spelled(asked.gpus_per_node)} is {counted(len(sizes), 'node')}; give "
                 "one number for all nodes, or leave --num_nodes out"
             )
-    if sum(sizes) > MAX_GPUS:
-        raise InputError(f"--gpus_per_node names {sum(sizes)} GPUs in all; at most {MAX_GPUS} can be planned")
     return sizes
 
 

@@ -27,7 +27,7 @@ from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
-from open_instruct.planning.shown.summary import LETTERS, meaning_of, traffic_rows
+from open_instruct.planning.shown.summary import LETTERS, MEANINGS, traffic_rows
 from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.shown.units import GIB
 from open_instruct.planning.start_check import check_plan
@@ -137,7 +137,10 @@ TINY = {
         (["dpo", *OLMO_7B, "--num_nodes", "2"], "add the GPUs of a node"),
         (["dpo", *OLMO_7B, "--num_nodes", "0", "--gpus_per_node", "8"], "--num_nodes 0: must be at least 1"),
         (["dpo", *OLMO_7B, "--num_nodes", "3", "--gpus_per_node", "8", "8"], "is 2 nodes; give one number for all"),
-        (["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"], "at most 10000 can be planned"),
+        (
+            ["dpo", *OLMO_7B, "--num_nodes", "9999", "--gpus_per_node", "8"],
+            "--gpus_per_node 9999x8 is more than the 10000 GPUs",
+        ),
         (["dpo", *OLMO_7B, "--gpus_per_node", "6000", "6000"], "more than the 10000 GPUs"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "0"], "'0' is not a whole number of at least 1"),
         (["dpo", *OLMO_7B, "--gpus_per_node", "-8"], "'-8' is not a whole number of at least 1"),
@@ -516,7 +519,7 @@ class TestPage:
             text = page(plan)
             shown = {label for phase in plan.phases for label, _ in phase.parts}
             for label in shown:
-                assert f"   {LETTERS[label]}  {label}: {meaning_of(label, plan)[:20]}" in text
+                assert f"   {LETTERS[label]}  {label}: {MEANINGS[label][:20]}" in text
             explained |= shown
         assert explained == set(LETTERS)
         assert len(set(LETTERS.values())) == len(LETTERS)

@@ -8,10 +8,8 @@ from typing import Any, cast
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.planned_memory import Zero, ZeroMoments
 from open_instruct.learner.deepspeed.planned_traffic import exchanges_of, exchanges_of_merging
-from open_instruct.parallel.training_state import ADAMW_MOMENTS, MASTER_BYTES, MOMENT_BYTES
-from open_instruct.planning.memory.forward_backward import GATHERED, GRADIENTS, REDUCED
-from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS, Moments
-from open_instruct.planning.plan import Backend, Plan, Setting, Way, tensor_degrees
+from open_instruct.planning.memory.phases import Moments
+from open_instruct.planning.plan import Backend, Setting, Way, tensor_degrees
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Exchange
@@ -43,25 +41,6 @@ class DeepSpeed(Backend):
     def cells(self, layout: ShardLayout) -> dict[str, object]:
         on_host = "all" if self.zero.weights_on_host else "adam" if self.zero.optimizer_on_host else "-"
         return {"stage": self.zero.stage, "zpg": self.zero.nearby, "host": on_host}
-
-    def meanings(self, plan: Plan) -> dict[str, str]:
-        zero, dtype = self.zero, plan.workload.param_dtype
-        part = "all of them" if zero.stage == 0 else f"this rank's 1/{plan.layout.shard_group_size}"
-        copy = {0: "", 3: f", and the same part in {dtype}, to be gathered"}
-        copies = copy.get(zero.stage, f", and all of them in {dtype}, to compute with")
-        gradients, what = "all of them" if zero.stage < 2 else part, "weights that are trained"
-        if (degree := plan.layout.tensor_parallel_degree) > 1:
-            what += f" (of matrices a part, 1/{degree} of each)"
-        if plan.setting.shape.adapters is not None:
-            what = f"frozen weights, {part if zero.stage == 3 else 'all of them'}, in {dtype}, and the adapters'"
-        return {
-            PARAMETERS: f"the {what}, {part}, {MASTER_BYTES} bytes each{copies}",
-            GRADIENTS: f"what the backward passes of a step found for each that is trained, {gradients}, in float32",
-            OPTIMIZER: f"AdamW's {ADAMW_MOMENTS} moments of each of these, {part}, {MOMENT_BYTES} bytes a moment",
-            GATHERED: "whole weights, of what runs and of what is fetched ahead or needed again soon",
-            REDUCED: f"gradients in a bucket of {zero.reduce_bucket_size:,} values, and on their way",
-            BUFFERS: "the bucket, where it stays; tables of positions, and tensors that are being read or written",
-        }
 
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Every stage, with what stays as it is where it can, and second copies within a node."""

@@ -181,14 +181,11 @@ class _Piece(ABC):
         of_square = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
         square = run(float_bytes, x_float, saved=[x_float], gradients=[of_square])
         inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
-        of_inverse = Gradient(of=inverse, num_bytes=row_bytes, scratch_bytes=float_bytes)
-        gradients = [Gradient(of=x_float, num_bytes=float_bytes), of_inverse]
-        scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse], gradients=gradients)
+        scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
         if not self.shape.is_olmo:
             scaled = self.cast(scaled, elements, self.c)
-        of_scaled = Gradient(of=scaled, num_bytes=scaled.num_bytes, scratch_bytes=scaled.num_bytes)
-        weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[of_scaled, _whole(weight)])
+        weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=[_whole(scaled), _whole(weight)])
         normed = self.cast(weighted, elements, self.c)
         self.tape.hold(x)  # the caller's
         return normed
@@ -262,9 +259,7 @@ class _Block(_Piece):
         rotated = []
         for tensor in (q, k):
             near = self.tape.run(tensor.num_bytes, tensor, *angles, saved=angles[1:], gradients=[_whole(tensor)])
-            half = tensor.num_bytes // 2
-            of_halves = Gradient(of=tensor, num_bytes=tensor.num_bytes, scratch_bytes=half)
-            halves = self.tape.run(tensor.num_bytes, tensor, scratch_bytes=half, gradients=[of_halves])
+            halves = self.tape.run(tensor.num_bytes, tensor)
             far = self.tape.run(halves.num_bytes, halves, saved=angles[:1])
             rotated.append(self.sum(near, far))
             self.tape.hold(tensor)
@@ -328,9 +323,7 @@ class _Head(_Piece):
         stays_whole = shape.is_tied and sizes.num_rows == sizes.num_tokens
         num_words = shape.vocab_size if stays_whole else _split(shape.vocab_size, sizes)
         weight = Tensor(num_words * d_model * self.c, kind=kind)
-        # And the last one, where it is shorter.
         chunks = all_chunks[:CHUNKS_RECORDED]
-        chunks += tuple(chunk for chunk in all_chunks[CHUNKS_RECORDED:] if chunk < all_chunks[0])
         is_one = len(all_chunks) <= 1
         # A chunk is a view; the gradients of the chunks are laid end to end.
         views = [run(0, hidden, gradients=[Gradient(of=hidden, num_bytes=hidden.num_bytes)])] * len(chunks)

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32, Pass, pass_of, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile
-from open_instruct.planning.memory.state import gathered_params, local_size
+from open_instruct.planning.memory.state import gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.records import ShardLayout
@@ -72,27 +73,24 @@ class Passes:
 
     def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
         """A forward pass that `keeps` what its backward needs, or that none follows."""
-        root, stream = self._gathered(self.root), self.stream_bytes
-        block_peak = self.block.forward_peak if keeps else self.block.scoring_peak
-        head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
+        root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
+        block_peak, head_peak = (each.forward_peak if keeps else each.scoring_peak for each in (self.block, self.head))
         held = {**held, REDUCED: self._left_over() if keeps else 0}
-        yield {**held, GATHERED: root + self._gathering(self.embeddings, self.root)}
-        gathered = root + self._buffer(self.embeddings) + self._gathered(self.embeddings)
-        yield {**held, GATHERED: gathered, TEMPORARIES: stream}
-        # Blocks need the same each, on top of what those before kept: the first, the second and the last suffice.
-        block, num_layers = self.one_block, self.shape.num_layers
-        # Where some are gathered ahead, so does the last before which as many as that are left.
-        most_ahead = min(self.workload.gathered_ahead, num_layers - 1)
-        for layer in sorted({0, min(1, num_layers - 1), num_layers - 1 - most_ahead, num_layers - 1}):
-            kept = self._kept(layer) if keeps else 0
-            there = root + min(most_ahead, num_layers - 1 - layer) * self._buffer(block)
-            gathering = there + self._gathering(block, self.looked_up if layer == 0 else block)
-            yield {**held, GATHERED: gathering, ACTIVATIONS: kept, TEMPORARIES: stream}
-            gathered = there + self._buffer(block) + self._gathered(block)
-            activations, temporaries = kept + block_peak.activations, block_peak.temporaries + stream
-            yield {**held, GATHERED: gathered, ACTIVATIONS: activations, TEMPORARIES: temporaries}
+        looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
+        yield {**held, GATHERED: root + self._buffer(self.root) + looked_up}
+        held[TEMPORARIES] = self.stream_bytes
+        # Blocks need the same each, on top of what those before kept: most in the last, or in the last before which as
+        # many are left as are gathered ahead.
+        for num_ahead in (min(self.workload.gathered_ahead, num_layers - 1), 0):
+            kept = self._kept(num_layers - 1 - num_ahead) if keeps else 0
+            yield {
+                **held,
+                GATHERED: root + (1 + num_ahead) * self._buffer(block) + self._gathered(block),
+                ACTIVATIONS: kept + block_peak.activations,
+                TEMPORARIES: block_peak.temporaries + self.stream_bytes,
+            }
         held |= {GATHERED: root + self._buffer(block), ACTIVATIONS: self._kept(num_layers) if keeps else 0}
-        yield {**held, HEAD: head_peak.total if runs_head else 0, TEMPORARIES: stream}
+        yield {**held, HEAD: head_peak.total if runs_head else 0}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         root, block, num_layers = self._gathered(self.root), self.one_block, self.shape.num_layers
@@ -123,10 +121,6 @@ class Passes:
                 ACTIVATIONS: below + self.kept_by_block - self.block.kept_bytes + peak.activations,
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
-            after = self._with_gradients(held, num_layers - layer)
-            reduced_bytes = waiting + self._unreduced(self._whole(block)) + reduced
-            after = {**after, GATHERED: ahead, REDUCED: reduced_bytes}
-            yield {**after, ACTIVATIONS: below, TEMPORARIES: self.stream_bytes}
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
         looked_up = self._whole(self.looked_up)
@@ -136,14 +130,13 @@ class Passes:
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
-        gradients, of_embeddings = after_blocks[GRADIENTS], self._whole(self.embeddings)
+        gradients, unreduced = after_blocks[GRADIENTS], self._whole(self.root) + self._whole(self.embeddings)
         if self.adds_up:
             gradients += num_layers * (self._shard(block) - self._whole(block) * FLOAT32 // self.c)
-        gradients += 0 if self.accumulates else self._shard(self.root)
-        reduced_bytes = of_embeddings + self._whole(self.root) + self._reduced(self.root)
-        yield {**after_blocks, GRADIENTS: gradients, REDUCED: reduced_bytes}
-        gradients += 0 if self.accumulates else self._shard(self.embeddings)
-        yield {**after_blocks, GRADIENTS: gradients, REDUCED: of_embeddings + self._reduced(self.embeddings)}
+        for unit in (self.root, self.embeddings):
+            gradients += 0 if self.accumulates else self._shard(unit)
+            yield {**after_blocks, GRADIENTS: gradients, REDUCED: unreduced + self._reduced(unit)}
+            unreduced -= self._whole(unit)
 
     def _with_gradients(self, held: Moment, num_blocks: int) -> Moment:
         """With the reduced gradients of the blocks whose backward has run. An earlier microbatch's are there already.
@@ -172,11 +165,6 @@ class Passes:
         """The flat buffer of this rank's shards in the dtype that is gathered."""
         return 0 if self.c == MASTER_BYTES else self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
 
-    def _gathering(self, unit: Unit, previous: Unit) -> int:
-        """While `unit` is gathered the buffer of the one before is still there; when it is copied out, that is gone."""
-        while_gathered = self._buffer(previous) + self._cast(unit) + self._buffer(unit)
-        return max(while_gathered, self._buffer(unit) + self._gathered(unit))
-
     def _reduced(self, unit: Unit) -> int:
         """The float32 input of its reduce-scatter."""
         return self.num_reduced[unit.name] * FLOAT32 if self.is_sharded else 0
@@ -188,8 +176,7 @@ class Passes:
     def _whole(self, unit: Unit) -> int:
         """Its gradients as the backward pass makes them: a tensor rank's part of each, without padding."""
         degree = self.layout.tensor_parallel_degree
-        whole = ShardLayout(gpus_per_node=(degree,), shard_degree=1, num_replicas=1, tensor_parallel_degree=degree)
-        return sum(local_size(parameter, whole).own for parameter in unit.trained) * self.c
+        return sum(prod(tensor_local_shape(each, degree, 0)) for each in unit.trained) * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
         """Gradients that wait to be reduced. Without FSDP they are at once where the optimizer reads them."""

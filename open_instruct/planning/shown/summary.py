@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.parallel.wording import counted, nodes_text
 from open_instruct.planning.memory.forward_backward import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
 from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, Phase
-from open_instruct.planning.memory.state import cast_copy_bytes
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown.units import GIB, billions, gib, seconds
 from open_instruct.planning.subject.devices import MEMORY, Device
@@ -20,9 +18,23 @@ from open_instruct.planning.traffic.step_time import ON_THE_PATH
 # Axes whose groups may leave a node.
 MEANT_TO_CROSS = ("replica", "sync", "world", "all")
 
-STAYS = (PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, ENGINE)
-COMES_AND_GOES = (GATHERED, REDUCED, ACTIVATIONS, HEAD, TEMPORARIES, BUFFERS, CUDA)
-LETTERS = dict(zip((*STAYS, *COMES_AND_GOES, TEACHER), "PGOREWSAHTBCF", strict=True))
+# What the parts of the memory are, for somebody who has not met them: those that stay, and those that come and go.
+MEANINGS = {
+    PARAMETERS: "this GPU's share of the trained weights, 4 bytes each, with frozen ones and copies that compute",
+    GRADIENTS: "what the backward pass finds for each of these, 4 bytes each: a share, or all while they add up",
+    OPTIMIZER: "AdamW's two moments, or Muon's one, of this GPU's share of what is trained, 4 bytes a moment",
+    REFERENCE: "this GPU's share of the policy that is compared with",
+    ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
+    GATHERED: "whole weights of the block at work, freed after it; with those of the head, and of what is fetched next",
+    REDUCED: "whole gradients of the block at work, or in DeepSpeed's bucket, until they are summed and shared out",
+    ACTIVATIONS: "what the forward pass keeps for the backward pass",
+    HEAD: "scores of the whole vocabulary for each labelled token, a chunk at a time, and what they are made from",
+    TEMPORARIES: "results that are needed only while an operation runs",
+    BUFFERS: "tables of positions, tensors that are being read, sent or written, and DeepSpeed's bucket where it stays",
+    CUDA: "an allowance for CUDA, cuBLAS and NCCL",
+    TEACHER: "this GPU's share of the teacher, and where its head's distributions are learned all of that matrix",
+}
+LETTERS = dict(zip(MEANINGS, "PGOREWSAHTBCF", strict=True))
 
 
 def headline(plan: Plan) -> str:
@@ -165,42 +177,3 @@ def parts_in_any(plan: Plan) -> list[str]:
     """The labels that any phase shows, in the same order."""
     found = {label for phase in plan.phases for label, _ in parts_of(phase, plan)}
     return [label for label in LETTERS if label in found]
-
-
-def meaning_of(label: str, plan: Plan) -> str:
-    """What a part is, for somebody who has not met it."""
-    layout, workload = plan.layout, plan.workload
-    num_tokens = workload.with_full_rows().tokens_per_microbatch
-    split = layout.shard_group_size * layout.tensor_parallel_degree
-    share = f"this GPU's 1/{split}" if split > 1 else "all of them"
-    weights, trained = f"the weights that are trained, {share}, {MASTER_BYTES} bytes each", "weight"
-    if copy_bytes := cast_copy_bytes(plan.setting.shape, layout, workload):
-        weights += f" and {copy_bytes} in the copy that computes"
-    if plan.setting.shape.adapters is not None:
-        weights = f"the frozen weights, {share}, {workload.compute_bytes} bytes each, and adapters in float32"
-        trained = "number of the adapters"
-    frozen_bytes = workload.compute_bytes if layout.single_device else MASTER_BYTES
-    has_whole_head = not layout.single_device and any(not each.num_values for each in workload.scorings)
-    whole_head = f", and all of its head's matrix in {workload.param_dtype}" if has_whole_head else ""
-    adds_up = workload.reduces_last and workload.num_microbatches > 1 and split > 1
-    all_of_them = "; all of them until the last microbatch reduces them" if adds_up else ""
-    moments = "Muon's one or AdamW's two moments" if workload.optimizer == "muon" else "AdamW's two moments"
-    return {
-        PARAMETERS: weights,
-        GRADIENTS: f"what the backward pass finds for each {trained}, {share}, {MASTER_BYTES} bytes each" + all_of_them,
-        OPTIMIZER: f"{moments} of each {trained}, {share}, {MASTER_BYTES} bytes a moment",
-        REFERENCE: f"the weights of the policy that is compared with, {share}, {frozen_bytes} bytes each",
-        TEACHER: f"the teacher's weights, {share}, {frozen_bytes} bytes each{whole_head}",
-        ENGINE: "the engine that shares this GPU: all weights, and its key-value cache",
-        GATHERED: (
-            f"whole weights of the block at work, put together from {counted(layout.shard_group_size, 'GPU')} in "
-            f"{workload.param_dtype} and freed after it; with those of the head, and of the block that is fetched ahead"
-        ),
-        REDUCED: "whole gradients of the block at work, until they are summed and cut into shards",
-        ACTIVATIONS: f"what the forward pass keeps of {num_tokens:,} tokens for the backward pass",
-        HEAD: "scores of the whole vocabulary for each labelled token, a chunk at a time, and what they are made from",
-        TEMPORARIES: "results that are needed only while an operation runs",
-        BUFFERS: "tables of positions, and pieces of tensors that are being read, sent or written",
-        CUDA: "an allowance for CUDA, cuBLAS and NCCL",
-        **plan.setting.backend.meanings(plan),
-    }[label]

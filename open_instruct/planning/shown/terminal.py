@@ -80,7 +80,7 @@ def _memory(plan: Plan) -> Iterator[Text]:
         yield Text(" " * (name_width + 2) + sums, style="dim")
     yield Text()
     for label in summary.parts_in_any(plan):
-        first, *rest = textwrap.wrap(f"{label}: {summary.meaning_of(label, plan)}", WIDTH - 6)
+        first, *rest = textwrap.wrap(f"{label}: {summary.MEANINGS[label]}", WIDTH - 6)
         letter = Text.assemble("  ", (f" {summary.LETTERS[label]} ", PART_STYLES[label]), " ")
         yield Text.assemble(letter, (label, "bold"), first.removeprefix(label))
         yield from (Text(f"{'':6}{text}") for text in rest)
