@@ -158,7 +158,7 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
         if not name or (colon and not module) or word.endswith(".py"):
-            yield f"--verifier {word}: takes NAME, FILE.py:Class or module:Class, such as my_rewards.py:UnitTests"
+            yield f"--verifier {word}: takes NAME, FILE.py:NAME or module:NAME, such as my_rewards.py:reward"
     for word in reward.remap_verifier:
         old, _, new = word.partition("=")
         if not (old and new) or "=" in new:

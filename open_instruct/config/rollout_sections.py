@@ -99,7 +99,7 @@ class RewardSection:
     verification_reward: float = flag("reward of a completion that its verifiers accept in full", 1.0, above=0)
     verifier: list[str] = flag(
         "what judges prompts that name no verifier, and may be named by others: the NAME of an installed one, "
-        "FILE.py:Class or module:Class of your own, reward_model:FOLDER or prm:FOLDER of a run of ours",
+        "FILE.py:NAME or module:NAME of a function or class of your own, reward_model:FOLDER or prm:FOLDER of a run",
         [],
     )
     remap_verifier: list[str] = flag("OLD=NEW: prompts that name the verifier OLD are judged by NEW", [])

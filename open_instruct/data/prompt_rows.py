@@ -54,8 +54,6 @@ def parse_prompt_row(
         raise MalformedRow(
             "missing_key", f"no 'dataset', and no --verifier NAME to judge such rows; the row has {keys_of(row)}"
         )
-    if row.get("ground_truth") is None:
-        raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
     return messages, _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
 
 
@@ -68,23 +66,27 @@ def _says_something(value: Any) -> bool:
 def _checks(
     row: Mapping[str, Any], names: Any, known_verifiers: Mapping[str, Verifier] | None, remapped: Mapping[str, str]
 ) -> tuple[Check, ...]:
-    truths = row["ground_truth"]
-    if not isinstance(names, list):
-        names, truths = [names], [truths]  # a list is then what this one verifier compares with
-    elif not isinstance(truths, list):
-        truths = [truths] * len(names)
-    if not names:
+    verifiers = [_verifier(name, known_verifiers, remapped) for name in (names if isinstance(names, list) else [names])]
+    if not verifiers:
         raise MalformedRow("bad_verifier", "'dataset' names no verifier")
-    if len(truths) != len(names):
+    given_row = {name for name in verifiers if known_verifiers is not None and known_verifiers[name].reads_row}
+    truths = row.get("ground_truth")
+    if truths is None and not given_row.issuperset(verifiers):
+        raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
+    if not isinstance(names, list):
+        truths = [truths]  # a list is what this one verifier compares with
+    elif not isinstance(truths, list):
+        truths = [truths] * len(verifiers)
+    if len(truths) != len(verifiers):
         raise MalformedRow(
             "unpaired_ground_truth",
-            f"'ground_truth' has {len(truths)} entries for the {len(names)} verifiers in 'dataset'; give one each, or "
-            "one that is not a list for all",
+            f"'ground_truth' has {len(truths)} entries for the {len(verifiers)} verifiers in 'dataset'; give one "
+            "each, or one that is not a list for all",
         )
-    weights = _weights(row, len(names))
+    weights = _weights(row, len(verifiers))
     checks = tuple(
-        Check(verifier=_verifier(name, known_verifiers, remapped), ground_truth=_json_value(truth), weight=weight)
-        for name, truth, weight in zip(names, truths, weights, strict=True)
+        Check(verifier=name, ground_truth=_json_value(dict(row) if name in given_row else truth), weight=weight)
+        for name, truth, weight in zip(verifiers, truths, weights, strict=True)
     )
     for check in checks:
         if known_verifiers is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -9,6 +10,7 @@ from open_instruct.config.parser import nearest
 from open_instruct.errors import InputError
 from open_instruct.users_code import load_named
 from open_instruct.verifiers.answers import GSM8K, Passthrough, R1Format, StringF1, StringMatcher
+from open_instruct.verifiers.function import RewardFunction
 from open_instruct.verifiers.ifeval import IFEval
 from open_instruct.verifiers.judge_models import ProcessRewardVerifier, RewardModelVerifier
 from open_instruct.verifiers.math_answers import Math
@@ -20,7 +22,8 @@ ENTRY_POINT_GROUP = "open_instruct.verifiers"
 
 
 def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
-    """Verifiers by name; `user` are words of `--verifier`, each the name of one, `FILE.py:Class` or `module:Class`.
+    """Verifiers by name; `user` are words of `--verifier`, each the name of one, or `FILE.py:NAME` or
+    `module:NAME` of a class or a function.
 
     `reward_model:FOLDER` and `prm:FOLDER` are verifiers too: what a run of ours has exported.
 
@@ -39,7 +42,7 @@ def known_verifiers(user: Sequence[str] = ()) -> dict[str, Verifier]:
     if unknown := [word for word in user if ":" not in word and word not in verifiers]:
         raise InputError(
             f"--verifier {unknown[0]}: there is no verifier of that name{nearest(unknown[0], verifiers) or ';'} known "
-            f"are {', '.join(sorted(verifiers))}, and FILE.py:Class or module:Class of your own"
+            f"are {', '.join(sorted(verifiers))}, and FILE.py:NAME or module:NAME of your own"
         )
     return verifiers
 
@@ -48,21 +51,29 @@ def judges_named(user: Sequence[str]) -> list[str]:
     """The names of the verifiers that `--verifier` has words of: they judge rows that name none."""
     names = [word.partition(":")[0] for word in user]
     return [
-        name if name == word or name in OF_FOLDERS else load_named(word, origin=f"--verifier {word}", what="Class").name
+        name if name == word or name in OF_FOLDERS else _own(word, f"--verifier {word}").name
         for name, word in zip(names, user, strict=True)
     ]
 
 
 def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
-    kind = load_named(word, origin=origin, what="Class")
-    if not (isinstance(kind, type) and issubclass(kind, Verifier) and isinstance(getattr(kind, "name", None), str)):
+    verifier = _own(word, origin)
+    if verifier.name in verifiers:
+        raise InputError(f"{origin} is called {verifier.name!r}, as another verifier is; give it a name of its own")
+    verifiers[verifier.name] = verifier
+
+
+def _own(word: str, origin: str) -> Verifier:
+    """What somebody has written: a class of verifiers, or a function that gives rewards."""
+    found = load_named(word, origin=origin, what="NAME")
+    if inspect.isfunction(found):
+        return RewardFunction(found)
+    if not (isinstance(found, type) and issubclass(found, Verifier) and isinstance(getattr(found, "name", None), str)):
         raise InputError(
-            f"{origin} is not a verifier; make it a subclass of open_instruct.verifiers.verifier.Verifier with a name "
-            "and a score method"
+            f"{origin} is neither a function nor a verifier; write `def reward(completions, **columns)`, or make it a "
+            "subclass of open_instruct.verifiers.verifier.Verifier with a name and a score method"
         )
-    if kind.name in verifiers:
-        raise InputError(f"{origin} is called {kind.name!r}, as another verifier is; give it a name of its own")
     try:
-        verifiers[kind.name] = kind()
+        return found()
     except Exception as error:
         raise InputError(f"{origin} cannot be made without arguments ({type(error).__name__}: {error})") from error

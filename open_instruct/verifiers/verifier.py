@@ -12,7 +12,7 @@ class Verifier(ABC):
     """One kind of answer. `isolated` verifiers run foreign or unbounded code, so they get a process that can be killed.
 
     Most are asked about the answer alone; one that `sees_thinking` is given the whole completion. The score of one that
-    is not `is_bounded` may be any number.
+    is not `is_bounded` may be any number. The ground truth of one that `reads_row` is the whole row.
 
     A verifier of your own is a subclass with a `name` of its own, which rows give as their `dataset`. One that cannot
     compare with everything says so in `check_ground_truth`, which is asked when rows are loaded.
@@ -22,6 +22,7 @@ class Verifier(ABC):
     isolated: ClassVar[bool] = True
     sees_thinking: ClassVar[bool] = False
     is_bounded: ClassVar[bool] = True
+    reads_row: ClassVar[bool] = False
     start_timeout_s: ClassVar[float] = 60.0  # of `load`
 
     def load(self) -> None:

@@ -105,7 +105,7 @@ def test_learners_are_a_list_of_numbers() -> None:
         ("--single_gpu_mode --vllm_num_engines 2", "--vllm_num_engines is 2"),
         ("--weight_sync_backend ipc", "needs --single_gpu_mode"),
         ("--eval_on_step_0", "there is no --dataset_mixer_eval_list"),
-        ("--verifier reward.py", "takes NAME, FILE.py:Class or module:Class"),
+        ("--verifier reward.py", "takes NAME, FILE.py:NAME or module:NAME"),
         ("--non_stop_penalty_value -1", "only with --non_stop_penalty"),
         ("--additive_format_reward", "only with --apply_r1_style_format_reward"),
         ("--active_sampling --no_filter_zero_std_samples", "leave one out"),

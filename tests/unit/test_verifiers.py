@@ -439,7 +439,7 @@ def assert_ends(process_id: int) -> None:
     [
         ("no_such_module:X", "cannot be loaded"),
         ("odd_verifiers:NoSuchClass", "cannot be loaded"),
-        ("odd_verifiers:NotOne", "is not a verifier"),
+        ("odd_verifiers:NotOne", "is neither a function nor a verifier"),
         ("odd_verifiers:Clash", "'gsm8k', as another verifier is"),
     ],
 )
