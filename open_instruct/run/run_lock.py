@@ -8,7 +8,6 @@ Whoever finds the record of a process that it cannot look at watches it for a ch
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -20,6 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ModuleNotFoundError:
+    raise SystemExit("open_instruct runs on Linux and macOS; on Windows, use it in WSL.") from None
 
 from open_instruct.errors import EXIT_FAILURE, InputError
 from open_instruct.parallel.processes import machine, start_time

