@@ -89,10 +89,4 @@ def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
         if not any(flag in PREFERENCE_LOSSES[each].reads for each in config.loss.names):
             for given in changed(config, flag):
                 yield f"{given}: only --loss_type {name} has {what}; leave it out or use {name}"
-    if config.loss.f_divergence_type != "alpha_divergence":
-        for given in changed(config, "f_alpha_divergence_coef"):
-            yield f"{given}: is read only with --f_divergence_type alpha_divergence; leave it out"
-    if config.loss.ref_policy_update_freq is None:
-        for given in changed(config, "alpha"):
-            yield f"{given}: is read only with --ref_policy_update_freq; add that, or leave this out"
     yield from sharing_problems(config.data, config.data.prefix_sharing)

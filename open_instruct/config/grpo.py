@@ -136,10 +136,8 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
             f"{rollout.num_samples_per_prompt_rollout} = {config.num_completions_per_step}; raise it or make a step "
             "smaller"
         )
-    if rollout.advantage_normalization_type != "pass_at_k":
-        for given in changed(config, "advantage_pass_k"):
-            yield f"{given}: is read only with --advantages pass_at_k; add that, or leave this out"
-    elif rollout.advantage_pass_k > rollout.num_samples_per_prompt_rollout:
+    is_pass_at_k = rollout.advantage_normalization_type == "pass_at_k"
+    if is_pass_at_k and rollout.advantage_pass_k > rollout.num_samples_per_prompt_rollout:
         yield (
             f"--advantage_pass_k {rollout.advantage_pass_k} is more than the --num_samples_per_prompt_rollout "
             f"{rollout.num_samples_per_prompt_rollout} of a group; use at most so many"
@@ -163,12 +161,6 @@ def _reward_problems(config: GRPOConfig) -> Iterator[str]:
         old, _, new = word.partition("=")
         if not (old and new) or "=" in new:
             yield f"--remap_verifier {word}: takes OLD=NEW, such as math_dapo=math"
-    if not reward.apply_r1_style_format_reward:
-        for given in changed(config, "r1_style_format_reward", "additive_format_reward"):
-            yield f"{given}: is read only with --apply_r1_style_format_reward; add that, or leave this out"
-    if not reward.non_stop_penalty:
-        for given in changed(config, "non_stop_penalty_value"):
-            yield f"{given}: is read only with --non_stop_penalty; add that, or leave this out"
 
 
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:
@@ -194,17 +186,9 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     if loss.beta == 0:
         for given in changed(config, "kl_estimator", "kl_importance_weighted", "alpha", "ref_policy_update_freq"):
             yield f"{given}: there is no reference policy with --beta 0; raise --beta, or leave this out"
-    elif loss.ref_policy_update_freq is None:
-        for given in changed(config, "alpha"):
-            yield f"{given}: is read only with --ref_policy_update_freq; add that, or leave this out"
     if loss.rho_correction in ("none", "bounds"):
         for given in changed(config, "rho_cap"):
             yield f"{given}: is not read with --rho_correction {loss.rho_correction}; leave one of them out"
-    if loss.rho_correction != "bounds":
-        for given in changed(
-            config, *("rho_level", "rho_clamp_lower", "rho_clamp_upper", "rho_mask_lower", "rho_mask_upper")
-        ):
-            yield f"{given}: is read only with --rho_correction bounds; add that, or leave this out"
     for kind in ("clamp", "mask"):
         lower, upper = getattr(loss, f"rho_{kind}_lower"), getattr(loss, f"rho_{kind}_upper")
         if upper is not None and lower > upper:
@@ -228,12 +212,7 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _stream_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
-    if not config.data.sft_mixer_list:
-        for given in changed(config, "ce_coef"):
-            yield f"{given}: there are no conversations without --sft_mixer_list; add that, or leave this out"
     if loss.teacher_model_name_or_path is None:
-        for given in changed(config, "teacher_kl_coef"):
-            yield f"{given}: there is no teacher without --teacher_model_name_or_path; add that, or leave this out"
         if loss.rl_coef == 0:
             yield "--rl_coef 0: without --teacher_model_name_or_path nothing is learned from completions; add that"
     elif loss.rl_coef == 0 and config.rollout.filter_zero_std_samples:
@@ -294,13 +273,6 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
                 f"--eval_pass_at_k {k}: needs --eval_num_samples of at least {max(k, 1)}, and it is "
                 f"{evaluation.num_samples}; each k is between 1 and that"
             )
-    if not config.data.dataset_mixer_eval_list:
-        for given in changed(
-            config,
-            *("dataset_mixer_eval_list_splits", "eval_on_step_0", "eval_num_samples", "eval_pass_at_k"),
-            *("eval_temperature", "eval_top_p", "local_eval_every"),
-        ):
-            yield f"{given}: there is no --dataset_mixer_eval_list; leave it out or name held-out prompts"
 
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:

@@ -20,6 +20,26 @@ from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
 OF_TRACKERS = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
+# Flags that nothing reads without another one, or without that value of it.
+READ_ONLY_WITH = {
+    "use_lora": tuple(each.name for each in fields(LoRASection) if each.name != "use_lora"),
+    "tokenizer_name_or_path": ("tokenizer_revision",),
+    "activation_checkpointing selected_modules": ("activation_checkpointing_modules",),
+    "eval_mixer_list": ("eval_mixer_list_splits", "eval_steps"),
+    "ref_policy_update_freq": ("alpha",),
+    "f_divergence_type alpha_divergence": ("f_alpha_divergence_coef",),
+    "kd_loss jsd": ("kd_beta",),
+    "advantage_normalization_type pass_at_k": ("advantage_pass_k",),
+    "apply_r1_style_format_reward": ("r1_style_format_reward", "additive_format_reward"),
+    "non_stop_penalty": ("non_stop_penalty_value",),
+    "rho_correction bounds": ("rho_level", "rho_clamp_lower", "rho_clamp_upper", "rho_mask_lower", "rho_mask_upper"),
+    "sft_mixer_list": ("ce_coef",),
+    "teacher_model_name_or_path": ("teacher_kl_coef",),
+    "dataset_mixer_eval_list": (
+        *("dataset_mixer_eval_list_splits", "eval_on_step_0", "eval_num_samples", "eval_pass_at_k"),
+        *("eval_temperature", "eval_top_p", "local_eval_every"),
+    ),
+}
 MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 OFFLOAD_ELSEWHERE = (
@@ -37,6 +57,18 @@ def changed(config: object, *names: str) -> list[str]:
     flags = flags_of(type(config))
     values = {name: getattr(getattr(config, flags[name].section), name) for name in names}
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
+
+
+def idle_problems(config: LearnerConfig) -> Iterator[str]:
+    """A problem for each flag that was given and that nothing will read."""
+    flags = flags_of(type(config))
+    for condition, names in READ_ONLY_WITH.items():
+        other, *values = condition.split()
+        if other in flags:
+            value = getattr(getattr(config, flags[other].section), other)
+            is_met = value in values if values else bool(value)
+            for given in () if is_met else changed(config, *(name for name in names if name in flags)):
+                yield f"{given} is read only with --{condition}; add that, or leave this out"
 
 
 def limit_problems(*sections: Any) -> Iterator[str]:
@@ -111,8 +143,6 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
 def lora_problems(config: LearnerConfig) -> Iterator[str]:
     """What the flags of adapters and the others ask of each other."""
     if config.adapters is None:
-        for given in changed(config, *(each.name for each in fields(LoRASection) if each.name != "use_lora")):
-            yield f"{given} is read only with --use_lora; add that, or leave it out"
         return
     yield from target_problems(config.adapters)
     degree, on_zero = config.parallel.tensor_parallel_degree, config.parallel.zero_stage is not None
@@ -168,6 +198,7 @@ def logging_problems(logging: LoggingSection) -> Iterator[str]:
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Those of any config that trains, GRPO's too."""
     yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
+    yield from idle_problems(config)
     yield from parallel_problems(config.parallel)
     if config.parallel.zero_stage is not None:
         yield from import_module(DEEPSPEED).problems(config)
@@ -176,10 +207,6 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     for given in changed(config, "weight_decay_on"):
         if not config.optim.weight_decay or config.optim.optimizer == "muon":
             yield f"{given} is read only with a --weight_decay above 0, and by AdamW; leave it out"
-    mode = config.memory.activation_checkpointing
-    if mode != "selected_modules":
-        for given in changed(config, "activation_checkpointing_modules"):
-            yield f"{given}: is read only with --activation_checkpointing selected_modules, not {mode}; leave one out"
     if config.run.push_to_hub and "cache_logprobs_only" in flags_of(type(config)):
         for given in changed(config, "cache_logprobs_only"):
             yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
@@ -190,8 +217,6 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
             f"--ephemeral_save_interval {config.run.ephemeral_save_interval} is not below --checkpointing_steps "
             f"{config.run.checkpointing_steps}: lower it, or leave it out"
         )
-    if config.model.tokenizer_revision and not config.model.tokenizer_name_or_path:
-        yield "--tokenizer_revision: the tokenizer is the model's; add --tokenizer_name_or_path, or leave it out"
     yield from logging_problems(config.logging)
 
 
@@ -230,9 +255,6 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
             f"--context_parallel_degree {config.parallel.context_parallel_degree}: only packed rows are split over "
             "ranks; leave --no_packing out"
         )
-    if not config.data.eval_mixer_list:
-        for given in changed(config, "eval_mixer_list_splits", "eval_steps"):
-            yield f"{given}: there is no --eval_mixer_list; leave it out or name held-out rows"
 
 
 def training_warnings(config: TrainingConfig) -> Iterator[str]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import changed
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.checks import validated
 from open_instruct.objectives.mean_metrics import mean_metrics
@@ -88,9 +87,6 @@ class DistillConfig(TrainingConfig):
 def _problems(config: DistillConfig) -> Iterator[str]:
     if not config.distillation.teacher_model_name_or_path.strip():
         yield "--teacher_model_name_or_path is empty: name the folder of the model to learn from"
-    if config.distillation.kd_loss != "jsd":
-        for given in changed(config, "kd_beta"):
-            yield f"{given}: is read only with --kd_loss jsd, not {config.distillation.kd_loss}; leave one of them out"
 
 
 def teacher_of(config: DistillConfig) -> Teacher:

@@ -356,7 +356,7 @@ def test_the_plan_counts_the_teacher() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--kd_beta", "0.3"], "--kd_beta 0.3: is read only with --kd_loss jsd, not forward"),
+        (["--kd_beta", "0.3"], "--kd_beta 0.3 is read only with --kd_loss jsd; add that"),
         (["--kd_loss", "jsd", "--kd_beta", "1.5"], "--kd_beta 1.5: must be at least 0 and at most 1"),
         (["--kd_temperature", "0"], "--kd_temperature 0.0: must be above 0"),
         (["--kd_coef", "0"], "--kd_coef 0.0: must be above 0"),

@@ -59,7 +59,7 @@ def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
 
 
 def test_a_revision_of_no_tokenizer_is_refused() -> None:
-    with pytest.raises(InputError, match="--tokenizer_revision: the tokenizer is the model's"):
+    with pytest.raises(InputError, match="--tokenizer_revision v2 is read only with --tokenizer_name_or_path"):
         validate_dpo(parse(DPOConfig, [*REQUIRED, "m", "--tokenizer_revision", "v2"]))
 
 

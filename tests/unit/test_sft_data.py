@@ -202,7 +202,7 @@ def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
     ("words", "told"),
     [
         (["--max_seq_length", "1"], "--max_seq_length"),
-        (["--eval_mixer_list_splits", "test"], "there is no --eval_mixer_list"),
+        (["--eval_mixer_list_splits", "test"], "is read only with --eval_mixer_list"),
         (["--report_to", "mail"], "takes any of wandb, trackio, tensorboard"),
     ],
 )
