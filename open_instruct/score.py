@@ -137,7 +137,7 @@ def document_of(row: Any, read: Callable[[dict[str, Any]], tuple[Document, bool]
     try:
         return read(row.value)
     except MalformedRow as error:
-        raise InputError(f"{BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason)}") from None
+        raise InputError(str(error.at(row.file, row.line))) from None
 
 
 def read_conversation(value: dict[str, Any], *, chat: ChatFormat, longest: int) -> tuple[Document, bool]:

@@ -267,7 +267,7 @@ class RowBuilder(ABC):
         }
 
     def _add_bad(self, row: RawRow, error: MalformedRow) -> None:
-        self.bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason), row.value)
+        self.bad.add(error.at(row.file, row.line), row.value)
 
     def refusal(self, num_rows: int) -> InputError:
         """What is said of the bad rows among `num_rows`."""

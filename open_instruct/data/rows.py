@@ -22,6 +22,10 @@ class MalformedRow(ValueError):
         self.kind = kind
         self.reason = reason
 
+    def at(self, file: str, line: int) -> BadRow:
+        """The row that it is about."""
+        return BadRow(file=file, line=line, kind=self.kind, reason=self.reason)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:

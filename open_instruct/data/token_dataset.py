@@ -166,8 +166,7 @@ def load_token_dataset(
     chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, chat_template_name, add_bos=add_bos))
     builder = builder_of(chat, on_bad_row=on_bad_row, **own)
     entries = parse_mixer_list(mixer_list, splits, flag=flag)
-    renamed = dict(word.split("=", 1) for word in columns)
-    sources = [Renamed(open_rows(entry.name, entry.split, flag=flag), renamed) for entry in entries]
+    sources = [Renamed(open_rows(entry.name, entry.split, flag=flag), columns) for entry in entries]
     identity = {
         "version": CACHE_VERSION,
         "form": type(builder).__name__,
@@ -175,7 +174,7 @@ def load_token_dataset(
             (source.fingerprint, source.name, entry.split, repr(entry.amount))
             for source, entry in zip(sources, entries, strict=True)
         ],
-        "columns": renamed,
+        "columns": sorted(columns),
         "chat": chat.fingerprint,
         "on_bad_row": on_bad_row,
         "seed": seed,

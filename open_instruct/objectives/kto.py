@@ -230,7 +230,7 @@ def _both_rows(row: RawRow) -> tuple[RawRow | BadRow, ...]:
     try:
         pair = parse_preference_row(row.value)
     except MalformedRow as error:
-        return (BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason),) * 2
+        return (error.at(row.file, row.line),) * 2
     return tuple(
         replace(row, value={"messages": [*pair.prompt, {"role": "assistant", "content": reply}], "label": label})
         for reply, label in ((pair.chosen, True), (pair.rejected, False))

@@ -85,9 +85,8 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
     """
     data: Any = config.data
     flag = "dataset_mixer_list" if objective is None else "mixer_list"
-    columns = dict(word.split("=", 1) for word in data.columns)
     entries = parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
-    sources = [Renamed(open_rows(entry.name, entry.split, flag=entry.flag), columns) for entry in entries]
+    sources = [Renamed(open_rows(entry.name, entry.split, flag=entry.flag), data.columns) for entry in entries]
     model = config.model
     name = model.tokenizer_name_or_path or model.model_name_or_path
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)

@@ -76,8 +76,7 @@ def look_at_rows(
         path = Path(entry.name).expanduser()
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             continue
-        columns = dict(word.split("=", 1) for word in config.data.columns)
-        source = form.rows_in(Renamed(open_rows(entry.name, entry.split, flag=flag), columns))
+        source = form.rows_in(Renamed(open_rows(entry.name, entry.split, flag=flag), config.data.columns))
         taken = np.unique(select_rows(entry, len(source), config.optim.seed))[:MOST_ROWS].tolist()
         bad = BadRowLog()
         for row in source.rows(taken):
@@ -87,7 +86,7 @@ def look_at_rows(
             try:
                 check(row.value)
             except MalformedRow as error:
-                bad.add(BadRow(file=row.file, line=row.line, kind=error.kind, reason=error.reason), row.value)
+                bad.add(error.at(row.file, row.line), row.value)
         if bad.counts:
             raise bad.error(len(taken), wanted=form.wanted, columns=form.columns, page=form.page)
 

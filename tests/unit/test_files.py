@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from open_instruct.data.files import opening
-from open_instruct.data.files.lists import JsonList
+from open_instruct.data.files.lists import json_list
 from open_instruct.data.files.names import looks_like_a_file
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.rows import BadRow, RawRow
@@ -109,7 +109,7 @@ def test_any_bytes_of_a_json_file_are_read_or_refused(tmp_path: Path) -> None:
     for seed in range(300):
         write(path, mutated_bytes(whole, random.Random(seed)))
         try:
-            source = JsonList(path, "rows.json", "--mixer_list")
+            source = json_list(path, "rows.json", "--mixer_list")
             assert all(isinstance(row, RawRow | BadRow) for row in source.rows(range(len(source))))
         except InputError:
             refused += 1

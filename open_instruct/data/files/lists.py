@@ -7,10 +7,10 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, parse_json_object
+from open_instruct.data.files.json_rows import JsonRows
 from open_instruct.errors import InputError
 
 # Under which keys published files have their rows.
@@ -34,36 +34,23 @@ def is_json_lines(path: Path) -> bool:
     return isinstance(value, dict) and not any(isinstance(value.get(key), list) for key in WRAPPERS)
 
 
-class JsonList:
-    """One pass finds where the rows start and stop, without parsing any; memory holds two numbers a row."""
+def json_list(path: Path, name: str, flag: str) -> JsonRows:
+    """The rows of a list; one pass finds where they start and stop, without parsing any.
 
-    def __init__(self, path: Path, name: str, flag: str) -> None:
-        self.name = name
-        self._path = path
-        with path.open("rb") as file:
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-            is_empty = path.stat().st_size == 0  # of which there is no map
-            self._edges, problem = _edges(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        if problem:
-            raise InputError(
-                f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
-                f"{' or '.join(map(repr, WRAPPERS))}"
-            )
-
-    def __len__(self) -> int:
-        return len(self._edges) // 2
-
-    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        with self._path.open("rb") as file:
-            for index in indices:
-                start, stop = self._edges[2 * index : 2 * index + 2]
-                file.seek(start)
-                try:
-                    value = parse_json_object(file.read(stop - start))
-                except MalformedRow as error:
-                    yield BadRow(file=self.name, line=index + 1, kind=error.kind, reason=error.reason)
-                else:
-                    yield RawRow(file=self.name, line=index + 1, value=value)
+    Raises:
+        InputError: there is no list of rows, or more than one.
+    """
+    with path.open("rb") as file:
+        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        is_empty = path.stat().st_size == 0  # of which there is no map
+        edges, problem = _edges(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    if problem:
+        raise InputError(
+            f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
+            f"{' or '.join(map(repr, WRAPPERS))}"
+        )
+    rows = zip(edges[::2], edges[1::2], range(1, len(edges)), strict=False)
+    return JsonRows(path, name, fingerprint=fingerprint, places=array("q", chain.from_iterable(rows)))
 
 
 def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:

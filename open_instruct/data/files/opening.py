@@ -11,8 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from open_instruct.data.files.columnar import ColumnFile
-from open_instruct.data.files.lines import JsonLines
-from open_instruct.data.files.lists import JsonList, is_json_lines
+from open_instruct.data.files.json_rows import json_lines
+from open_instruct.data.files.lists import is_json_lines, json_list
 from open_instruct.data.files.named import NamedRows
 from open_instruct.data.files.names import SUFFIXES, refuse_missing_file, suffix_of
 from open_instruct.data.files.tables import TextTable
@@ -52,9 +52,9 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
         raise InputError(f"{flag}: {name}: cannot read '{suffix}' files; give one of {', '.join(SUFFIXES)}.")
     try:
         if suffix.startswith(".jsonl") or (suffix == ".json" and is_json_lines(path)):
-            return JsonLines(path, name)
+            return json_lines(path, name)
         if suffix == ".json":
-            return JsonList(path, name, flag)
+            return json_list(path, name, flag)
         return ColumnFile(path, name, flag) if suffix in (".parquet", ".arrow") else TextTable(path, name, flag)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{flag}: {name} cannot be read: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,13 @@ from open_instruct.data.rows import BadRow, RawRow, RowSource, reach
 
 
 class Renamed:
-    """A source with `columns`, what a row should have and the column it has it in: `{"messages": "conversations"}`."""
+    """A source with words of `--columns`, what a row should have and the column it has it in: `messages=dialogue`."""
 
-    def __init__(self, source: RowSource, columns: Mapping[str, str]) -> None:
+    def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
         self.name, self.fingerprint = source.name, source.fingerprint
         self._source = source
-        self._columns = columns
-        self._unseen = set(columns.values())
+        self._columns = dict(word.split("=", 1) for word in columns)
+        self._unseen = set(self._columns.values())
 
     def __len__(self) -> int:
         return len(self._source)
