@@ -95,9 +95,10 @@ class EngineProcess:
         told: dict[int, Completion] = {}
         while len(told) < len(requests):
             answers = self.ask("poll", TIMEOUT_S)
-            if answers.refused:
-                sys.exit(f"the engine refused: {answers.refused}")
-            told |= answers.completions
+            for key, outcome in answers.outcomes.items():
+                if isinstance(outcome, str):
+                    sys.exit(f"the engine refused: {outcome}")
+                told[key] = outcome
         return [told[key] for key in range(len(requests))]
 
     def stop(self) -> None:

@@ -8,14 +8,15 @@ gets the node sizes as they are. Engines have a bundle each, wherever there is r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.parallel.wording import counted
+from open_instruct.parallel.wording import counted, nodes_text
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -61,20 +62,19 @@ class FleetShape:
         return self.num_learners + self.num_engines * self.devices_per_engine
 
     def text(self, device: str) -> str:
-        """In words: "nodes with 2 and 4 GPUs for learners, and 1 engine of 1 GPU"."""
+        """In words: "nodes of 2 and 4 GPUs for learners, and 1 engine of 1 GPU"."""
         if self.shares_device:
             return f"1 {device} for learner and engine together"
         engines = f"{counted(self.num_engines, 'engine')} of {counted(self.devices_per_engine, device)}"
-        return f"{_nodes_text(self.learners_per_node, device)} for learners, and {engines}"
+        return f"{nodes_text(self.learners_per_node, device)} for learners, and {engines}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Reserved places. `shares_nodes`: what counts as several nodes is one machine."""
+    """Reserved places."""
 
     shape: FleetShape
     on_gpus: bool
-    shares_nodes: bool
     learner_bundles: PlacementGroup
     engine_bundles: PlacementGroup
 
@@ -152,8 +152,9 @@ class Placement:
         return f"asked: {self.shape.text(device)}; the cluster has {_cluster_text(device)}"
 
 
-def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool) -> Placement:
-    """Reserve places in the Ray cluster that this process is connected to.
+@contextmanager
+def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool) -> Iterator[Placement]:
+    """Reserve places in the Ray cluster that this process is connected to; they are given back in the end.
 
     Args:
         shape: what is asked for; on GPUs where the cluster has any, else on CPU slots.
@@ -193,16 +194,14 @@ def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
     placement = Placement(
         shape=shape,
         on_gpus=on_gpus,
-        shares_nodes=shares_nodes,
         learner_bundles=learner_bundles,
         engine_bundles=engine_bundles,
     )
     try:
         placement.wait(timeout_s=timeout_s, say=say)
-    except BaseException:
+        yield placement
+    finally:
         placement.release()
-        raise
-    return placement
 
 
 def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
@@ -222,17 +221,8 @@ def _device(on_gpus: bool) -> str:
     return "GPU" if on_gpus else "CPU slot"
 
 
-def _nodes_text(devices_per_node: tuple[int, ...], device: str) -> str:
-    """`(2, 4)` is "nodes with 2 and 4 GPUs"."""
-    if len(devices_per_node) == 1:
-        return f"a node with {counted(devices_per_node[0], device)}"
-    if len(set(devices_per_node)) == 1:
-        return f"{len(devices_per_node)} nodes with {counted(devices_per_node[0], device)} each"
-    return f"nodes with {', '.join(map(str, devices_per_node[:-1]))} and {devices_per_node[-1]} {device}s"
-
-
 def _cluster_text(device: str) -> str:
-    """What there is: "nodes with 2 and 4 GPUs, of which 3 are free"."""
+    """What there is: "nodes of 2 and 4 GPUs, of which 3 are free"."""
     import ray
 
     resource = device.split()[0]
@@ -241,4 +231,4 @@ def _cluster_text(device: str) -> str:
     if not nodes:
         return f"no {device}"
     free = int(ray.available_resources().get(resource, 0))
-    return f"{_nodes_text(tuple(nodes), device)}, of which {free} {'is' if free == 1 else 'are'} free"
+    return f"{nodes_text(nodes, device)}, of which {free} {'is' if free == 1 else 'are'} free"

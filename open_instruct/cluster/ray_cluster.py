@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,14 +46,9 @@ class Cluster:
     timeout_s: float
     say: Say
 
-    @contextlib.contextmanager
-    def placing(self, shape: FleetShape) -> Iterator[Placement]:
-        """Reserve places for learners and engines; see `place`. They are given back in the end."""
-        placement = place(shape, timeout_s=self.timeout_s, say=self.say, is_one_machine=self.is_local)
-        try:
-            yield placement
-        finally:
-            placement.release()
+    def placing(self, shape: FleetShape) -> AbstractContextManager[Placement]:
+        """Reserve places for learners and engines; see `place`."""
+        return place(shape, timeout_s=self.timeout_s, say=self.say, is_one_machine=self.is_local)
 
 
 @contextlib.contextmanager

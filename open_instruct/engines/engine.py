@@ -19,7 +19,6 @@ from open_instruct.engines.vllm_core import P, VLLMCore, WeightWorker
 from open_instruct.errors import RunError
 from open_instruct.records import Completion
 
-Answer = TypeVar("Answer")
 R = TypeVar("R")
 
 
@@ -40,8 +39,7 @@ class Engine:
         # A request is known by its key alone, in one of these; whoever waits for it is in another process.
         self._waiting: dict[int, GenerationRequest] = {}
         self._running: set[int] = set()
-        self._completions: dict[int, Completion] = {}
-        self._refused: dict[int, str] = {}
+        self._outcomes: dict[int, Completion | str] = {}
         self._cancelled: set[int] = set()  # of those that run
         self._is_admitting = True
         self._is_stepping = True
@@ -72,19 +70,15 @@ class Engine:
             self._cancelled |= self._running.intersection(keys)
             for key in keys:
                 self._waiting.pop(key, None)
-                self._completions.pop(key, None)
-                self._refused.pop(key, None)
+                self._outcomes.pop(key, None)
 
     def poll(self, wait_s: float) -> EngineAnswers:
         """What has come of requests begun, each told once; waits up to `wait_s` for something to tell."""
         with self._changed:
-            self._changed.wait_for(lambda: self._completions or self._refused or self._failure, wait_s)
-            health = self.health()
-            answers = EngineAnswers(health=health, completions={**self._completions}, refused={**self._refused})
-            # Emptied, not replaced: the loop may have one of them in its hands already.
-            self._completions.clear()
-            self._refused.clear()
-        return answers
+            self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
+            told = EngineAnswers(health=self.health(), outcomes=self._outcomes)
+            self._outcomes = {}
+        return told
 
     # Weights
 
@@ -109,7 +103,7 @@ class Engine:
 
         def prepare(core: VLLMCore) -> None:
             # A step that is on its way while weights change would make tokens of neither version.
-            self._take(core.settle())
+            self._ended(core.settle())
             core.call_workers(WeightWorker.start_update)
 
         self._between_steps(prepare)
@@ -179,7 +173,7 @@ class Engine:
                     self._step_began = time.monotonic()
                     finished = core.step()
                     self._step_began = None
-                    self._take(finished)
+                    self._ended(finished)
                 else:
                     with self._changed:
                         self._changed.wait_for(lambda: self._calls or self._can_admit() or self._is_closed)
@@ -215,23 +209,21 @@ class Engine:
             try:
                 core.add(key, request)
             except ValueError as error:
-                self._ended({key: str(error)}, self._refused)
+                self._ended({key: str(error)})
 
     def _abort_cancelled(self, core: VLLMCore) -> None:
         for key in [*self._cancelled]:
             core.abort(key)
-            self._ended({key: None}, {})
+            self._ended({key: "cancelled"})
 
-    def _take(self, finished: Mapping[int, Completion]) -> None:
-        if finished:
-            self._ended(finished, self._completions)
-
-    def _ended(self, answers: Mapping[int, Answer], told: dict[int, Answer]) -> None:
+    def _ended(self, outcomes: Mapping[int, Completion | str]) -> None:
         """These run no more; what came of those that nobody cancelled is to be told."""
+        if not outcomes:
+            return
         with self._changed:
-            told |= {key: answer for key, answer in answers.items() if key not in self._cancelled}
-            self._running -= answers.keys()
-            self._cancelled -= answers.keys()
+            self._outcomes |= {key: outcome for key, outcome in outcomes.items() if key not in self._cancelled}
+            self._running -= outcomes.keys()
+            self._cancelled -= outcomes.keys()
             self._changed.notify_all()
 
     def _fail(self, failure: RunError) -> None:

@@ -229,7 +229,7 @@ class EnginePool:
 
     def _take(self, member: _Member, answers: EngineAnswers) -> None:
         with self._lock:
-            told = [*answers.completions.items(), *answers.refused.items()]
+            told = answers.outcomes.items()
             outcomes = [(member.asked.pop(key), outcome) for key, outcome in told if key in member.asked]
             for each, outcome in outcomes:
                 if isinstance(outcome, Completion):

@@ -50,12 +50,13 @@ class EngineHealth:
 class EngineAnswers:
     """What has come out since the last poll, by the key each request was begun under.
 
-    Example: `EngineAnswers(health=…, completions={7: Completion(…)}, refused={8: "the prompt has 90 tokens, …"})`.
+    Where there can be no completion, its outcome says why.
+
+    Example: `EngineAnswers(health=…, outcomes={7: Completion(…), 8: "the prompt has 90 tokens, …"})`.
     """
 
     health: EngineHealth
-    completions: Mapping[int, Completion]
-    refused: Mapping[int, str]
+    outcomes: Mapping[int, Completion | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

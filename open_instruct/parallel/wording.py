@@ -55,16 +55,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return " ".join(str(rank) for rank in ranks)
 
 
-def nodes_text(gpus_per_node: Sequence[int]) -> str:
+def nodes_text(gpus_per_node: Sequence[int], device: str = "GPU") -> str:
     """Node sizes in few words: "2 nodes of 8 GPUs" or "nodes of 2, 4 and 2 GPUs"."""
     sizes = set(gpus_per_node)
-    if len(gpus_per_node) == 1:
-        return f"1 node of {counted(gpus_per_node[0], 'GPU')}"
     if len(sizes) == 1:
-        return f"{len(gpus_per_node)} nodes of {counted(gpus_per_node[0], 'GPU')}"
+        return f"{counted(len(gpus_per_node), 'node')} of {counted(gpus_per_node[0], device)}"
     if len(gpus_per_node) <= 4:
-        return f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} GPUs"
-    return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} GPUs"
+        return f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} {device}s"
+    return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} {device}s"
 
 
 def escaped(text: str, kept: str = "") -> str:

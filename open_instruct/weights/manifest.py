@@ -9,7 +9,7 @@ one message, and receivers put the tensors together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class Bucket:
     def pack(
         self,
         flat: torch.Tensor,
-        tensors: Mapping[str, torch.Tensor],
+        local_of: Callable[[str], torch.Tensor],
         *,
         rank: int,
         dtype: torch.dtype,
@@ -72,9 +72,10 @@ class Bucket:
 
         Args:
             flat: bytes of the bucket, from `first_byte` on.
+            local_of: what `rank` has of the tensor of a name.
         """
         for name, part in self.parts.get(rank, {}).items():
-            part.view(flat, dtype, first_byte).copy_(tensors[name][part.own])
+            part.view(flat, dtype, first_byte).copy_(local_of(name)[part.own])
 
     def num_bytes_of_wholes(self, dtype: torch.dtype) -> int:
         """More than the bucket has where it is a piece."""

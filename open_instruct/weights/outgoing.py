@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from open_instruct.weights.wire import NUM_SLOTS, broadcast, slot_of, wait_for_d
 # After a broadcast broke: how long those receivers that did get it may take to say so.
 SECONDS_TO_ANSWER = 1.0
 
-Locals = Mapping[str, torch.Tensor]
-"""What this rank holds of each tensor, by the names that travel."""
+LocalOf = Callable[[str], torch.Tensor]
+"""What this rank holds of a tensor, by the name that travels; made when it is asked for."""
 
 
 class Outgoing:
@@ -26,7 +26,7 @@ class Outgoing:
     As it stands it is that of a rank whose parts another copy of the model brings.
     """
 
-    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
+    def put(self, position: int, bucket: Bucket, local_of: LocalOf) -> None:
         """Bring this rank's parts of a bucket; all receivers have taken the one before the last."""
 
     def check(self) -> None:
@@ -45,9 +45,9 @@ class SharedMemoryWriter(Outgoing):
         self._dtype = dtype
         self._rank = rank
 
-    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
+    def put(self, position: int, bucket: Bucket, local_of: LocalOf) -> None:
         flat = slot_of(self._slots_SN, position, bucket)
-        bucket.pack(flat, tensors, rank=self._rank, dtype=self._dtype)
+        bucket.pack(flat, local_of, rank=self._rank, dtype=self._dtype)
         wait_for_device(flat.device)
         self._progress.report(f"filled/{position}")
 
@@ -76,12 +76,12 @@ class PartBroadcaster(Outgoing):
         self._slots_SN = torch.empty(NUM_SLOTS, manifest.most_bytes_of(rank), dtype=torch.uint8, device=device)
         self._under_way: dict[int, dist.Work] = {}
 
-    def put(self, position: int, bucket: Bucket, tensors: Locals) -> None:
+    def put(self, position: int, bucket: Bucket, local_of: LocalOf) -> None:
         self._finish(position - NUM_SLOTS)
         start, stop = bucket.span(self._rank)
         if start < stop:
             own = self._slots_SN[position % NUM_SLOTS, : stop - start]
-            bucket.pack(own, tensors, rank=self._rank, dtype=self._dtype, first_byte=start)
+            bucket.pack(own, local_of, rank=self._rank, dtype=self._dtype, first_byte=start)
             self._under_way[position] = broadcast(self._group, own)
 
     def check(self) -> None:

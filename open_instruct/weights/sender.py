@@ -20,7 +20,7 @@ For each rank of the learners::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from open_instruct.errors import InputError, RunError
 from open_instruct.models.lora.adapters import scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.names import TensorNames
-from open_instruct.models.shards import Held, held_of, reshard
+from open_instruct.models.shards import held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest
 from open_instruct.weights.outgoing import Outgoing, PartBroadcaster, SharedMemoryWriter
@@ -172,7 +172,10 @@ class WeightSender:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
         reshard(self._model)
         weights = scaled_adapters(self._model) if self._adapter_alone else weights_of(self._model)
-        tensors = LocalParts(weights, self._name_of)
+
+        def local_of(hf_name: str) -> torch.Tensor:
+            return weights[self._name_of[hf_name]].local
+
         buckets, first = self.manifest.buckets, self._position
         taking = f"of {len(buckets)} of version {version}"
         try:
@@ -190,7 +193,7 @@ class WeightSender:
                         meanwhile=outgoing.check,
                     )
                 if index < len(buckets):
-                    outgoing.put(first + index, buckets[index], tensors)
+                    outgoing.put(first + index, buckets[index], local_of)
             progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
                 progress.wait(f"sent/{first}", self._learners, to=f"finish sending version {version}")
@@ -247,19 +250,3 @@ class WeightSender:
         if self._path is not None:
             remove_shared_file(self._path)
             self._path = None
-
-
-class LocalParts(Mapping[str, torch.Tensor]):
-    """What this rank has of each of `weights`, by the names that travel; made when it is asked for."""
-
-    def __init__(self, weights: Mapping[str, Held], name_of: Mapping[str, str]) -> None:
-        self._weights, self._name_of = weights, name_of
-
-    def __getitem__(self, hf_name: str) -> torch.Tensor:
-        return self._weights[self._name_of[hf_name]].local
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._name_of)
-
-    def __len__(self) -> int:
-        return len(self._name_of)

@@ -171,7 +171,7 @@ class TestSimulatedNodes:
 
     def test_what_never_fits_is_said_in_the_end(self, report: dict[str, Any]) -> None:
         assert (
-            "asked: 2 nodes with 4 GPUs each for learners, and 1 engine of 1 GPU; the cluster has nodes with 3 and 4 "
+            "asked: 2 nodes of 4 GPUs for learners, and 1 engine of 1 GPU; the cluster has nodes of 3 and 4 "
             "GPUs, of which" in report["refusal"]
         )
         assert "--cluster_timeout_s" in report["refusal"]
@@ -401,32 +401,31 @@ def answers(address: str) -> bool:
 class TestOneMachine:
     def test_a_cpu_stands_for_several_nodes_and_says_so(self, local_ray: None) -> None:
         said: list[str] = []
-        placement = place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True)
-        placement.release()
+        with place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True) as placement:
+            pass
         assert said == ["this machine stands for 2 nodes of learners"]
         assert [placement.node_and_local_rank(rank) for rank in range(3)] == [(0, 0), (0, 1), (1, 0)]
 
     def test_nodes_of_a_joined_cluster_are_never_pretended(self, local_ray: None) -> None:
-        with pytest.raises(RunError, match=r"nodes with 2 and 1 CPU slots for learners.*has a node with 16 CPU slots"):
-            place(shape_of(2, 1), timeout_s=0.5, say=lambda text: None, is_one_machine=False)
+        with pytest.raises(RunError, match=r"nodes of 2 and 1 CPU slots for learners.*has 1 node of 16 CPU slots"):
+            place(shape_of(2, 1), timeout_s=0.5, say=lambda text: None, is_one_machine=False).__enter__()
 
     def test_progress_is_told_while_it_waits(self, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("open_instruct.cluster.placement.SECONDS_BETWEEN_REPORTS", 0.2)
         said: list[str] = []
         with pytest.raises(RunError):
-            place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False)
-        assert said[0].startswith("waiting for the cluster (0 of 1 s): asked: a node with 17 CPU slots")
+            place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False).__enter__()
+        assert said[0].startswith("waiting for the cluster (0 of 1 s): asked: 1 node of 17 CPU slots")
 
     def test_too_much_is_refused_at_once(self, local_ray: None) -> None:
         with pytest.raises(
             InputError, match=r"1 engine of 2 CPU slots; this machine has 16 CPU slots\. .*--ray_address"
         ):
-            place(shape_of(15, devices=2), timeout_s=60, say=lambda text: None, is_one_machine=True)
+            place(shape_of(15, devices=2), timeout_s=60, say=lambda text: None, is_one_machine=True).__enter__()
 
     def test_learner_and_engine_share_a_device(self, local_ray: None) -> None:
         shape = shape_of(1, shares_device=True)
-        placement = place(shape, timeout_s=30, say=lambda text: None, is_one_machine=True)
-        learner, engine = placement.learner_options(0), placement.engine_options(0)
-        placement.release()
+        with place(shape, timeout_s=30, say=lambda text: None, is_one_machine=True) as placement:
+            learner, engine = placement.learner_options(0), placement.engine_options(0)
         assert learner == engine | {"scheduling_strategy": learner["scheduling_strategy"]}
         assert learner["scheduling_strategy"].placement_group.id == engine["scheduling_strategy"].placement_group.id

@@ -34,9 +34,8 @@ def silent(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def placement(local_ray: None) -> Iterator[Placement]:
-    placement = place(SHAPE, timeout_s=60, say=silent, is_one_machine=True)
-    yield placement
-    placement.release()
+    with place(SHAPE, timeout_s=60, say=silent, is_one_machine=True) as placement:
+        yield placement
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +129,11 @@ def test_a_rank_that_works_for_long_is_left_alone(
 
 
 def test_a_constructor_refuses_in_its_own_words(local_ray: None) -> None:
-    placement = place(SHAPE, timeout_s=60, say=silent, is_one_machine=True)
-    refused = LearnerGroup(Recruit, placement, arguments={"fault": "input"})
-    with pytest.raises(InputError, match=r"^the checkpoint lacks blocks\.0\.w1$"):
-        refused.wait_ready(READY_TIMEOUT_S)
-    refused.shutdown()
-    placement.release()
+    with place(SHAPE, timeout_s=60, say=silent, is_one_machine=True) as placement:
+        refused = LearnerGroup(Recruit, placement, arguments={"fault": "input"})
+        with pytest.raises(InputError, match=r"^the checkpoint lacks blocks\.0\.w1$"):
+            refused.wait_ready(READY_TIMEOUT_S)
+        refused.shutdown()
 
 
 DRIVER = """

@@ -78,9 +78,10 @@ def poll_all(engine: Engine, num_keys: int) -> list[Completion]:
     deadline = time.monotonic() + TIMEOUT_S
     while len(told) < num_keys:
         answers = engine.poll(1.0)
-        if answers.refused:
-            raise ValueError(*answers.refused.values())
-        told.update(answers.completions)
+        for key, outcome in answers.outcomes.items():
+            if isinstance(outcome, str):
+                raise ValueError(outcome)
+            told[key] = outcome
         assert time.monotonic() < deadline
     return [told[key] for key in sorted(told)]
 

@@ -59,8 +59,8 @@ def poll_all(engine: Engine, num_keys: int) -> dict[int, Completion]:
 
     def all_are_told() -> bool:
         answers = engine.poll(0.01)
-        assert not told.keys() & answers.completions.keys()
-        told.update(answers.completions)
+        assert not told.keys() & answers.outcomes.keys()
+        told.update({key: each for key, each in answers.outcomes.items() if isinstance(each, Completion)})
         return len(told) >= num_keys
 
     eventually(all_are_told)
@@ -118,8 +118,8 @@ class TestGenerate:
         engine.begin({5: too_long, 6: request(6)})
         assert poll_all(engine, 1).keys() == {6}
         engine.begin({7: too_long})
-        assert engine.poll(TIMEOUT_S).refused == {7: "the prompt is too long"}
-        assert not engine.poll(0).refused
+        assert engine.poll(TIMEOUT_S).outcomes == {7: "the prompt is too long"}
+        assert not engine.poll(0).outcomes
 
 
 class TestPoll:
@@ -127,14 +127,14 @@ class TestPoll:
         engine.begin({key: request(key, num_tokens=1 + key % 4) for key in range(30)})
         told = poll_all(engine, 30)
         assert {key: it.text for key, it in told.items()} == {key: f"answer {key}" for key in range(30)}
-        assert not engine.poll(0.05).completions
+        assert not engine.poll(0.05).outcomes
 
     def test_what_ends_while_it_tells_is_told_next(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = engine._ended
 
-        def ended_after_a_poll(answers: Any, told: Any) -> None:
+        def ended_after_a_poll(outcomes: Any) -> None:
             engine.poll(0)
-            ended(answers, told)
+            ended(outcomes)
 
         monkeypatch.setattr(engine, "_ended", ended_after_a_poll)
         engine.begin({1: request(1)})
@@ -144,9 +144,9 @@ class TestPoll:
         core.hold()
         engine.begin({1: request(1, num_tokens=1)})
         polled = meanwhile(engine.poll, TIMEOUT_S)
-        assert not engine.poll(0).completions
+        assert not engine.poll(0).outcomes
         core.allow(1)
-        assert polled.result(TIMEOUT_S).completions.keys() == {1}
+        assert polled.result(TIMEOUT_S).outcomes.keys() == {1}
 
 
 class TestCancel:
@@ -157,7 +157,7 @@ class TestCancel:
             engine.cancel([0])
         assert poll_all(engine, 1).keys() == {1}
         assert [call for call in core.calls if call[0] == "abort"] == [("abort", 0)]
-        assert not engine.poll(0.02).completions
+        assert not engine.poll(0.02).outcomes
 
     def test_of_what_waits_never_begins_it(self, engine: Engine, core: FakeCore) -> None:
         core.hold()
@@ -169,9 +169,9 @@ class TestCancel:
 
     def test_of_what_is_done_tells_nothing_of_it(self, engine: Engine) -> None:
         engine.begin({1: request(1)})
-        eventually(lambda: engine._completions)
+        eventually(lambda: engine._outcomes)
         engine.cancel([1])
-        assert not engine.poll(0.02).completions
+        assert not engine.poll(0.02).outcomes
 
     def test_of_the_last_ends_a_drain(self, engine: Engine, core: FakeCore) -> None:
         core.hold()
@@ -238,10 +238,10 @@ class TestUpdate:
     def test_requests_that_come_meanwhile_wait(self, engine: Engine, core: FakeCore, drain: bool) -> None:
         engine.begin_update(drain)
         engine.begin({1: request(1)})
-        assert not engine.poll(0.05).completions
+        assert not engine.poll(0.05).outcomes
         assert (engine._is_admitting, len(engine._waiting), len(engine._running)) == (False, 1, 0)
         engine.receive_weights()
-        assert not engine.poll(0.05).completions
+        assert not engine.poll(0.05).outcomes
         engine.finish_update(2)
         assert poll_all(engine, 1)[1].versions == (2, 2, 2)
 
@@ -254,7 +254,7 @@ class TestUpdate:
         beginning.result(TIMEOUT_S)
         with pytest.raises(RunError, match=r"^learner 0 failed$"):
             engine.receive_weights()
-        assert not engine.poll(0.05).completions  # nothing is made with half of the new weights
+        assert not engine.poll(0.05).outcomes  # nothing is made with half of the new weights
         engine.open_channel({"port": 1})
         update(engine, 6)
         assert poll_all(engine, 1)[1].versions == (0, 0, 6, 6)

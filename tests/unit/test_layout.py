@@ -272,25 +272,20 @@ def test_following_a_straddle_warning_ends_the_straddling(nodes: list[int], data
     if not layout.straddles_nodes:
         return
     (warning,) = (warning for warning in layout.warnings if warning.startswith("Shard groups"))
-    remedy = re.search(r"--fsdp_shard_degree (\d+) --fsdp_num_replicas (\d+)", warning)
-    if remedy is not None:
-        assert not resolve_layout(
-            nodes,
-            fsdp_shard_degree=int(remedy[1]),
-            fsdp_num_replicas=int(remedy[2]),
-            tensor_parallel_degree=tensor,
-        ).straddles_nodes
-    elif (smaller := re.search(r"--tensor_parallel_degree ([\d, or]+) would", warning)) is not None:
-        for degree in re.findall(r"\d+", smaller[1]):
-            assert resolve_layout(nodes, tensor_parallel_degree=int(degree)).shard_degree > 1
-    else:
-        assert gcd(*nodes) == 1
+    remedy = re.search(r"within a node with --(\w+_degree) ([\d, or]+)", warning)
+    if remedy is None:
+        assert "no change of one degree" in warning and gcd(*nodes) == 1
+        return
+    for degree in re.findall(r"\d+", remedy[2]):
+        flags = {"tensor_parallel_degree": tensor, remedy[1]: int(degree)}
+        followed = resolve_layout(nodes, **flags)
+        assert not followed.straddles_nodes and followed.shard_degree > 1
 
 
 def test_straddle_warning_shows_groups_and_flags() -> None:
     (warning,) = resolve_layout([2, 4], fsdp_shard_degree=3).warnings
     assert "A: ranks 0-1 (node 0) + 2 (node 1)" in warning
-    assert "--fsdp_shard_degree 2 --fsdp_num_replicas 3" in warning
+    assert warning.endswith("within a node with --fsdp_shard_degree 2.")
 
 
 def test_straddle_warning_stays_short_for_many_nodes() -> None:
@@ -322,14 +317,14 @@ def test_context_groups_across_nodes_are_warned_of() -> None:
             [8] * 4,
             {"tensor_parallel_degree": 8},
             [
-                "--tensor_parallel_degree 8 leaves nothing",
+                "4 nodes of 8 GPUs hold 4 copies of the training state, each on 8 GPUs",
                 "--tensor_parallel_degree 1, 2 or 4",
                 "degree 2 or 4 (groups",
             ],
         ),
-        ([1] * 4, {}, ["each node has one GPU", "--fsdp_shard_degree 2 or 4 (groups across nodes)"]),
-        ([3, 4], {}, ["no common divisor above 1", "--fsdp_shard_degree 7 (groups across nodes)"]),
-        ([8], {"fsdp_num_replicas": 8}, ["2, 4 or 8 (groups within a node)", "in place of --fsdp_num_replicas"]),
+        ([1] * 4, {}, ["4 nodes of 1 GPU hold 4 copies", "--fsdp_shard_degree 2 or 4 (groups across nodes)"]),
+        ([3, 4], {}, ["nodes of 3 and 4 GPUs hold 7 copies", "--fsdp_shard_degree 7 (groups across nodes)"]),
+        ([8], {"fsdp_num_replicas": 8}, ["--fsdp_shard_degree 2, 4 or 8 in place of --fsdp_num_replicas"]),
     ],
 )
 def test_a_model_that_nothing_shards_is_noticed(nodes: list[int], flags: dict[str, Any], parts: list[str]) -> None:
