@@ -78,8 +78,8 @@ def start_cluster(
         finally:
             _disconnect()
         return
+    say("starting Ray for this run")
     with _local(fleet, shape, logs_folder):
-        say("started a local Ray")
         _check_loopback(say)
         yield Cluster(is_local=True, timeout_s=fleet.cluster_timeout_s, say=say)
 

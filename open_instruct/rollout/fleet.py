@@ -100,7 +100,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         placement = stack.enter_context(cluster.placing(shape))
         began_s = time.monotonic()
         doing("starting learners and engines")
-        console.say(f"starting {counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}")
+        who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
+        console.say(f"starting {who}: they load their libraries, then the model")
         places = placement.whereabouts()
         same_host = places.share_memory()
         backend = choose_backend(

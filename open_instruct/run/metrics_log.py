@@ -26,12 +26,12 @@ FOLLOWED = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.4f}",
     "rewards/margin": "margin {:+.4f}",
-    "rewards/accuracy": "acc {:.2f}",
-    "sequence_length/mean": "length {:.1f}",
-    "staleness/mean": "stale {:.1f}",
-    "time/generate": "generate {:.1f}s",
-    "time/train": "train {:.1f}s",
-    "time/sync": "sync {:.1f}s",
+    "rewards/accuracy": "accuracy {:.2f}",
+    "sequence_length/mean": "{:.1f} tokens each",
+    "staleness/mean": "{:.1f} steps old",
+    "time/generate": "waited {:.1f}s",
+    "time/train": "trained {:.1f}s",
+    "time/sync": "synced {:.1f}s",
     "tokens_per_second": "{:,.0f} tok/s",
     "peak_memory_gib": "{:.2f} GiB",
     "eval/reward": "held-out {:.3f}",
@@ -99,4 +99,6 @@ class MetricsLog:
 
 def step_words(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
-    return "  ".join(words.format(row[name]) for name, words in FOLLOWED.items() if name in row)
+    # Before the first update every pair is a tie, of which an accuracy says nothing.
+    ties = {"rewards/accuracy"} if row.get("rewards/margin") == 0 else set()
+    return "  ".join(words.format(row[name]) for name, words in FOLLOWED.items() if name in row and name not in ties)

@@ -47,7 +47,7 @@ def lines(view: FleetView) -> list[str]:
 class TestDescribe:
     def test_the_numbers_of_a_step(self) -> None:
         assert step_words(row(2)) == (
-            "reward 0.250  loss -0.0123  length 41.3  stale 0.8  generate 3.0s  train 2.5s  sync 0.1s"
+            "reward 0.250  loss -0.0123  41.3 tokens each  0.8 steps old  waited 3.0s  trained 2.5s  synced 0.1s"
         )
 
     def test_held_out_prompts_where_they_were_asked(self) -> None:
