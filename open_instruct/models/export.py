@@ -14,10 +14,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from open_instruct.models.hf_config import without_code
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
 from open_instruct.models.names import HF_LM_HEAD, TensorNames
 from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
+from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -62,7 +63,6 @@ class ExportReport:
     folder: Path
     num_bytes: int
     num_files: int
-    wall_time_s: float
 
 
 def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -161,7 +161,6 @@ def export_hf(
         InputError: `out_folder` is the source, cannot be written, or is something other than an export.
         RunError: the disk filled up or failed; an earlier export is unharmed.
     """
-    started_s = time.perf_counter()
     reshard(model)
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     source, out = Path(source_folder), Path(out_folder).absolute()
@@ -170,7 +169,7 @@ def export_hf(
     plan = plan_files(names, parameter_shapes(model), dtypes, max_file_bytes=max_file_bytes, num_ranks=num_ranks)
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
 
-    raise_together(_prepare(source, out, num_bytes) if rank == 0 else [])
+    on_main_process(partial(_prepare, source, out, num_bytes))
     device = next(iter(parameters.values())).local.device
     if device.type != "cpu" and dist.is_initialized():
         # NCCL makes its communicator in the first call, which every rank must enter; not all send in every round.
@@ -209,29 +208,23 @@ def export_hf(
         if rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
         raise
-    raise_together(_swap(out) if rank == 0 else [], kind=RunError)
-    return ExportReport(
-        folder=out, num_bytes=num_bytes, num_files=len(plan), wall_time_s=time.perf_counter() - started_s
-    )
+    on_main_process(partial(_swap, out))
+    return ExportReport(folder=out, num_bytes=num_bytes, num_files=len(plan))
 
 
-def _prepare(source: Path, out: Path, num_bytes: int) -> list[str]:
+def _prepare(source: Path, out: Path, num_bytes: int) -> None:
     try:
         check_destination(source, out)
         prepare_folder(out, num_bytes)
-    except InputError as error:
-        return [str(error)]
     except OSError as error:
-        return [disk_problem(out, error)]
-    return []
+        raise InputError(disk_problem(out, error)) from None
 
 
-def _swap(out: Path) -> list[str]:
+def _swap(out: Path) -> None:
     try:
         put_in_place(out)
     except OSError as error:
-        return [f"{disk_problem(out, error)} (the finished export is in {partial_folder_of(out)})"]
-    return []
+        raise RunError(f"{disk_problem(out, error)} (the finished export is in {partial_folder_of(out)})") from None
 
 
 def _write_config(

@@ -62,40 +62,34 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
     """
     unmapped = sorted(set(expected_shapes) ^ set(names.olmo_core_names))
     assert not unmapped, f"the map of names does not fit the model: {unmapped[:MAX_NAMED]}"
-    needed = dict(names)
-    wanted = set(names.hf_names) | ({HF_LM_HEAD} if names.tied else set())
+    wanted = {hf_name for _, hf_name in names} | ({HF_LM_HEAD} if names.tied else set())
+    shapes, dtypes = files.shapes, files.dtypes
+
+    def where(hf_name: str) -> str:
+        return f"(in {files.file_of(hf_name).name})"
+
+    missing, of_other_shapes, of_other_dtypes = [], [], []
+    for name, hf_name in names:
+        expected = tuple(expected_shapes[name])
+        if hf_name not in files:
+            missing.append(hf_name)
+            continue
+        if shapes[hf_name] != expected:
+            of_other_shapes.append(f"{hf_name} is {shapes[hf_name]}, expected {expected} {where(hf_name)}")
+        if dtypes[hf_name] not in LOADABLE_DTYPES:
+            of_other_dtypes.append(f"{hf_name} is {dtypes[hf_name]} {where(hf_name)}")
+    extra = [f"{name} {where(name)}" for name in files if name not in wanted and not is_harmless_extra(name)]
     problems = [
-        _listed("has no tensor", [hf_name for hf_name in needed.values() if hf_name not in files]),
-        _listed(
-            "holds a tensor that the model of config.json does not have:",
-            [
-                f"{name} (in {files.file_of(name).name})"
-                for name in files
-                if name not in wanted and not is_harmless_extra(name)
-            ],
-        ),
-        _listed(
-            "holds a tensor of another shape than config.json asks for:",
-            [
-                f"{hf_name} is {files.shapes[hf_name]}, expected {tuple(expected_shapes[name])} "
-                f"(in {files.file_of(hf_name).name})"
-                for name, hf_name in needed.items()
-                if hf_name in files and files.shapes[hf_name] != tuple(expected_shapes[name])
-            ],
-        ),
+        _listed("has no tensor", missing),
+        _listed("holds a tensor that the model of config.json does not have:", extra),
+        _listed("holds a tensor of another shape than config.json asks for:", of_other_shapes),
         _listed(
             "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? use the original):",
-            [
-                f"{hf_name} is {files.dtypes[hf_name]} (in {files.file_of(hf_name).name})"
-                for hf_name in needed.values()
-                if hf_name in files and files.dtypes[hf_name] not in LOADABLE_DTYPES
-            ],
+            of_other_dtypes,
         ),
     ]
-    if names.tied and HF_LM_HEAD in files and files.shapes[HF_LM_HEAD] != tuple(expected_shapes[EMBEDDINGS]):
-        problems.append(
-            f"holds {HF_LM_HEAD} of shape {files.shapes[HF_LM_HEAD]}, which cannot be tied to the embeddings"
-        )
+    if names.tied and HF_LM_HEAD in files and shapes[HF_LM_HEAD] != tuple(expected_shapes[EMBEDDINGS]):
+        problems.append(f"holds {HF_LM_HEAD} of shape {shapes[HF_LM_HEAD]}, which cannot be tied to the embeddings")
     found = [problem for problem in problems if problem]
     if found:
         raise InputError(f"{files.folder} " + "; and it ".join(found) + ". Is config.json of the same model?")

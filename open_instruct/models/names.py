@@ -90,8 +90,7 @@ class TensorNames:
     Example::
 
         names = TensorNames(hf_config)
-        names.hf_name("blocks.3.attention.w_q.weight")               # 'model.layers.3.self_attn.q_proj.weight'
-        names.olmo_core_name("model.layers.3.mlp.up_proj.weight")    # 'blocks.3.feed_forward.w3.weight'
+        names.hf_name("blocks.3.attention.w_q.weight")    # 'model.layers.3.self_attn.q_proj.weight'
     """
 
     def __init__(self, hf_config: Any, *, head: Head = "vocabulary") -> None:
@@ -112,19 +111,10 @@ class TensorNames:
         if head == "score":
             pairs[LM_HEAD] = HF_SCORE
         self._hf_of = pairs
-        self._olmo_core_of = {theirs: ours for ours, theirs in pairs.items()}
 
     def hf_name(self, olmo_core_name: str) -> str:
         """Raises KeyError for a name that is no parameter of the model."""
         return self._hf_of[clean_name(olmo_core_name)]
-
-    def olmo_core_name(self, hf_name: str) -> str:
-        """Raises KeyError for a name that is no parameter of the model."""
-        return self._olmo_core_of[hf_name]
-
-    @property
-    def hf_names(self) -> tuple[str, ...]:
-        return tuple(self._olmo_core_of)
 
     @property
     def olmo_core_names(self) -> tuple[str, ...]:

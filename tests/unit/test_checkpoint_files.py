@@ -303,13 +303,13 @@ def test_names_agree_with_olmo_core(family, tie):
     config = SimpleNamespace(model_type=family, num_hidden_layers=12, tie_word_embeddings=tie)
     names = TensorNames(config)
     mappings = convert.get_converter_from_hf(family).get_mappings(
-        dict.fromkeys(names.hf_names), {TemplatePlaceholder.LAYER: config.num_hidden_layers}
+        {hf_name: None for _, hf_name in names}, {TemplatePlaceholder.LAYER: config.num_hidden_layers}
     )
     theirs = {mapping.source_keys[0]: mapping.dest_keys[0] for mapping in mappings}
     assert theirs == {hf_name: name for name, hf_name in names}
     assert all(len(mapping.source_keys) == len(mapping.dest_keys) == 1 for mapping in mappings)
-    assert all(names.olmo_core_name(names.hf_name(name)) == name for name in names.olmo_core_names)
-    assert (HEAD in names.hf_names) is not tie
+    assert [names.hf_name(name) for name in names.olmo_core_names] == [hf_name for _, hf_name in names]
+    assert (HEAD in dict(names).values()) is not tie
 
 
 def test_unknown_family_is_refused_by_name():

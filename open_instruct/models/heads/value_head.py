@@ -125,9 +125,6 @@ class ScoreFiles(CheckpointFiles):
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
 
-    def __len__(self) -> int:
-        return len(self.shapes)
-
     def _is_drawn(self, name: str) -> bool:
         return self.drawn is not None and name == HF_SCORE
 
