@@ -126,15 +126,6 @@ class Placement:
                     )
                 say(f"waiting for the cluster ({waited_s:.0f} of {timeout_s:.0f} s): {self._missing_text()}")
 
-    def release(self) -> None:
-        """Give the places back; actors in them end."""
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
-        if ray.is_initialized():
-            for bundles in (self.learner_bundles, self.engine_bundles):
-                remove_placement_group(bundles)
-
     def _options(self, bundles: PlacementGroup, index: int, *, num_devices: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -154,7 +145,9 @@ class Placement:
 
 @contextmanager
 def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool) -> Iterator[Placement]:
-    """Reserve places in the Ray cluster that this process is connected to; they are given back in the end.
+    """Reserve places in the Ray cluster that this process is connected to.
+
+    In the end they are given back, and actors in them end.
 
     Args:
         shape: what is asked for; on GPUs where the cluster has any, else on CPU slots.
@@ -168,7 +161,7 @@ def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
         RunError: the cluster had too little until `timeout_s` passed; says what was asked and what there is.
     """
     import ray
-    from ray.util.placement_group import placement_group
+    from ray.util.placement_group import placement_group, remove_placement_group
 
     on_gpus = ray.cluster_resources().get("GPU", 0) > 0
     shares_nodes = is_one_machine and not on_gpus and len(shape.learners_per_node) > 1
@@ -201,7 +194,9 @@ def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
         placement.wait(timeout_s=timeout_s, say=say)
         yield placement
     finally:
-        placement.release()
+        if ray.is_initialized():
+            for bundles in (learner_bundles, engine_bundles):
+                remove_placement_group(bundles)
 
 
 def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:

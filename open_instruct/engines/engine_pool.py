@@ -190,8 +190,7 @@ class EnginePool:
 
     def _fail(self, failure: RunError) -> None:
         self._failure = self._failure or failure
-        for each in self._take_all():
-            set_outcome(each.future, failure)
+        self.fail_waiting(failure)
 
     def _take_all(self) -> list[InFlight]:
         left = [*self._homeless.values(), *(each for member in self._members for each in member.asked.values())]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from open_instruct.config.parser import YAML_SUFFIXES, groups_of, nodes_of, words_of
+from open_instruct.config.suites.upstream_flags import upstream_defaults
 from open_instruct.errors import InputError
+from open_instruct.migrate.sheet import Sheet
 
 # Of each of our commands upstream's trainers, the one first that is meant where none is named.
 TRAINERS = {
@@ -22,24 +23,7 @@ ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
 SCRIPT = re.compile(r"(?:.*/)?open_instruct/(\w+)\.py")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What a launch gives: flags by their names, underscored, each with its words. A flag without any has none.
-
-    Example: `open_instruct/finetune.py --seed 1 --no_push_to_hub` is::
-
-        Launch(trainer="finetune", given={"seed": ["1"], "push_to_hub": ["false"]})
-    """
-
-    trainer: str
-    given: Mapping[str, Sequence[str]]
-
-    @property
-    def has_defaults_of(self) -> str:
-        return DEFAULTS_OF.get(self.trainer, self.trainer)
-
-
-def read_launch(command: str, words: Sequence[str]) -> Launch:
+def read_launch(command: str, words: Sequence[str]) -> Sheet:
     """Read the words behind `migrate-args COMMAND`: flags, a YAML file of them, or a whole line that starts a trainer.
 
     Of the launchers before upstream's script nothing is read: they say where a run stands, and not what it learns.
@@ -61,17 +45,23 @@ def read_launch(command: str, words: Sequence[str]) -> Launch:
         words = words[scripts[0] + 1 :]
     end = next((index for index, word in enumerate(words) if word in ENDS_OF_COMMANDS), len(words))
     words = words[:end]
-    given: dict[str, Sequence[str]] = {}
+    asked: dict[str, list[str]] = {}
     if words and words[0].lower().endswith(YAML_SUFFIXES):
-        given.update({key.value: words_of(value) for key, value in nodes_of(words.pop(0))})
+        asked |= {key.value: words_of(value) for key, value in nodes_of(words.pop(0))}
     problems: list[str] = []
     for spelling, its_words in groups_of(words, problems):
-        given[spelling.removeprefix("--").replace("-", "_")] = its_words
+        asked[spelling.removeprefix("--").replace("-", "_")] = its_words
     if problems:
         raise InputError("\n".join(problems))
-    if not scripts and command == "sft" and given.keys() & {"mixer_list", "num_epochs"}:
+    if not scripts and command == "sft" and asked.keys() & {"mixer_list", "num_epochs"}:
         trainer = "olmo_core_finetune"  # whose flags those are
-    return Launch(trainer=trainer, given=given)
+    for name in [name for name in asked if name.startswith("no_") and not asked[name]]:
+        asked[name.removeprefix("no_")] = ["false"]
+        del asked[name]
+    given = frozenset(asked)
+    defaults = upstream_defaults(DEFAULTS_OF.get(trainer, trainer))
+    asked |= {name: words for name, words in defaults.items() if name not in given}
+    return Sheet(trainer=trainer, asked=asked, given=given)
 
 
 def script_of(word: str) -> str:

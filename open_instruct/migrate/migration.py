@@ -13,9 +13,8 @@ from open_instruct.config.parser import parse
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.migrate.launch import Launch
 from open_instruct.migrate.rules import settle
-from open_instruct.migrate.sheet import Sheet, sheet_of
+from open_instruct.migrate.sheet import Sheet
 from open_instruct.objectives.registry import objective_named
 
 
@@ -43,11 +42,10 @@ class Migration:
         return not self.refused
 
 
-def migrate(command: str, launch: Launch) -> Migration:
-    """What `open-instruct COMMAND` is to be given for the run of `launch`."""
+def migrate(command: str, sheet: Sheet) -> Migration:
+    """What `open-instruct COMMAND` is to be given for the run of a launch; `sheet` is as `read_launch` has it."""
     config_class = GRPOConfig if command == "grpo" else objective_named(command).config_class
     flags = flags_of(config_class)
-    sheet = sheet_of(launch)
     settle(command, sheet)
     for name in list(sheet.asked):
         _translate(command, name, flags, sheet)

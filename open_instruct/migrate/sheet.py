@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from open_instruct.config.suites.upstream_flags import upstream_defaults
-from open_instruct.migrate.launch import Launch
-
 
 @dataclass(slots=True, kw_only=True)
 class Sheet:
@@ -60,13 +57,3 @@ class Sheet:
         if flag in self.ours and (before := self.ours[flag][1]) in self.given and before != source:
             self.dropped[before] = f"says what --{source} says, which is taken"
         self.ours[flag] = (list(words), source)
-
-
-def sheet_of(launch: Launch) -> Sheet:
-    asked = {name: list(words) for name, words in launch.given.items()}
-    for name in [name for name in asked if name.startswith("no_") and not asked[name]]:
-        asked[name.removeprefix("no_")] = ["false"]
-        del asked[name]
-    given = frozenset(asked)
-    asked |= {name: words for name, words in upstream_defaults(launch.has_defaults_of).items() if name not in given}
-    return Sheet(trainer=launch.trainer, asked=asked, given=given)

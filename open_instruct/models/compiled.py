@@ -32,7 +32,7 @@ def apply_compile(model: Transformer) -> None:
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     if DYNAMIC_SOURCES not in torch.compiler.config.dynamic_sources:
         torch.compiler.config.dynamic_sources += DYNAMIC_SOURCES
-    FALLBACKS.listen()
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(FALLBACKS)
     for block in model.blocks.values():
         cast(TransformerBlockBase, block).apply_compile()
     if isinstance(model.lm_head, LogprobHead):
@@ -58,9 +58,6 @@ class Fallbacks(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.count = 0
-
-    def listen(self) -> None:
-        logging.getLogger("torch._dynamo.convert_frame").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.msg.startswith("torch._dynamo hit config."):

@@ -120,12 +120,11 @@ class WeightSender:
         self._slots_SN: torch.Tensor | None = None
         self._path: str | None = None
 
-    def open(self, num_receivers: int, *, address: str | None = None) -> dict[str, Any]:
+    def open(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel, after closing an earlier one; then call `join`.
 
         Args:
             num_receivers: processes that hold weights of engines: tensor parallel size x engines.
-            address: of rank 0, as the engines reach it; default: as its peers do.
 
         Returns:
             What a receiver needs, the same on every rank: plain types, to be pickled.
@@ -134,7 +133,7 @@ class WeightSender:
             RunError: there is no room in shared memory.
         """
         self.close()
-        info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers, address))
+        info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
         self._receivers = [receiver_name(index) for index in range(num_receivers)]
         if self._rank != HOST_RANK:
@@ -210,13 +209,13 @@ class WeightSender:
         self._close_outgoing()
         self._slots_SN = self._progress = None
 
-    def _offer(self, num_receivers: int, address: str | None) -> dict[str, Any]:
+    def _offer(self, num_receivers: int) -> dict[str, Any]:
         """On rank 0: keep the store, make the memory, and describe both."""
-        bound = address or outward_address()  # the driver looks in too, which may be on another host
-        self._progress = SyncProgress.host(bound, timeout_s=self._timeout_s)
+        address = outward_address()  # where its peers reach it: the driver looks in too, which may be on another host
+        self._progress = SyncProgress.host(address, timeout_s=self._timeout_s)
         info: dict[str, Any] = {
             "backend": self._backend,
-            "address": bound,
+            "address": address,
             "port": self._progress.store.port,
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
