@@ -184,12 +184,7 @@ def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
         engine_bundles = placement_group(
             [bundle(num_devices, 1 if on_gpus else num_devices)] * shape.num_engines, strategy="PACK"
         )
-    placement = Placement(
-        shape=shape,
-        on_gpus=on_gpus,
-        learner_bundles=learner_bundles,
-        engine_bundles=engine_bundles,
-    )
+    placement = Placement(shape=shape, on_gpus=on_gpus, learner_bundles=learner_bundles, engine_bundles=engine_bundles)
     try:
         placement.wait(timeout_s=timeout_s, say=say)
         yield placement
