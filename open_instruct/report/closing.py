@@ -26,10 +26,9 @@ def say_what_happened(config: LearnerConfig, *, took_s: float) -> None:
     rows, evaluations = list(rows_of(directory.metrics)), list(rows_of(directory.evaluations))
     if not rows or not model.exists():
         return
-    held_out = [name for name in evaluations[0] if name != "step"][:NUM_HELD_OUT] if evaluations else ()
     facts = {
-        f"{counted(rows[-1]['step'], 'step')}": _moves(rows, LEARNED),
-        "held out": _moves(evaluations, held_out),
+        f"{counted(rows[-1]['step'], 'step')}": learned_words(rows),
+        "held out": held_out_words(evaluations) if evaluations else "",
         "time": time_words(took_s),
         "model": str(model),
         **_use_of(model),
@@ -54,7 +53,16 @@ def _use_of(model: Path) -> dict[str, str]:
     return {"score": f"open-instruct score {folder} FILE"} if is_judge else {"chat": f"open-instruct chat {folder}"}
 
 
+def learned_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where what people follow began and ended."""
+    return _moves(rows, LEARNED)
+
+
+def held_out_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The same of the first figures of the evaluations."""
+    return _moves(evaluations, [name for name in evaluations[0] if name != "step"][:NUM_HELD_OUT])
+
+
 def _moves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """From the first row to the last."""
     there = [name for name in names if is_number(rows[0].get(name)) and is_number(rows[-1].get(name))]
     return ", ".join(f"{name.removeprefix('eval/')} {rows[0][name]:.4g} -> {rows[-1][name]:.4g}" for name in there)

@@ -66,7 +66,9 @@ function pathOf(line, values, x, y) {
 
 function draw(chart, group, name) {
   const lines = linesOf(group, name);
-  const weight = group === "curves" ? +byId("smoothing").value : 0;
+  // A rate that is set, and counts, are exact: a mean of them would show what never was.
+  const isExact = group !== "curves" || /(^|\/)(lr$|num_)/.test(name);
+  const weight = isExact ? 0 : +byId("smoothing").value;
   const shown = lines.map(line => smoothed(line.values, weight));
   const numbers = lines.flatMap(line => line.values).filter(value => value !== null);
   let low = Math.min(...numbers), high = Math.max(...numbers);

@@ -14,12 +14,14 @@ from markupsafe import Markup
 
 from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.shown.units import GIB
+from open_instruct.report.closing import held_out_words, learned_words
 from open_instruct.report.health import findings_of, parts_of_step, planned_gib
 from open_instruct.report.histograms import histograms_of
 from open_instruct.report.rollouts import packed_rollouts, read_rollouts
 from open_instruct.report.run_files import RunFiles, differing_flags
 from open_instruct.report.series import series_of
 from open_instruct.report.templates import nodes_drawn, rendered
+from open_instruct.run.console import time_words
 
 
 def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -> str:
@@ -59,6 +61,7 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(run.folder),
+        "headline": _headline(run),
         "state": f"step {last:g}{of}" + (", ended" if run.has_ended else ""),
         "findings": findings_of(run),
         "curves": series_of(steps),
@@ -78,6 +81,20 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "config": run.config,
         "made_with": run.made_with,
     }
+
+
+def _headline(run: RunFiles) -> dict[str, str]:
+    """What was trained, how, on what, and what came of it."""
+    data = [run.config.get(name) for name in ("mixer_list", "dataset_mixer_list")]
+    facts = {
+        "model": str(run.config.get("model_name_or_path", "")),
+        "objective": str(run.config.get("command", "")),
+        "data": ", ".join(str(name) for words in data if isinstance(words, list) for name in words[::2]),
+        "first to last": learned_words(run.rows) if run.rows else "",
+        "held out": held_out_words(run.evaluations) if run.evaluations else "",
+        "time of its steps": time_words(fsum(run.numbers("time/step"))) if run.numbers("time/step") else "",
+    }
+    return {name: words for name, words in facts.items() if words}
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any
 
+from open_instruct.run.metrics_log import FOLLOWED
 from open_instruct.run.run_directory import is_number
 
 # A curve is drawn some 700 pixels wide at most.
@@ -15,23 +16,27 @@ NOT_CURVES = re.compile(r"step|rho/hist_.*|slowest_(learner|engine|loader)")
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`step`, by name the `columns`, and how many steps are averaged in one point.
+    """`step`, by name the `columns` (what people follow first), the `constants`, and how many steps a point averages.
 
-    A place where a row has no number is None; a column that has none anywhere is left out.
+    A place where a row has no number is None; a column that has none anywhere is left out. One that is the same at
+    all of several steps is a constant.
 
     Example: `{"step": 1, "loss": 0.5}` and `{"step": 2}` give
-    `{"step": [1, 2], "columns": {"loss": [0.5, None]}, "steps_in_a_point": 1}`.
+    `{"step": [1, 2], "columns": {"loss": [0.5, None]}, "constants": {}, "steps_in_a_point": 1}`.
     """
     size = max(1, -(-len(rows) // MAX_POINTS))
     starts = range(0, len(rows), size)
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value))
+    names = {name for row in rows for name, value in row.items() if is_number(value) and not NOT_CURVES.fullmatch(name)}
+    first = {name: place for place, name in enumerate(FOLLOWED)}
+    columns = {
+        name: [mean_of([row.get(name) for row in rows[start : start + size]]) for start in starts]
+        for name in sorted(names, key=lambda name: (first.get(name, len(first)), name))
+    }
+    constants = {name: values[0] for name, values in columns.items() if len(values) > 1 and len(set(values)) == 1}
     return {
         "step": [rows[min(start + size, len(rows)) - 1]["step"] for start in starts],
-        "columns": {
-            name: [mean_of([row.get(name) for row in rows[start : start + size]]) for start in starts]
-            for name in names
-            if not NOT_CURVES.fullmatch(name)
-        },
+        "columns": {name: values for name, values in columns.items() if name not in constants},
+        "constants": constants,
         "steps_in_a_point": size,
     }
 

@@ -191,7 +191,14 @@ class TestPage:
         assert curves["step"] == [1, 2, 3] and curves["columns"]["reward"] == [0.25, 0.5, 0.75]
         assert curves["columns"]["loss"] == [0.5, None, 0.5]
         assert "rho/hist_0_to_0.5" not in curves["columns"] and "eval/reward" not in curves["columns"]
-        assert held_out == {"step": [0, 3], "columns": {"eval/pass_at_1": [0.25, 0.55]}, "steps_in_a_point": 1}
+        assert held_out["step"] == [0, 3] and held_out["columns"] == {"eval/pass_at_1": [0.25, 0.55]}
+        assert list(curves["columns"])[:2] == ["reward", "loss"]
+
+    def test_it_begins_with_what_was_trained_and_what_came_of_it(self, run: Path) -> None:
+        words = " ".join(" ".join(page_of(run).words).split())
+        head = words[: words.index("Health")]
+        assert "first to last reward 0.25 -> 0.75, loss 0.5 -> 0.5" in head
+        assert "held out pass_at_1 0.25 -> 0.55" in head
 
     def test_words_and_bars(self, run: Path) -> None:
         words = " ".join(" ".join(page_of(run).words).split())
@@ -407,7 +414,13 @@ class TestSeries:
     def test_what_is_no_number_is_a_gap(self) -> None:
         rows = [{"step": 1, "a": 1 / 3, "b": True}, {"step": 2, "a": None}, {"step": 3, "a": math.inf}]
         assert series_of(rows)["columns"] == {"a": [0.333333, None, None]}
-        assert series_of([]) == {"step": [], "columns": {}, "steps_in_a_point": 1}
+        assert series_of([]) == {"step": [], "columns": {}, "constants": {}, "steps_in_a_point": 1}
+
+    def test_what_never_moves_is_no_curve(self) -> None:
+        rows = [{"step": step, "loss": 0.5, "z": step, "reward": step} for step in (1, 2)]
+        series = series_of(rows)
+        assert (series["constants"], list(series["columns"])) == ({"loss": 0.5}, ["reward", "z"])
+        assert series_of(rows[:1])["constants"] == {}
 
 
 class TestCommand:
