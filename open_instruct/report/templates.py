@@ -27,6 +27,7 @@ def rendered(template: str, **values: Any) -> str:
     pages = Environment(
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
+    pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
     pages.filters["thousands"] = "{:,.0f}".format
     pages.filters["counted"] = counted
     pages.filters["with_flags"] = _with_flags
