@@ -106,6 +106,8 @@ class RowBuilder(ABC):
     def check(row: Mapping[str, Any]) -> object:
         """Read a row as far as that needs no tokenizer; what it becomes does not matter.
 
+        It is asked of a class that has its own alone: one that inherits it may render other rows.
+
         Raises:
             MalformedRow: with the kind and the reason.
         """

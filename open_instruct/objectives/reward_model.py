@@ -14,7 +14,7 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import sharing_problems
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.messages import kind_of
-from open_instruct.data.preference_rows import PreferenceBuilder
+from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
@@ -83,6 +83,7 @@ class RewardBuilder(PreferenceBuilder):
     """The pieces of a pair, each reply read at its end; with `margin` also that number."""
 
     reads_ends = True
+    check = staticmethod(parse_preference_row)
 
     def __init__(self, chat: ChatFormat, *, margin: bool, **common: Any) -> None:
         super().__init__(chat, **common)

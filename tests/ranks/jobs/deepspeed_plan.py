@@ -62,8 +62,8 @@ def _measured(
     gc.freeze()  # none of these objects is looked at again
     policy = built.build_policy(pretrained, run=run, config=config, num_steps=9, loss=DPO.bind(config))
     policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # reference log-probs are made up
-    folder = run.directory.path
-    loop = Loop(policy, DriversState(), folder=folder, start_model="", num_steps=9, max_tokens_per_step=10**6)
+    settings_of_loop: Any = {"start_model": "", "num_steps": 9, "max_tokens_per_step": 10**6, "save_interval": 1}
+    loop = Loop(policy, DriversState(), run=run, config=config, **settings_of_loop)
     policy.scores(microbatch)
     # The second pass learns the order of the modules, and the third one goes by it: a short step before a whole one.
     for num_passes in (1, num_microbatches):
