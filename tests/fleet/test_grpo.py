@@ -378,7 +378,7 @@ def test_a_terminated_run_saves_and_a_killed_driver_takes_all_with_it_and_both_r
     ("words", "number", "last_words", "exit_code"),
     [
         ("prompts: ", signal.SIGHUP, "SIGHUP while ", 129),
-        ("starting ", signal.SIGTERM, "SIGTERM while starting learners and engines", 143),
+        ("load their libraries", signal.SIGTERM, "SIGTERM while starting learners and engines", 143),
     ],
     ids=["reading", "starting"],
 )
@@ -449,7 +449,7 @@ def test_a_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(variant: Call
 def test_a_ray_that_dies_ends_the_run_at_once_in_a_sentence(variant: Callable[..., GRPOCase]) -> None:
     case = variant()
     process = case.start()
-    when_logged(case, process, "starting ")
+    when_logged(case, process, "load their libraries")
     (server,) = [pid for pid in marked(process) if "gcs_server" in Path(f"/proc/{pid}/comm").read_text()]
     os.kill(server, signal.SIGKILL)
     said = finished(process, exit_code=1)

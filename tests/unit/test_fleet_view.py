@@ -51,7 +51,7 @@ class TestDescribe:
         )
 
     def test_held_out_prompts_where_they_were_asked(self) -> None:
-        assert step_words(row(2) | {"eval/reward": 0.5}).endswith("sync 0.1s  held-out 0.500")
+        assert step_words(row(2) | {"eval/reward": 0.5}).endswith("synced 0.1s  held-out 0.500")
 
 
 class TestPlainLines:
