@@ -79,7 +79,7 @@ def run_one(args: Namespace, model: Path, rows: Path, out: Path, flags: list[str
     return Run(
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in timed),
         peak_gib=max(row["peak_memory_gib"] for row in metrics),
-        load_s=seconds["build_policy"],
+        load_s=seconds["build_backend"],
         export_s=seconds["export_hf"],
         losses=[row["loss"] for row in metrics],
     )

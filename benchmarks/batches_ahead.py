@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.learner.sample_loader import SampleLoader
+from open_instruct.learner.rows.sample_loader import SampleLoader
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import StepBatch
 

@@ -161,7 +161,7 @@ class Learner:
         """Of every token of every completion, in order: shape (N,), float32."""
         import torch
 
-        from open_instruct.learner.forward import token_logprobs
+        from open_instruct.learner.model.forward import token_logprobs
         from open_instruct.packing.documents import pack_documents
 
         documents = []

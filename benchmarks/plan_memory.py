@@ -164,8 +164,8 @@ def build_module(case: Case) -> Any:
     import torch
 
     from open_instruct.config.sections import MemorySection, OptimSection, PreferenceLossSection
-    from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
-    from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
+    from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+    from open_instruct.learner.optim.optimizers import build_optimizer_config
     from open_instruct.olmo_core_train_modules import DPOTrainModule
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
@@ -317,8 +317,8 @@ def track(case: Case) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from open_instruct.config.sections import MemorySection, OptimSection
-    from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
-    from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
+    from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+    from open_instruct.learner.optim.optimizers import build_optimizer_config
     from open_instruct.models.attention import SegmentAttention, attend_by_document
     from open_instruct.models.segments import QKV
     from open_instruct.parallel.data_parallel import build_data_parallel_config

@@ -33,7 +33,7 @@ from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.families import FAMILIES
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.packing.documents import pack_documents, pad_documents

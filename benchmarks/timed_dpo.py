@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from open_instruct.dpo import main
 from open_instruct.learner import export
-from open_instruct.learner.olmo_core import policy as on_fsdp2
+from open_instruct.learner.olmo_core import build as on_fsdp2
 from open_instruct.run.metrics_log import MetricsLog
 
 
@@ -52,11 +52,11 @@ if __name__ == "__main__":
     stamped(seconds["processor_stamps"])
     timed(export, "export_hf", seconds)
     if "--backend" in words:
-        from open_instruct.learner.deepspeed import policy as on_deepspeed
+        from open_instruct.learner.deepspeed import build as on_deepspeed
 
-        timed(on_deepspeed, "build_policy", seconds)
+        timed(on_deepspeed, "build_backend", seconds)
     else:
-        timed(on_fsdp2, "build_policy", seconds)
+        timed(on_fsdp2, "build_backend", seconds)
     code = main(words)
     if os.environ["RANK"] == "0":
         (out / "times.json").write_text(json.dumps(seconds))

@@ -6,21 +6,53 @@ from typing import Any
 
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.learner.backend import Metrics
+from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
+from open_instruct.learner.policy import Policy
 from open_instruct.objectives import dpo, policy_gradient
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.objectives.sft import cross_entropy
 
 
+class ObjectiveTrainModule(FSDP2Backend):
+    """What OLMo-core's own `Trainer` can be given: a batch is `{"step": StepBatch}`, see `packing/steps.py`.
+
+    Args:
+        loss: the objective's, bound to its settings.
+        olmo_core: `FSDP2Backend`'s.
+    """
+
+    def __init__(self, *, loss: BoundLoss, **olmo_core: Any) -> None:
+        super().__init__(**olmo_core)
+        self.policy = Policy(self, loss)
+
+    def pre_train(self) -> None:
+        """OLMo-core checks here that batches divide evenly in tokens; ours are planned in documents."""
+
+    def global_num_flops_in_batch(self, batch: dict[str, Any]) -> int | None:
+        return None
+
+    def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
+        assert not dry_run, "the loader has no mock batch"
+        self._record(self.policy.forward_backward(batch["step"]))
+
+    def optim_step(self) -> None:
+        self._record(self.policy.update())
+
+    def _record(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self.trainer.record_metric(name, value)
+
+
 class SFTTrainModule(ObjectiveTrainModule):
-    """Supervised tuning; every argument is `TransformerTrainModule`'s."""
+    """Supervised tuning; every argument is `FSDP2Backend`'s."""
 
     def __init__(self, **olmo_core: Any) -> None:
         super().__init__(loss=BoundLoss(function=cross_entropy), **olmo_core)
 
 
 class DPOTrainModule(ObjectiveTrainModule):
-    """Preference tuning; every other argument is `TransformerTrainModule`'s.
+    """Preference tuning; every other argument is `FSDP2Backend`'s.
 
     :param loss: which preference loss, and its settings.
     """
@@ -30,7 +62,7 @@ class DPOTrainModule(ObjectiveTrainModule):
 
 
 class GRPOTrainModule(ObjectiveTrainModule):
-    """Policy gradients on sampled completions; every other argument is `TransformerTrainModule`'s.
+    """Policy gradients on sampled completions; every other argument is `FSDP2Backend`'s.
 
     :param loss: which policy loss, and its settings.
     :param temperature: of sampling; all log-probs are taken under it.

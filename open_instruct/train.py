@@ -105,10 +105,12 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
+    from open_instruct.learner.policy import Policy
     from open_instruct.learner.reference_cache import open_reference_cache, reference_logprobs
-    from open_instruct.learner.sample_loader import SampleLoader
+    from open_instruct.learner.rows.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
-    from open_instruct.learner.teacher import OpenedTeacher, compare_with
+    from open_instruct.learner.teacher import OpenedTeacher
+    from open_instruct.learner.teacher_rows import compare_with
     from open_instruct.models.lora.adapters import adapters_off
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
@@ -150,7 +152,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         for warning in (*pretrained.warnings, *objective.check_rows(rows, num_rows_per_step, config)):
             run.console.warn(warning)
 
-        policy = backend.build_policy(pretrained, run=run, config=config, num_steps=num_steps, loss=loss)
+        policy = Policy(backend.build(pretrained, run=run, config=config, num_steps=num_steps), loss)
         scorer = Scorer(policy, shape=shape, console=run.console)
 
         if teacher is not None:
@@ -175,7 +177,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
                 return 0
 
         if moves.get("update_freq"):
-            policy.reference = backend.moving_reference(policy, pretrained, run=run, config=config, **moves)
+            policy.reference = backend.moving_reference(policy.backend, pretrained, run=run, config=config, **moves)
         loader = SampleLoader(
             rows,
             scores=scores,

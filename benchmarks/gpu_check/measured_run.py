@@ -30,7 +30,7 @@ from olmo_core.train.callbacks import Callback
 from gpu_check.devices import GIB, wait
 from gpu_check.host_waits import counted_host_waits
 from open_instruct.config.parser import parse
-from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.learner.backend import Backend
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.process import stop_process
 from open_instruct.planning.memory.phases import CUDA, memory_by_phase
@@ -74,7 +74,7 @@ class StepMeter(Callback):
         wait(self._device)
         self.seconds.append(time.perf_counter() - self._began_s)
         if self.step == self.num_steps:
-            self.versions = compiled_versions(cast(ObjectiveTrainModule, self.trainer.train_module).model)
+            self.versions = compiled_versions(cast(Backend, self.trainer.train_module).model)
 
     @property
     def _device(self) -> torch.device:

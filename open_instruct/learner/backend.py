@@ -1,24 +1,24 @@
-"""What holds the shards of a policy and steps its optimizer, whatever it is built on.
-
-A learner knows no algorithm: it is given an objective's loss. Every method is collective: all ranks call it together.
-"""
+"""What holds the weights of a policy and steps its optimizer, whatever library does it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module import TrainModule
+from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.errors import InputError
-from open_instruct.objectives.objective import BoundLoss, TokenLogprobs
-from open_instruct.records import Batch, StepBatch
+from open_instruct.learner.reference import Reference
 
 Metrics = Mapping[str, float | torch.Tensor]
 """Numbers of an update, the same on every rank; a tensor is one number that the host has not waited for."""
+
+GRAD_NORM = "grad_norm"
+"""The norm of the whole gradient before it was clipped."""
 
 OF_ZERO = "zero"
 """What DeepSpeed's part of a checkpoint is called; the other backend's has several."""
@@ -34,16 +34,14 @@ def refuse_other_backend(names: Iterable[str], *, own: str) -> None:
         )
 
 
-class Learner(Protocol):
-    """One rank of a sharded policy and its optimizer.
+class Backend(Protocol):
+    """One rank's shards of a model and its optimizer. Every method is collective.
 
-    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads`,
-    `forward_backward`, `update`; at last `end_step`.
+    An update is: `microbatch` and in it `backward` for each microbatch, `clip`, then either `set_learning_rate` and
+    `step`, or `leave_out_step`.
     """
 
-    @property
-    def loss(self) -> BoundLoss:
-        """The objective's, that it was given."""
+    reference: Reference | None  # part of the checkpoints, where it moves
 
     @property
     def model(self) -> Transformer:
@@ -51,7 +49,10 @@ class Learner(Protocol):
 
     @property
     def computing_model(self) -> Transformer:
-        """The model to call; `model` itself, or a copy of it in the dtype that is computed in."""
+        """The model to call; `model` itself, or a copy of it in `compute_dtype`."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -61,29 +62,34 @@ class Learner(Protocol):
         """The ranks that see other rows than this one, this one among them."""
 
     @property
-    def train_module(self) -> TrainModule:
+    def leaves_out_outliers(self) -> bool:
+        """Whether a step whose gradient is not finite is left out; else it ends the run."""
+
+    @property
+    def train_module(self) -> TransformerTrainModule:
         """What OLMo-core's checkpoints and callbacks are given: the state of model and optimizer."""
 
-    def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
-        """The updates of a step with the log-probs that are fixed during it."""
+    def set_mode(self, mode: Literal["train", "eval"]) -> None: ...
 
-    def zero_grads(self) -> None: ...
+    def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
+        """Within, forward and backward of one of the microbatches of an update."""
 
-    def forward_backward(self, step: StepBatch) -> Metrics:
-        """Gradients of this rank's microbatches, reduced over ranks and clipped. Returns `loss` and what goes with it.
+    def backward(self, loss: torch.Tensor) -> None: ...
 
-        :raises RunError: the loss or the gradient is not finite, or the first loss is not what it must be.
+    def clip(self) -> torch.Tensor | None:
+        """Clip the gradient. Returns its norm before that; None where it is known, and clipped, in the step alone."""
+
+    def set_learning_rate(self) -> float | torch.Tensor:
+        """The schedule's, for the step that comes; returns it."""
+
+    def step(self, *, loss: float, grad_norm: float) -> Metrics:
+        """Take the optimizer's step. Returns `grad_norm` if it is known only now, and `step_skipped` if that can be.
+
+        :param loss: of the update, over all ranks, by which an optimizer may know an outlier.
+        :param grad_norm: what `clip` has returned.
         """
 
-    def update(self) -> Metrics:
-        """Take the optimizer's step. Returns `grad_norm`, `lr`, and `step_skipped` where that can be."""
+    def leave_out_step(self) -> None:
+        """Let go of the gradients, and change nothing."""
 
-    def own_pace(self) -> float | None:
-        """Seconds that this rank computes by itself for a token, since the last call; the first begins to measure."""
-
-    def end_step(self) -> None:
-        """Call it once after the last update of a step."""
-
-    def scores(self, batch: Batch) -> TokenLogprobs:
-        """Log-probs of the labelled tokens under the policy as it is, and what the loss compares with a teacher; no
-        gradient. Call `reshard` after the last of several."""
+    def zero_grads(self) -> None: ...

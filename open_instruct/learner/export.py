@@ -11,7 +11,7 @@ from torch import nn
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.backend import Learner
+from open_instruct.learner.policy import Policy
 from open_instruct.models.export import export_hf
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
@@ -25,7 +25,7 @@ from open_instruct.run.run_directory import RunDirectory, card_of
 
 
 def export_policy(
-    policy: Learner,
+    policy: Policy,
     pretrained: Pretrained,
     *,
     run: Run,

@@ -10,7 +10,9 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.deepspeed.choice import backend_of
 from open_instruct.learner.loop import Loop
-from open_instruct.learner.reference_policy import Reference, build_reference, build_teacher, open_teacher
+from open_instruct.learner.policy import Policy
+from open_instruct.learner.reference import Reference
+from open_instruct.learner.reference_policy import build_reference, build_teacher, open_teacher
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
@@ -49,13 +51,10 @@ class GRPOLearner:
         self.pretrained = pretrained
         self.drivers = DriversState()
         backend = backend_of(config.parallel)
-        self.policy = backend.build_policy(
-            pretrained,
-            run=run,
-            config=config,
-            num_steps=config.num_steps,
-            loss=bind(config.loss, temperature=config.rollout.temperature, response_length=config.data.response_length),
-        )
+        held = backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
+        response_length = config.data.response_length
+        loss = bind(config.loss, temperature=config.rollout.temperature, response_length=response_length)
+        self.policy = Policy(held, loss)
         start, moves = reference or pretrained, {"update_freq": config.loss.ref_policy_update_freq}
         if config.loss.beta > 0 and config.adapters is not None:
             self.policy.reference = Reference(model=self.policy.computing_model)  # with its adapters off
@@ -63,11 +62,13 @@ class GRPOLearner:
             self.policy.reference = Reference(model=build_reference(start, run=run, config=config))
         elif config.loss.beta > 0:
             self.policy.reference = backend.moving_reference(
-                self.policy, start, run=run, config=config, alpha=config.loss.alpha, **moves
+                held, start, run=run, config=config, alpha=config.loss.alpha, **moves
             )
         if (name := config.loss.teacher_model_name_or_path) is not None:
             teacher = open_teacher(name, pretrained, config=config, layout=run.layout)
-            self.policy.teacher = build_teacher(teacher, pretrained, self.policy, run=run, config=config)
+            self.policy.teacher = build_teacher(
+                teacher, pretrained, self.policy.computing_model, run=run, config=config
+            )
         self.loop = Loop(
             self.policy,
             self.drivers,

@@ -25,12 +25,12 @@ from open_instruct.checkpoints.resume import (
     wait_for_copy,
 )
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.backend import Learner
 from open_instruct.learner.heldout import Heldout
-from open_instruct.learner.olmo_core.inner import pass_on_metrics
-from open_instruct.learner.olmo_core.trainer import Place, trainer_of
-from open_instruct.learner.profile import profiling
-from open_instruct.learner.speed import flops_of_step, peak_flops_per_second
+from open_instruct.learner.inner import pass_on_metrics
+from open_instruct.learner.measure.profile import profiling
+from open_instruct.learner.measure.speed import flops_of_step, peak_flops_per_second
+from open_instruct.learner.policy import Policy
+from open_instruct.learner.trainer import Place, trainer_of
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores
@@ -75,7 +75,7 @@ class Loop:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: Policy,
         place: Place,
         *,
         run: Run,

@@ -13,7 +13,7 @@ import numpy as np
 
 from open_instruct.config.sections import ModelSection
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.learner.row_cache import RowCache, open_row_cache
+from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
 from open_instruct.packing.steps import BatchShape
 from open_instruct.parallel.process import on_main_process

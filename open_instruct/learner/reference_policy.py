@@ -1,64 +1,26 @@
-"""The frozen policy that the KL penalty measures against: sharded as the policy is, never a full copy."""
+"""Frozen models beside the policy, from their files: its reference, and its teacher."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from olmo_core.nn.transformer import Transformer
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.learner.backend import Learner
-from open_instruct.learner.olmo_core.replica import build_replica
-from open_instruct.models.build import local_part
+from open_instruct.learner.backend import Backend
+from open_instruct.learner.model.replica import build_replica
+from open_instruct.learner.reference import Reference
 from open_instruct.models.load import stream_load
-from open_instruct.models.shards import reshard
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.start_model import is_same_model
-
-# What a reference policy that moves is called in a checkpoint.
-IN_CHECKPOINT = "reference"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A reference policy, sharded as the policy is. `update_freq` is None for one that is never updated.
-
-    That one is the start model, and is built from there again after a restart. One that moves is part of the
-    checkpoints, beside the policy and the optimizer.
-    """
-
-    model: Transformer
-    update_freq: int | None = None
-    alpha: float = 1.0
-
-    def follow(self, policy: Transformer, *, step: int) -> None:
-        """Move towards the policy, if it is time to."""
-        if self.update_freq is not None and step % self.update_freq == 0:
-            polyak_update(self.model, policy, alpha=self.alpha)
-
-    def state_to_save(self, options: StateDictOptions) -> dict[str, Any]:
-        if self.update_freq is None:
-            return {}
-        return {IN_CHECKPOINT: get_model_state_dict(self.model, options=options)}
-
-    def state_to_load(self, metadata: Metadata, options: StateDictOptions) -> dict[str, Any]:
-        is_there = any(name.startswith(f"{IN_CHECKPOINT}.") for name in metadata.state_dict_metadata)
-        return self.state_to_save(options) if is_there else {}
-
-    def load(self, state: dict[str, Any], options: StateDictOptions) -> None:
-        if self.update_freq is not None and IN_CHECKPOINT in state:
-            set_model_state_dict(self.model, state[IN_CHECKPOINT], options=options)
 
 
 def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> Transformer:
@@ -72,7 +34,7 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
 
 
 def moving_reference(
-    policy: Learner, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
+    policy: Backend, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
 ) -> Reference:
     """A reference that begins as `policy` did and then follows it; `moves` are `Reference`'s."""
     del policy
@@ -101,29 +63,16 @@ def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layou
 
 
 def build_teacher(
-    teacher: Pretrained, student: Pretrained, policy: Learner, *, run: Run, config: LearnerConfig
+    teacher: Pretrained, student: Pretrained, policy: Transformer, *, run: Run, config: LearnerConfig
 ) -> Transformer:
-    """What `open_teacher` opened; `policy` itself, where `student` is the same and only gets adapters. Collective.
+    """What `open_teacher` opened; the `policy` to call, where `student` is the same and only gets adapters. Collective.
 
     Ask it within `adapters_off`.
     """
     doing("loading the teacher")
     if config.adapters is not None and is_same_model(teacher, student):
         run.console.say("the teacher is the start model: the policy with its adapters off, so no second one is loaded")
-        return policy.computing_model
+        return policy
     model = build_reference(teacher, run=run, config=config)
     run.console.say(f"loaded the teacher ({model.num_params / 1e6:,.1f}M parameters)")
     return model
-
-
-@torch.no_grad()
-def polyak_update(reference: Transformer, policy: Transformer, *, alpha: float) -> None:
-    """Move the reference towards the policy: reference <- alpha * policy + (1 - alpha) * reference.
-
-    Shard by shard, on every rank by itself. Both are resharded first: the root's parameters stay gathered after
-    a forward, and what would be averaged then is not what is kept.
-    """
-    reshard(reference)
-    reshard(policy)
-    for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
-        local_part(ours).lerp_(local_part(theirs).to(ours.dtype), alpha)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.learner.ahead import built_ahead
-from open_instruct.learner.backend import Learner
+from open_instruct.learner.policy import Policy
+from open_instruct.learner.rows.ahead import built_ahead
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
 from open_instruct.packing.on_device import on_device
@@ -30,7 +30,7 @@ class Scorer:
     Every data-parallel rank calls `score` together and gets the same array.
     """
 
-    def __init__(self, policy: Learner, *, shape: BatchShape, console: Console) -> None:
+    def __init__(self, policy: Policy, *, shape: BatchShape, console: Console) -> None:
         self.policy = policy
         self.model = policy.computing_model
         self.dp_group = policy.dp_process_group

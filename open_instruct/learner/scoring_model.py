@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from open_instruct.data.chat import single_token_id
 from open_instruct.errors import InputError
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.heads.value_head import is_classifier

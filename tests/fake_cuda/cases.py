@@ -131,7 +131,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     from olmo_core.distributed import parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from open_instruct.learner.olmo_core.inputs_on_host import InputsOnHost
+    from open_instruct.learner.model.inputs_on_host import InputsOnHost
     from open_instruct.models import attention
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import Process
@@ -186,11 +186,11 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             policy.update = looked_at_update
             WAITS.taken()
             seen["waits"] = take_steps()
-            seen["fused"] = bool(policy.optim.defaults.get("fused"))
-            own = policy.masters.own.values() if hasattr(policy, "masters") else ()
+            seen["fused"] = bool(policy.backend.optim.defaults.get("fused"))
+            own = policy.backend.masters.own.values() if hasattr(policy.backend, "masters") else ()
             seen["masters"] = sorted({_kind(held) for each in own for held in (each.weights, *each.moments.values())})
             seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
-            seen["saved"] = _saved(policy)
+            seen["saved"] = _saved(policy.backend)
         return seen
     finally:
         attention.varlen_attn, InputsOnHost.unpack = kernel, unpack  # type: ignore[method-assign]
@@ -198,18 +198,18 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         parallel._WORLD_MESH = None
 
 
-def _saved(policy: Any) -> dict[str, Any]:
+def _saved(backend: Any) -> dict[str, Any]:
     """What a checkpoint lists of weights and moments, beside what OLMo-core's own train module does."""
     from olmo_core.train.train_module import TransformerTrainModule
 
     from open_instruct.checkpoints.safe_checkpointer import split
 
-    if not policy.optim.state or hasattr(policy, "masters"):  # DeepSpeed's are listed by their ranges
+    if not backend.optim.state or hasattr(backend, "masters"):  # DeepSpeed's are listed by their ranges
         return {}
     WAITS.taken()
-    tensors, values = split(policy.state_dict_to_save())
+    tensors, values = split(backend.state_dict_to_save())
     waits = WAITS.taken()
-    expected, expected_values = split(TransformerTrainModule.state_dict_to_save(policy))
+    expected, expected_values = split(TransformerTrainModule.state_dict_to_save(backend))
     of_reference = {name for name in tensors if name.startswith("reference")}
     return {
         "waits": waits,
@@ -301,8 +301,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     import numpy as np
 
     from open_instruct.learner.loop import Loop
+    from open_instruct.learner.policy import Policy
     from open_instruct.learner.reference_policy import build_reference
-    from open_instruct.learner.sample_loader import SampleLoader
+    from open_instruct.learner.rows.sample_loader import SampleLoader
     from open_instruct.learner.scoring import Scorer
     from open_instruct.learner.teacher import Comparison, OpenedTeacher
     from open_instruct.objectives.objective import REFERENCE
@@ -312,11 +313,11 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from tests.unit.small_models import VOCAB_SIZE
 
     if config.parallel.zero_stage is None:
-        from open_instruct.learner.olmo_core.policy import build_policy
+        from open_instruct.learner.olmo_core.build import build_backend
         from open_instruct.learner.reference_policy import moving_reference
     else:
-        from open_instruct.learner.deepspeed.policy import moving_reference
-        from tests.fake_cuda.zero import build_policy
+        from open_instruct.learner.deepspeed.build import moving_reference
+        from tests.fake_cuda.zero import build_backend
 
     objective = objective_named(case.objective)
     form = objective.rows_of(config)
@@ -324,9 +325,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     # What is read from the device is 1: no policy's first loss.
     loss = replace(bound, class_ids=tuple(range(5, 5 + len(bound.classes))), first_loss=None)
     pretrained = _pretrained(case.family, objective.head)
-    policy = build_policy(pretrained, run=run, config=config, num_steps=NUM_STEPS, loss=loss)
+    policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
-        policy.reference = moving_reference(policy, pretrained, run=run, config=config, update_freq=moves)
+        policy.reference = moving_reference(policy.backend, pretrained, run=run, config=config, update_freq=moves)
     if teacher := objective.teacher(config):
         opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
@@ -458,11 +459,11 @@ def _remember_rules() -> None:
 def _leave_weights_alone() -> None:
     """There are no files: let what would read them do nothing."""
     from open_instruct.learner import grpo, reference_policy
-    from open_instruct.learner.olmo_core import policy
+    from open_instruct.learner.olmo_core import build
     from open_instruct.models.load import LoadReport
 
     nothing = LoadReport(num_bytes_read=0, num_tensors=0, wall_time_s=0.0)
-    policy.stream_load = reference_policy.stream_load = lambda *arguments: nothing
+    build.stream_load = reference_policy.stream_load = lambda *arguments: nothing
     grpo.start_model_of = lambda *arguments: ""
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from open_instruct.learner.deepspeed import policy
+from open_instruct.learner.deepspeed import build
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.models.load import LoadReport
 
@@ -23,7 +23,7 @@ def _stays(module: torch.nn.Module, *where: Any, **more: Any) -> torch.nn.Module
     return module if is_device else move(module, *where, **more)
 
 
-def build_policy(*arguments: Any, **more: Any) -> Any:
+def build_backend(*arguments: Any, **more: Any) -> Any:
     """With PyTorch's AdamW: DeepSpeed's are kernels, which nobody can pretend."""
     os.environ["LOCAL_RANK"] = "0"
     deepspeed.utils.logger.setLevel("ERROR")  # it warns, where results are printed, of a memory that is pretended
@@ -32,9 +32,9 @@ def build_policy(*arguments: Any, **more: Any) -> Any:
     coordinator.assert_ints_same_as_other_ranks = lambda numbers: None
     with ExitStack() as held:
         for where, name, stand_in in (
-            (policy, "stream_load", lambda *_: NOTHING_READ),
-            (policy, "adam_for", lambda *_, **more: "AdamW"),
+            (build, "stream_load", lambda *_: NOTHING_READ),
+            (build, "adam_for", lambda *_, **more: "AdamW"),
             (torch.nn.Module, "to", _stays),
         ):
             held.enter_context(mock.patch.object(where, name, stand_in))
-        return policy.build_policy(*arguments, **more)
+        return build.build_backend(*arguments, **more)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf_config import load_hf_config

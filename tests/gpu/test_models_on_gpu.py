@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.records import Document, PackedBatch, Span

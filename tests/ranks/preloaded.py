@@ -7,7 +7,8 @@ import gc
 import torch
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
-from open_instruct.learner import reference_cache, sample_loader  # noqa: F401
+from open_instruct.learner import reference_cache  # noqa: F401
+from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
 from open_instruct.parallel import training_state  # noqa: F401

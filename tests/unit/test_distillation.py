@@ -20,16 +20,16 @@ from rich.console import Console
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import OptimSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.learner.forward import beside_labels, hidden_at_labels, token_logprobs
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
-from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
-from open_instruct.learner.row_cache import RowCache
+from open_instruct.learner.model.forward import beside_labels, hidden_at_labels, token_logprobs
+from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.learner.rows.row_cache import RowCache
 from open_instruct.learner.teacher import Comparison, OpenedTeacher
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
 from open_instruct.objectives.distill import DISTILL, DistillConfig, bind, evaluate, teacher_of
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
+from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.advice import Advice
@@ -414,6 +414,6 @@ def test_a_divergence_below_zero_ends_the_run(tmp_path: Path, kl: float, is_refu
     step = StepBatch(microbatches=(batch,), counts={"rows": 2, "labels": 9, "tokens": 17})
     if is_refused:
         with pytest.raises(RunError, match=r"kl is -0\.010000, but can never be below 0: what was kept of the teacher"):
-            module.forward_backward(step)
+            module.policy.forward_backward(step)
     else:
-        assert module.forward_backward(step)["kl"] == pytest.approx(kl)
+        assert module.policy.forward_backward(step)["kl"] == pytest.approx(kl)

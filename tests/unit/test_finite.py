@@ -16,12 +16,13 @@ from open_instruct.checkpoints.finite import check_weights
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import OptimSection
 from open_instruct.errors import RunError
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
-from open_instruct.learner.olmo_core.train_module import MAX_LEFT_OUT, ObjectiveTrainModule
+from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.learner.policy import MAX_LEFT_OUT, Policy
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.shards import held_run
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
+from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.toys.tiny import Size, tiny_config
 
@@ -52,7 +53,7 @@ class Recorder:
         self.metrics[name] = float(value)
 
 
-class Summed(ObjectiveTrainModule):
+class Summed(Policy):
     """`factor` of a step is the gradient of every weight, while the loss stays finite; `loss` is what is told."""
 
     def microbatch_loss(self, batch: Batch, counts: Any) -> LossOutputs:
@@ -67,8 +68,8 @@ def unused(*arguments: Any) -> LossOutputs:
     raise AssertionError
 
 
-def module_of(optimizer: Any, folder: Path, kind: type[Summed] = Summed) -> Summed:
-    module = kind(
+def module_of(optimizer: Any, folder: Path, kind: type[Summed] = Summed) -> ObjectiveTrainModule:
+    module = ObjectiveTrainModule(
         loss=BoundLoss(function=unused),
         model=build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu"),
         optim=build_optimizer_config(OptimSection(optimizer=optimizer, learning_rate=0.1), device=CPU),
@@ -80,11 +81,12 @@ def module_of(optimizer: Any, folder: Path, kind: type[Summed] = Summed) -> Summ
     with torch.no_grad():
         for parameter in module.model.parameters():
             parameter.fill_(0.5)
+    module.policy = kind(module, module.policy.loss)
     module._trainer = Recorder(folder)  # type: ignore[assignment]
     return module
 
 
-def take_step(module: Summed, *, factor: float = 1.0, loss: float = 2.0) -> dict[str, float]:
+def take_step(module: ObjectiveTrainModule, *, factor: float = 1.0, loss: float = 2.0) -> dict[str, float]:
     module.zero_grads()
     counts: Any = {"rows": 1, "factor": factor, "loss": loss}
     module.train_batch({"step": StepBatch(microbatches=(Batch(packed=PACKED, row_ids=(0,)),), counts=counts)})
@@ -92,7 +94,7 @@ def take_step(module: Summed, *, factor: float = 1.0, loss: float = 2.0) -> dict
     return module.trainer.metrics  # type: ignore[attr-defined, no-any-return]
 
 
-def weights_of(module: Summed) -> torch.Tensor:
+def weights_of(module: ObjectiveTrainModule) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.model.parameters()])
 
 
@@ -128,7 +130,7 @@ def test_of_the_rows_of_a_step_those_of_the_broken_microbatch_are_named(tmp_path
     batches = tuple(Batch(packed=PACKED, row_ids=row_ids) for row_ids in rows_of_microbatches)
     counts: Any = {"rows": 5, "factor": 1.0, "loss": 1.0}
     with pytest.raises(RunError, match=r"the loss is nan \(in a microbatch with rows 4, 7 of the training data"):
-        module_of("adamw", tmp_path, OfRows).forward_backward(StepBatch(microbatches=batches, counts=counts))
+        module_of("adamw", tmp_path, OfRows).policy.forward_backward(StepBatch(microbatches=batches, counts=counts))
 
 
 def test_a_skip_step_optimizer_leaves_out_a_gradient_that_is_not_finite(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
-from open_instruct.learner.olmo_core import kernels, replica
-from open_instruct.learner.olmo_core.kernels import FA3, compiler_problem, compiles, kernel_warnings, takes_fa3, try_fa3
+from open_instruct.learner.model import kernels, replica
+from open_instruct.learner.model.kernels import FA3, compiler_problem, compiles, kernel_warnings, takes_fa3, try_fa3
 from open_instruct.models.build import build_model
 from open_instruct.parallel.layout import resolve_layout
 from tests.unit.small_models import hf_config

@@ -21,8 +21,8 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.rows import MalformedRow
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError, RunError
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
-from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.learner.policy import Policy
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.build import build_model
 from open_instruct.objectives.kto import (
@@ -40,6 +40,7 @@ from open_instruct.objectives.kto import (
     unpaired_losses,
 )
 from open_instruct.objectives.objective import REFERENCE
+from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.planning.plan import plan_of
@@ -359,14 +360,14 @@ def step_of(
     scores = {REFERENCE: reference_ND}
     module.zero_grads()
     rows = step_batch(dataset, range(len(dataset)), shape=batch_shape, rank=0, num_ranks=1, scores=scores)
-    metrics = module.forward_backward(rows)
+    metrics = dict(module.policy.forward_backward(rows))
     gradient = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
     return metrics, gradient
 
 
 def logps_of(policy: Any, dataset: TokenDataset) -> np.ndarray:
     """Each document by itself."""
-    from open_instruct.learner.forward import token_logprobs
+    from open_instruct.learner.model.forward import token_logprobs
 
     with torch.no_grad():
         scores = [
@@ -423,15 +424,15 @@ class TestStep:
         """The step has half of the documents, and so no place for a gradient of the others."""
         dataset, _ = load(write(tmp_path / "rows.jsonl", *ROWS), "1.0")
         seen: list[int] = []
-        function = ObjectiveTrainModule.microbatch_loss
+        function = Policy.microbatch_loss
 
-        def watched(self: ObjectiveTrainModule, batch: Any, counts: Any) -> Any:
+        def watched(self: Policy, batch: Any, counts: Any) -> Any:
             seen.extend(len(document) for document in batch.documents)
             assert batch.packed.num_tokens == sum(map(len, batch.documents))
             return function(self, batch, counts)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ObjectiveTrainModule, "microbatch_loss", watched)
+            patch.setattr(Policy, "microbatch_loss", watched)
             step_of(policy, dataset, tmp_path, reference_ND=logps_of(policy, dataset), microbatches=2)
         assert sorted(seen) == sorted(len(own) for own, _ in dataset)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document, Span

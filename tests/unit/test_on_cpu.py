@@ -9,7 +9,7 @@ import torch
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models import attention
 from open_instruct.models.on_cpu import blocks, products
 from open_instruct.models.segments import Segment, documents_of

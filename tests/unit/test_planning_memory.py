@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.plan_memory import Case, predicted, track
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
-from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
+from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
 from open_instruct.models.load import CHUNK_BYTES

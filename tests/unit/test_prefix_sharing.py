@@ -14,7 +14,7 @@ from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpoin
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.families import FAMILIES
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import groups_that_share, pays, runs_of_one_prompt, shared_prefix_length

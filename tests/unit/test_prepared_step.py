@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from open_instruct.config.sections import OptimSection
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config
-from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
 from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
+from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.packing.steps import step_batch
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.records import Batch, Metric, StepBatch

@@ -19,8 +19,8 @@ from open_instruct.config.parser import parse
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.errors import InputError
-from open_instruct.learner.forward import token_logprobs
-from open_instruct.learner.olmo_core.train_module import WeightedSums
+from open_instruct.learner.measure.step_metrics import WeightedSums
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import TokenLogprobs

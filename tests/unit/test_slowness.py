@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from open_instruct.learner import speed
-from open_instruct.learner.speed import LEAST_TOKENS, OwnPace
+from open_instruct.learner.measure import speed
+from open_instruct.learner.measure.speed import LEAST_TOKENS, OwnPace
 from open_instruct.parallel.processes import host_of_cores
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.slowness import SlownessWatch, slowest, slowest_loader

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.learner.speed import StepClock, flops_of_step, peak_flops_per_second
+from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
 from open_instruct.models.build import build_model
 from open_instruct.toys.tiny import SIZES, tiny_config
 

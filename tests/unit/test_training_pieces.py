@@ -24,12 +24,12 @@ from open_instruct.config.sections import LoggingSection, MemorySection, ModelSe
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
 from open_instruct.learner.loop import merged
-from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.olmo_core.muon import MuonWithAdamW
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.learner.olmo_core.train_module import WeightedSums, memory_so_far, padding_fraction
+from open_instruct.learner.measure.step_metrics import WeightedSums, memory_so_far, padding_fraction
+from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.optim.muon import MuonWithAdamW
+from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.learner.reference_cache import open_reference_cache
-from open_instruct.learner.row_cache import RowCache
+from open_instruct.learner.rows.row_cache import RowCache
 from open_instruct.models.build import build_model
 from open_instruct.packing.steps import BatchShape, collate, step_batch
 from open_instruct.parallel.reduce import reduce_metrics

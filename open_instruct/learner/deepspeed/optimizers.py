@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from olmo_core.optim import OptimConfig
+from olmo_core.optim import AdamWConfig, OptimConfig
 
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.parallel.process import gathered
@@ -29,6 +29,35 @@ def building_problem(adam: Adam) -> str | None:
     return None
 
 
+class HeldStep:
+    """Of an optimizer that DeepSpeed steps: it takes no step while `is_held`, which is asked within the engine's step.
+
+    DeepSpeed knows the gradient's norm when it calls the optimizer, not earlier.
+    """
+
+    is_held: Callable[[], bool]
+
+    def step(self, *arguments: Any, **more: Any) -> Any:
+        return None if self.is_held() else super().step(*arguments, **more)  # type: ignore[misc]
+
+
+class HeldAdamW(HeldStep, torch.optim.AdamW): ...
+
+
+class HeldFusedAdam(HeldStep, deepspeed.ops.adam.FusedAdam): ...
+
+
+class HeldCPUAdam(HeldStep, deepspeed.ops.adam.DeepSpeedCPUAdam): ...
+
+
+class HeldAdamWConfig(AdamWConfig):
+    """PyTorch's, as OLMo-core configures it."""
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.AdamW]:
+        return HeldAdamW
+
+
 @dataclass
 class FusedAdamConfig(OptimConfig[Any]):
     """DeepSpeed's Adam on CUDA. Weight decay is decoupled by default."""
@@ -40,7 +69,7 @@ class FusedAdamConfig(OptimConfig[Any]):
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return deepspeed.ops.adam.FusedAdam
+        return HeldFusedAdam
 
 
 class CPUAdamConfig(FusedAdamConfig):
@@ -48,15 +77,16 @@ class CPUAdamConfig(FusedAdamConfig):
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return deepspeed.ops.adam.DeepSpeedCPUAdam
+        return HeldCPUAdam
 
 
 def choose_adam(adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]) -> OptimConfig[Any]:
-    """`adamw`, PyTorch's, or what `adam` has for it, if every rank can compile that. Collective."""
-    if adam == "AdamW":
-        return adamw
-    if problems := [why for why in gathered(building_problem(adam)) if why]:
+    """PyTorch's as `adamw` has it, or what `adam` has for it, if every rank can compile that. Collective."""
+    if adam != "AdamW" and (problems := [why for why in gathered(building_problem(adam)) if why]):
         warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
-        return adamw
-    config = CPUAdamConfig if adam == "CPUAdam" else FusedAdamConfig
-    return config(**{each.name: getattr(adamw, each.name) for each in fields(config)})
+        adam = "AdamW"
+    kind: Any = {"AdamW": HeldAdamWConfig, "FusedAdam": FusedAdamConfig, "CPUAdam": CPUAdamConfig}[adam]
+    known = deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS  # of any other class ZeRO warns
+    if kind.optimizer() not in known:
+        known.append(kind.optimizer())
+    return kind(**{each.name: getattr(adamw, each.name) for each in fields(kind)})

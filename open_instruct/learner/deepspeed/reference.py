@@ -5,7 +5,7 @@ So there is no second model: a rank holds 4 bytes more for each weight that it s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +14,16 @@ import torch
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.learner.deepspeed.shards import Masters
-from open_instruct.learner.reference_policy import IN_CHECKPOINT, Reference
+from open_instruct.learner.reference import IN_CHECKPOINT, Reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldReference(Reference):
-    """`weights` are this rank's range of each parameter; `model` is the policy's own, with whosever weights it has."""
+    """`model` is the policy's own, with whosever weights it has."""
 
     masters: Masters
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]  # this rank's range of each parameter
+    wait_for_copy: Callable[[], None]  # until no checkpoint that is being written needs the policy's weights any more
 
     @torch.no_grad()
     def follow(self, policy: Transformer, *, step: int) -> None:
@@ -33,7 +34,7 @@ class HeldReference(Reference):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model computes with the reference's weights. Collective; take no step."""
+        self.wait_for_copy()
         self._swap()
         yield
         self._swap()

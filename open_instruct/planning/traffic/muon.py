@@ -1,6 +1,6 @@
 """What Muon exchanges so that the momentum of each matrix is orthogonalised whole, on one rank.
 
-Source: `learner/olmo_core/muon.py`. The ranks that hold one copy of the matrices take as many at a time as they are,
+Source: `learner/optim/muon.py`. The ranks that hold one copy of the matrices take as many at a time as they are,
 the largest first, and give each rank one of them, in bfloat16; then it gives them their parts back. Replicas do the
 same beside them. With tensor parallelism calls are of the group of all ranks, where other copies are sent nothing.
 """

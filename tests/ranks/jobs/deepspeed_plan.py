@@ -13,10 +13,11 @@ from unittest import mock
 import torch
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed import policy as built
+from open_instruct.learner.deepspeed import build as built
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
+from open_instruct.learner.policy import Policy
 from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
@@ -60,7 +61,7 @@ def _measured(
     )
     before = _storages()
     gc.freeze()  # none of these objects is looked at again
-    policy = built.build_policy(pretrained, run=run, config=config, num_steps=9, loss=DPO.bind(config))
+    policy = Policy(built.build_backend(pretrained, run=run, config=config, num_steps=9), DPO.bind(config))
     policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # reference log-probs are made up
     settings_of_loop: Any = {"start_model": "", "num_steps": 9, "max_tokens_per_step": 10**6, "save_interval": 1}
     loop = Loop(policy, DriversState(), run=run, config=config, **settings_of_loop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,9 +19,10 @@ from open_instruct.errors import InputError, RunError
 
 # What `train` imports when it is called, so that the ranks share it.
 from open_instruct.learner import export, heldout, loop  # noqa: F401
-from open_instruct.learner.deepspeed import policy
+from open_instruct.learner.deepspeed import build
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.learner.policy import Policy
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.process import stop_process
@@ -69,7 +71,7 @@ def one(
     callback = None if does is None else CALLBACKS[does]()
     with ExitStack() as held:
         if not persists:
-            held.enter_context(mock.patch.object(policy, "engine_settings", as_for_large_models))
+            held.enter_context(mock.patch.object(build, "engine_settings", as_for_large_models))
         if does == "idle":  # as many chunks as a microbatch needs: ranks differ
             held.enter_context(mock.patch.object(LogprobHead, "max_logits_bytes", SMALL))
         if adam is not None:
@@ -115,7 +117,7 @@ def stepped_by(adam: str) -> Iterator[None]:
     kernels = SimpleNamespace(multi_tensor_adam=fused, adam_update=on_cpu, create_adam=nothing, destroy_adam=nothing)
     builder = getattr(deepspeed.ops.op_builder, f"{adam}Builder")
     with (
-        mock.patch.object(policy, "adam_for", return_value=adam),
+        mock.patch.object(build, "adam_for", return_value=adam),
         mock.patch.object(builder, "load", return_value=kernels),
     ):
         yield
@@ -146,15 +148,21 @@ class Idler(Callback):
 
     def pre_step(self, batch: dict[str, Any]) -> None:
         if self.trainer.global_step == 3:
-            module, update = self.trainer.train_module, batch["updates"][0]
-            before = weights_of(module)
-            module.forward_backward(replace(update, counts={**update.counts, "rows": 0}))
-            assert module.update() == {"grad_norm": 0.0}
-            assert torch.equal(weights_of(module), before)
+            policy, update = policy_of(self.trainer), batch["updates"][0]
+            before = weights_of(policy)
+            policy.forward_backward(replace(update, counts={**update.counts, "rows": 0}))
+            assert policy.update() == {"grad_norm": 0.0}
+            assert torch.equal(weights_of(policy), before)
 
 
-def weights_of(module: Any) -> torch.Tensor:
-    return torch.cat([master.weights.flatten() for master in module.masters.own.values()])
+def policy_of(trainer: Any) -> Policy:
+    """A callback is told of the policy's backend alone."""
+    (policy,) = (each for each in gc.get_objects() if type(each) is Policy and each.backend is trainer.train_module)
+    return policy
+
+
+def weights_of(policy: Any) -> torch.Tensor:
+    return torch.cat([master.weights.flatten() for master in policy.backend.masters.own.values()])
 
 
 class _Broken(torch.autograd.Function):
@@ -172,14 +180,13 @@ class Breaker(Callback):
 
     def pre_step(self, batch: dict[str, Any]) -> None:
         del batch
-        module = self.trainer.train_module
         if self.trainer.global_step == 2:
-            self.module, self.before = module, weights_of(module)
-            sound = module.loss
-            module.loss = replace(sound, function=lambda *inputs: _broken(sound.function(*inputs)))
+            self.policy = policy_of(self.trainer)
+            self.before, sound = weights_of(self.policy), self.policy.loss
+            self.policy.loss = replace(sound, function=lambda *inputs: _broken(sound.function(*inputs)))
 
     def is_unharmed(self) -> bool:
-        return torch.equal(weights_of(self.module), self.before)
+        return torch.equal(weights_of(self.policy), self.before)
 
 
 def _broken(outputs: Any) -> Any:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.learner.olmo_core.policy import build_policy
-from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.learner.olmo_core.build import build_backend
+from open_instruct.learner.policy import Policy
 from open_instruct.models.build import local_part
 from open_instruct.objectives.dpo import DPO
 from open_instruct.objectives.objective import REFERENCE
@@ -48,8 +48,9 @@ def _compare(config: DPOConfig) -> dict[str, Any]:
     assert DPO.validate(config) is not None
     run = join_run(config)
     pretrained = open_pretrained(config, run.directory.hf_model)
-    policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=DPO.bind(config))
-    assert policy.reduces_last
+    backend = build_backend(pretrained, run=run, config=config, num_steps=2)
+    assert backend.reduces_last
+    policy = Policy(backend, DPO.bind(config))
     policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # the reference log-probs are made up
     data_rank = dist.get_rank(policy.dp_process_group)
     microbatches = tuple(
@@ -69,9 +70,9 @@ def _compare(config: DPOConfig) -> dict[str, Any]:
     }
 
 
-def _gradients(policy: ObjectiveTrainModule, step: StepBatch, *, reduces_last: bool) -> tuple[Gradients, float, int]:
+def _gradients(policy: Policy, step: StepBatch, *, reduces_last: bool) -> tuple[Gradients, float, int]:
     """This rank's shards of them, clipped; their norm before that; reduce-scatters that they took."""
-    policy.reduces_last = reduces_last
+    policy.backend.reduces_last = reduces_last  # type: ignore[attr-defined]
     policy.zero_grads()
     with RecordCollectives() as recorder:
         policy.forward_backward(step)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from open_instruct.learner.olmo_core.muon import MOMENTUM, MuonWithAdamW
+from open_instruct.learner.optim.muon import MOMENTUM, MuonWithAdamW
 from open_instruct.models.shards import own_box
 
 NUM_STEPS = 3

@@ -18,12 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from open_instruct.config.parser import parse
 from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.learner import policy as policy_module
 from open_instruct.learner.grpo import DriversState
 from open_instruct.learner.loop import Loop
-from open_instruct.learner.olmo_core import train_module
-from open_instruct.learner.olmo_core.policy import build_policy
-from open_instruct.learner.reference_policy import Reference, build_reference
-from open_instruct.learner.teacher import OpenedTeacher, compare_with
+from open_instruct.learner.olmo_core.build import build_backend
+from open_instruct.learner.policy import Policy
+from open_instruct.learner.reference import Reference
+from open_instruct.learner.reference_policy import build_reference
+from open_instruct.learner.teacher import OpenedTeacher
+from open_instruct.learner.teacher_rows import compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.lora.adapters import weights_of
 from open_instruct.models.names import TensorNames
@@ -75,7 +78,8 @@ def _steps(
     logits_per_chunk: int | None = None,
 ) -> dict[str, Rows]:
     pretrained = open_pretrained(config, run.directory.hf_model)
-    policy = build_policy(pretrained, run=run, config=config, num_steps=2, loss=_counted_alone(objective.bind(config)))
+    backend = build_backend(pretrained, run=run, config=config, num_steps=2)
+    policy = Policy(backend, _counted_alone(objective.bind(config)))
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
@@ -183,7 +187,7 @@ def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
     """
     placement_types.shard_dim_alltoall = _swap_as_on_cuda
     of_memory = ("peak_memory_gib", "peak_reserved_gib", "allocation_retries/max")
-    train_module.memory_so_far = lambda device: dict.fromkeys(of_memory, 0.0)  # type: ignore[assignment]
+    policy_module.memory_so_far = lambda device: dict.fromkeys(of_memory, 0.0)  # type: ignore[assignment]
     results = []
     for case in cases:
         job = dict(case)

@@ -11,8 +11,10 @@ from unittest import mock
 from open_instruct.config.parser import parse
 
 # What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner import export, heldout, loop, sample_loader, speed  # noqa: F401
-from open_instruct.learner.olmo_core import policy  # noqa: F401
+from open_instruct.learner import export, heldout, loop  # noqa: F401
+from open_instruct.learner.measure import speed
+from open_instruct.learner.olmo_core import build  # noqa: F401
+from open_instruct.learner.rows import sample_loader
 from open_instruct.models.heads import logprob_head
 from open_instruct.objectives.registry import objective_named
 from open_instruct.run import datasets  # noqa: F401

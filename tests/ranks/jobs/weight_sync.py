@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.config.lora import LoRASection
 from open_instruct.errors import RunError
-from open_instruct.learner.forward import token_logprobs
+from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf_config import SINGLE_NAME, load_hf_config

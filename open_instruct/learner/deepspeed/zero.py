@@ -1,29 +1,27 @@
-"""The learner on DeepSpeed: the other backend's forward passes, losses and checks; ZeRO holds the shards and steps."""
+"""The backend on DeepSpeed: ZeRO holds the shards and takes the steps of a model that is OLMo-core's all the same."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
+from olmo_core.train.train_module import TransformerTrainModule
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from open_instruct.checkpoints.resume import wait_for_copy
 from open_instruct.errors import InputError
-from open_instruct.learner.backend import OF_ZERO, Metrics, refuse_other_backend
+from open_instruct.learner.backend import GRAD_NORM, OF_ZERO, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.reference import HeldReference
+from open_instruct.learner.deepspeed.optimizers import HeldStep
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
-from open_instruct.learner.olmo_core.train_module import GRAD_NORM, ObjectiveTrainModule
-from open_instruct.learner.reference_policy import IN_CHECKPOINT
-from open_instruct.objectives.objective import REFERENCE_TOKENS
-from open_instruct.records import Metric, StepBatch
+from open_instruct.learner.optim.schedule import set_learning_rate
+from open_instruct.learner.reference import IN_CHECKPOINT, Reference
 
 
 @contextmanager
@@ -42,15 +40,18 @@ def _embeddings_alone(model: Transformer) -> Iterator[None]:
         matrix.weight = embeddings.weight
 
 
-class DeepSpeedTrainModule(ObjectiveTrainModule):
-    """An `ObjectiveTrainModule` whose model and optimizer are DeepSpeed's.
+class ZeroBackend(TransformerTrainModule):
+    """A `Backend`: a model and an optimizer that DeepSpeed shares among ranks.
 
     It is built without weights: fill them, then call `masters.changed`.
 
-    :param settings: DeepSpeed's configuration; every other argument is `ObjectiveTrainModule`'s.
+    Args:
+        settings: DeepSpeed's configuration.
+        optim: of a class that is a `HeldStep`.
+        olmo_core: `TransformerTrainModule`'s.
     """
 
-    def __init__(self, *, settings: Mapping[str, Any], model: Transformer, **more: Any) -> None:
+    def __init__(self, *, settings: Mapping[str, Any], model: Transformer, **olmo_core: Any) -> None:
         self._split_over = settings["tensor_parallel"]["autotp_size"]
         # Added to names in a checkpoint where ranks split matrices: values come in another order then.
         self._over = f"_over_{self._split_over}" if self._split_over > 1 else ""
@@ -59,55 +60,74 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
             model.init_weights = MethodType(without_weights(settings, dtype=dtype), model)  # type: ignore[method-assign]
         # How often the head runs on a microbatch differs from rank to rank; stage 3 gathers its weights once for all.
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
-        super().__init__(model=model, **more)
-        assert self.optim is not None
-        # DeepSpeed knows the gradient's norm when it calls, not earlier. It asks for the class, which stays what it is.
-        step = self.optim.step
-        vars(self.optim)["step"] = lambda *given, **more: None if self._is_held() else step(*given, **more)
+        super().__init__(model=model, **olmo_core)
+        self.reference: Reference | None = None
         self._norm: float | None = None
+        self._leaves_out = False
+        assert isinstance(self.optim, HeldStep)
+        self.optim.is_held = self._is_held
         with _embeddings_alone(self.model):
-            self.engine = deepspeed.initialize(
+            self.engine: Any = deepspeed.initialize(
                 model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
             )[0]
         if self._split_over > 1:
             self.engine.first_dataloader_check.remove()  # of batches, which fails on one rank and leaves others waiting
-        self.masters = Masters(self.engine, rank=dist.get_rank())
+        self.masters: Masters = Masters(self.engine, rank=dist.get_rank())
+
+    @property
+    def train_module(self) -> ZeroBackend:
+        return self
 
     @property
     def computing_model(self) -> Transformer:
         """The engine, which is called like its model: called itself, that would not gather what stage 3 has shared."""
         return cast(Transformer, self.engine)
 
-    def _set_model_mode(self, mode: Literal["train", "eval"]) -> None:
-        super()._set_model_mode(mode)
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def leaves_out_outliers(self) -> bool:
+        return False
+
+    def set_mode(self, mode: Literal["train", "eval"]) -> None:
+        self._set_model_mode(mode)
         self.engine.train(mode == "train")
 
-    def zero_grads(self) -> None:
-        """DeepSpeed lets go of them in its step."""
+    def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
+        """Gradients add up until the engine steps."""
+        return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def clipped(self) -> dict[str, Metric]:
-        """Nothing: ranks have not met, and will in the step."""
-        return {}
+    def clip(self) -> None:
+        """Ranks have not met, and will in the step."""
 
-    def take_step(self) -> None:
+    def set_learning_rate(self) -> float | torch.Tensor:
+        return set_learning_rate(self)
+
+    def step(self, *, loss: float, grad_norm: float) -> Metrics:
+        """Where the norm that it returns is not finite, no step was taken."""
+        self._take_step()
+        self.model.post_optim_step()
+        assert self._norm is not None
+        return {GRAD_NORM: self._norm}
+
+    def leave_out_step(self) -> None:
+        """A step of the engine in which the optimizer's is held: only so it lets go of the gradients."""
+        self._leaves_out = True
+        self._take_step()
+        self._leaves_out = False
+
+    def zero_grads(self) -> None:
+        """DeepSpeed lets go of them in its step."""
+
+    def _take_step(self) -> None:
         self._norm = None
         self.engine.step()
         self._is_held()  # where DeepSpeed found by itself that the gradient is not finite, it did not ask
-
-    def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
-        """See `ObjectiveTrainModule`. The policy's come before the reference takes its place."""
-        reference = self.reference
-        if not isinstance(reference, HeldReference):
-            return super().with_frozen_logprobs(updates, num_epochs=num_epochs)
-        self.reference = None
-        updates = super().with_frozen_logprobs(updates, num_epochs=num_epochs)
-        self.reference = reference
-        wait_for_copy(self.trainer)  # a checkpoint that is being written is of what is about to move
-        with reference.in_place():
-            return self._with_logprobs_of({REFERENCE_TOKENS: reference.model}, updates)
 
     def _is_held(self) -> bool:
         """Whether there is nothing to step with. Within the engine's step, when gradients are reduced."""
@@ -116,17 +136,7 @@ class DeepSpeedTrainModule(ObjectiveTrainModule):
             is_shared, most = self.engine.zero_optimization(), cast(float, self.max_grad_norm)
             norm = None if is_shared else nn.utils.clip_grad_norm_(self.model.parameters(), most)
             self._norm = float(self.engine.optimizer._global_grad_norm if norm is None else norm)
-        return self._has_nothing_to_learn or not math.isfinite(self._norm)
-
-    def update(self) -> Metrics:
-        """See `ObjectiveTrainModule.update`. The norm is checked here; if it is not finite, no step was taken."""
-        metrics = super().update()
-        if self._has_nothing_to_learn:
-            self.take_step()  # which is held, and lets go of the gradients
-            return metrics
-        assert self._norm is not None
-        self._check_gradient(self._norm)
-        return {**metrics, GRAD_NORM: self._norm}
+        return self._leaves_out or not math.isfinite(self._norm)
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         """Flat ranges, of any stage alike, so that a run may go on under another stage and on other ranks."""

@@ -1,24 +1,21 @@
-"""From a checkpoint on disk to a sharded train module with its weights in place."""
+"""From a checkpoint on disk to shards of FSDP2 with its weights in place."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module.transformer import TransformerActivationCheckpointingConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.olmo_core.activation_checkpointing import build_activation_checkpointing
-from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
-from open_instruct.learner.olmo_core.kernels import choose_attention, compiles, kernel_warnings
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.learner.olmo_core.replica import build_replica
-from open_instruct.learner.olmo_core.train_module import ObjectiveTrainModule
+from open_instruct.learner.model.chosen_kernels import choose_kernels
+from open_instruct.learner.model.inputs_on_host import offload_inputs
+from open_instruct.learner.model.kernels import compiles
+from open_instruct.learner.model.replica import build_replica
+from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
+from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
-from open_instruct.objectives.objective import BoundLoss
 from open_instruct.parallel import data_parallel
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import counted
@@ -34,22 +31,7 @@ STATE_OF_ADAPTERS = {
 }
 
 
-def choose_kernels(
-    model: Transformer, *, run: Run, config: LearnerConfig
-) -> TransformerActivationCheckpointingConfig | None:
-    """Whose attention runs, and what is recomputed, which is returned. The console says what is not as it was asked."""
-    device, param_dtype = run.process.device, config.model.param_dtype
-    checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
-    for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:
-        run.console.warn(warning)
-    if said := choose_attention(device, param_dtype=param_dtype):
-        run.console.say(said)
-    return checkpointing
-
-
-def build_policy(
-    pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int, loss: BoundLoss
-) -> ObjectiveTrainModule:
+def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int) -> FSDP2Backend:
     """FSDP-first: build without weights, parallelize, then stream the checkpoint into the shards."""
     doing("loading the start model")
     model, optim, memory = config.model, config.optim, config.memory
@@ -62,8 +44,7 @@ def build_policy(
     checkpointing = choose_kernels(transformer, run=run, config=config)
     # FSDP gathers in the dtype that is computed in; on a single device a copy computes, but for a model that is frozen.
     has_copy = run.layout.single_device and model.param_dtype != "float32" and lora is None
-    module = ObjectiveTrainModule(
-        loss=loss,
+    module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
         optim=build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases),

@@ -9,7 +9,7 @@ from olmo_core.train.train_module import TransformerActivationCheckpointingConfi
 from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.olmo_core.kernels import compiles
+from open_instruct.learner.model.kernels import compiles
 from open_instruct.parallel import data_parallel
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained

@@ -1,40 +1,36 @@
-"""OLMo-core's train module, given an objective: forward, backward and update over microbatches of packed documents."""
+"""What a rank of a policy does in a step, whatever it learns and whoever holds its weights.
+
+A policy is given an objective's loss, and owns a `Backend`: it knows no algorithm, and no library that shards.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-import resource
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
-from olmo_core.optim import SkipStepOptimizer
-from olmo_core.train.train_module import TransformerTrainModule
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.fsdp import FSDPModule
+from olmo_core.train import Trainer
 
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.errors import RunError
-from open_instruct.learner.backend import Metrics, refuse_other_backend
-from open_instruct.learner.forward import token_logprobs
-from open_instruct.learner.olmo_core.cast_copy import CastCopy
-from open_instruct.learner.olmo_core.saved_state import state_of
-from open_instruct.learner.reference_policy import Reference
-from open_instruct.learner.speed import OwnPace, StepClock
+from open_instruct.learner.backend import GRAD_NORM, Backend, Metrics
+from open_instruct.learner.measure.speed import OwnPace, StepClock
+from open_instruct.learner.measure.step_metrics import WeightedSums, memory_so_far, padding_fraction, shared_fraction
+from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.learner.reference import Reference
 from open_instruct.learner.teacher import Comparison
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.context_parallel import context_of
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
-from open_instruct.models.segments import segments_of
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import REFERENCE_TOKENS, BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.packing.on_device import on_device
@@ -44,116 +40,76 @@ from open_instruct.records import Batch, Metric, PackedBatch, StepBatch
 
 log = logging.getLogger(__name__)
 
-GIB = 1024**3
-GRAD_NORM = "grad_norm"
 OLD_TOKENS = "old_logprobs_N"
+TEACHER_TOKENS = "teacher_logprobs_N"
 NEGATIVE_BY_ROUNDING = 1e-3
-# A skip-step optimizer leaves out a step whose gradient is not finite. More than so many in a row are no outliers.
+# A backend may leave out a step whose gradient is not finite. More than so many in a row are no outliers.
 MAX_LEFT_OUT = 10
 MAX_NAMED = 16
 
 
-class WeightedSums:
-    """Metrics gathered over microbatches without a device sync: means by (sum of value x weight, sum of weight)."""
+class Policy:
+    """One rank of a policy. Every method is collective: all ranks call it together.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = {}
-        self._others: dict[str, Metric] = {}
-
-    def add(self, metrics: Mapping[str, Metric]) -> None:
-        for name, metric in metrics.items():
-            if metric.reduction == "mean":
-                total, weight = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = (total + metric.value * metric.weight, weight + metric.weight)
-            elif name not in self._others:
-                self._others[name] = metric
-            else:
-                combine = torch.add if metric.reduction == "sum" else torch.maximum
-                value = combine(torch.as_tensor(self._others[name].value), torch.as_tensor(metric.value))
-                self._others[name] = replace(metric, value=value)
-
-    def means(self) -> dict[str, Metric]:
-        """One `Metric` a name, whose value is this rank's mean (or sum, or maximum)."""
-        return self._others | {
-            name: Metric(value=total / weight if weight else 0.0, weight=weight)
-            for name, (total, weight) in self._sums.items()
-        }
-
-
-class ObjectiveTrainModule(TransformerTrainModule):
-    """OLMo-core's train module with the loss of an objective instead of next-token prediction; a `Learner`.
+    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them `zero_grads`,
+    `forward_backward`, `update`; at last `end_step`.
 
     Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
     loss of the global batch however that was cut.
 
-    :param loss: of the run; every argument not named here is `TransformerTrainModule`'s.
-    :param reduces_last: gradients stay whole on each rank, float32, until the last microbatch of an update is done.
+    Args:
+        backend: holds the weights and steps them.
+        loss: the objective's, bound to the flags of the run.
     """
 
-    def __init__(self, *, loss: BoundLoss, reduces_last: bool = False, **olmo_core: Any) -> None:
-        super().__init__(**olmo_core)
-        # From a GPU they are copied while the training goes on, not when they are listed.
-        self.state_dict_save_opts.cpu_offload = False
+    def __init__(self, backend: Backend, loss: BoundLoss) -> None:
+        self.backend = backend
         self.loss = loss
-        self.reduces_last = reduces_last
-        # For losses that are penalised for leaving it. Give it before the first step and before a checkpoint is loaded.
-        self.reference: Reference | None = None
         # For losses that compare logits with a teacher's.
         self.comparison: Comparison | None = None
         # A frozen model that the policy is drawn to on its own completions; built from its files after a restart.
         self.teacher: Transformer | None = None
         self._has_nothing_to_learn = False
+        self._loss = 0.0
         self._grad_norm = 0.0
         self._num_left_out = 0
-        self._copy: CastCopy | None = None
         self._clock = StepClock(self.device)
         self._pace: OwnPace | None = None
 
     @property
-    def train_module(self) -> ObjectiveTrainModule:
-        return self
-
-    def compute_with(self, model: Transformer) -> None:
-        """Let `model`, the same in another dtype, run the passes; `self.model` is what is trained. Fill it next."""
-        self._copy = CastCopy(model, self.model)
+    def model(self) -> Transformer:
+        """What is trained: the parameters' own dtype, this rank's shards."""
+        return self.backend.model
 
     @property
     def computing_model(self) -> Transformer:
-        """The model to call. Its parameters may be in less than float32: what is trained is `model`."""
-        return self.model if self._copy is None else self._copy.model
+        """The model to call; `model` itself, or a copy of it in the dtype that is computed in."""
+        return self.backend.computing_model
 
-    def refresh_copy(self) -> None:
-        """After every change of the weights of `model`."""
-        if self._copy is not None:
-            self._copy.refresh()
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device
 
-    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
-        if optim is False or self.optim is None or not self.optim.state:
-            # OLMo-core's own gives the optimizer its first state.
-            state = super().state_dict_to_save(optim=optim)
-        else:
-            state = state_of(self.model, self.optim)
-        if self.reference is not None:
-            state |= self.reference.state_to_save(self.state_dict_save_opts)
-        return state
+    @property
+    def dp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see other rows than this one, this one among them."""
+        return self.backend.dp_process_group
 
-    def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
-        refuse_other_backend(metadata.state_dict_metadata, own="olmo_core")
-        state = super().state_dict_to_load(metadata, optim=optim)
-        if self.reference is not None:
-            state |= self.reference.state_to_load(metadata, self.state_dict_load_opts)
-        return state
+    @property
+    def trainer(self) -> Trainer:
+        """OLMo-core's, as the record of the run: its step, its folder, its checkpoints."""
+        return self.backend.train_module.trainer
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self.reference is not None:
-            self.reference.load(state_dict, self.state_dict_load_opts)
-        self.refresh_copy()
+    @property
+    def reference(self) -> Reference | None:
+        """For losses that are penalised for leaving it. Give it before the first step, and before a checkpoint is
+        loaded: the backend keeps it, as one that moves is part of the checkpoints.
+        """
+        return self.backend.reference
 
-    def _set_model_mode(self, mode: Literal["train", "eval"]) -> None:
-        super()._set_model_mode(mode)
-        if self._copy is not None:
-            self._copy.model.train(mode == "train")
+    @reference.setter
+    def reference(self, reference: Reference | None) -> None:
+        self.backend.reference = reference
 
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
@@ -177,12 +133,14 @@ class ObjectiveTrainModule(TransformerTrainModule):
         step is a single update: there they are those of the update's own forward pass, so a pass is saved, and the
         ratio is exactly 1.
         """
-        models = {} if self.reference is None else {REFERENCE_TOKENS: self.reference.model}
-        if self.teacher is not None:
-            models["teacher_logprobs_N"] = self.teacher
+        models = {} if self.teacher is None else {TEACHER_TOKENS: self.teacher}
         if len(updates) * num_epochs > 1:
             models[OLD_TOKENS] = self.computing_model
-        return self._with_logprobs_of(models, updates)
+        updates = self._with_logprobs_of(models, updates)
+        if self.reference is None:
+            return updates
+        with self.reference.in_place():
+            return self._with_logprobs_of({REFERENCE_TOKENS: self.reference.model}, updates)
 
     @torch.no_grad()
     def _with_logprobs_of(
@@ -191,7 +149,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
         """The updates with the log-probs of each of `models`, by the names of the values that they become."""
         if not models:
             return tuple(updates)
-        self._set_model_mode("eval")
+        self.backend.set_mode("eval")
         filled = tuple(
             replace(
                 update,
@@ -218,6 +176,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> TokenLogprobs:
+        """Log-probs of the labelled tokens under the policy as it is, and what the loss compares with a teacher; no
+        gradient. Call `reshard` after the last of several."""
         return self._scores(self.computing_model, batch.packed, measure=self._measure(batch))
 
     def _scores(
@@ -244,7 +204,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             (step,) = self.with_frozen_logprobs([step], num_epochs=1)
         if self.loss.prepare is None:
             return step
-        self._set_model_mode("eval")
+        self.backend.set_mode("eval")
         looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
         scores = [
             self._scores(
@@ -259,38 +219,19 @@ class ObjectiveTrainModule(TransformerTrainModule):
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
 
-    def pre_train(self) -> None:
-        # OLMo-core checks here that batches divide evenly in tokens; ours are planned in documents.
-        pass
+    def zero_grads(self) -> None:
+        self.backend.zero_grads()
 
-    def global_num_flops_in_batch(self, batch: dict[str, Any]) -> int | None:
-        return None
+    def forward_backward(self, step: StepBatch) -> Metrics:
+        """Gradients of this rank's microbatches, reduced over ranks and clipped; then one all-reduce for all metrics.
 
-    def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
-        """`forward_backward` of `batch["step"]`, for OLMo-core's own trainer."""
-        assert not dry_run, "the loader has no mock batch"
-        self._record(self.forward_backward(batch["step"]))
+        Returns `loss` and what goes with it.
 
-    def optim_step(self) -> None:
-        """`update`, for OLMo-core's own trainer."""
-        self._record(self.update())
-
-    def _record(self, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self.trainer.record_metric(name, value)
-
-    @contextmanager
-    def _train_microbatch_context(self, micro_batch_idx: int, num_micro_batches: int) -> Iterator[None]:
-        with super()._train_microbatch_context(micro_batch_idx, num_micro_batches):
-            if self.reduces_last and isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(micro_batch_idx == num_micro_batches - 1)
-            yield
-
-    def forward_backward(self, step: StepBatch) -> dict[str, float]:
-        """Forward and backward over this rank's microbatches, then one all-reduce for all metrics."""
+        :raises RunError: the loss or the gradient is not finite, or the first loss is not what it must be.
+        """
         step = self.prepared(step)
         self._has_nothing_to_learn = step.counts["rows"] == 0
-        self._set_model_mode("train")
+        self.backend.set_mode("train")
         # FSDP averages gradients over the data-parallel ranks; the denominators are global already. Ranks that split a
         # row are averaged over too, while each has only its tokens' part of the row's gradient.
         context = context_of(self.model)
@@ -298,11 +239,11 @@ class ObjectiveTrainModule(TransformerTrainModule):
         sums = WeightedSums()
         losses: list[float | torch.Tensor] = []
         for index, microbatch in enumerate(step.microbatches):
-            with self._train_microbatch_context(index, len(step.microbatches)):
+            with self.backend.microbatch(index, len(step.microbatches)):
                 with self._clock.timing("forward"):
                     outputs = self.microbatch_loss(microbatch, step.counts)
                 with self._clock.timing("backward"):
-                    self.backward(outputs.loss * gradient_scale)
+                    self.backend.backward(outputs.loss * gradient_scale)
             sums.add(outputs.metrics)
             losses.append(outputs.metrics["loss"].value)
             packed = microbatch.packed
@@ -310,7 +251,10 @@ class ObjectiveTrainModule(TransformerTrainModule):
         self.model.post_batch()
 
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
-        of_rank = sums.means() | maxima | self.clipped()
+        of_rank = sums.means() | maxima
+        # Here and not in `update`: so the norm is read together with the loss, in one wait for the device.
+        if (norm := self.backend.clip()) is not None:
+            of_rank[GRAD_NORM] = Metric(value=norm, reduction="max")
         reduced = reduce_metrics(of_rank, group=self.dp_process_group, device=self.device)
         if not math.isfinite(reduced["loss"]):
             raise self._broken(f"the loss is {reduced['loss']}{self._where(step, losses)}")
@@ -321,51 +265,34 @@ class ObjectiveTrainModule(TransformerTrainModule):
         if GRAD_NORM in reduced:
             self._grad_norm = reduced.pop(GRAD_NORM)
             self._check_gradient(self._grad_norm)
-        if isinstance(self.optim, SkipStepOptimizer) and not self._num_left_out:
-            self.optim.latest_loss = torch.tensor(reduced["loss"])
+        self._loss = reduced["loss"]
         return reduced if self.loss.derive is None else self.loss.derive(reduced)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def clipped(self) -> dict[str, Metric]:
-        """Clip the gradient; its norm, where that is known before the optimizer's step.
-
-        Here and not in `update`: so it is read together with the loss, in one wait for the device.
-        """
-        assert self.max_grad_norm is not None
-        return {GRAD_NORM: Metric(value=self._clip_grad_norm(self.max_grad_norm), reduction="max")}
-
-    def take_step(self) -> None:
-        assert self.optim is not None
-        self.optim.step()
-
     def update(self) -> Metrics:
-        """Update the weights; not from a gradient that is not finite, after which a skip-step optimizer goes on.
+        """Take the optimizer's step. Returns `grad_norm`, `lr`, and `step_skipped` where that can be.
 
-        Nor where there was nothing to learn from, or momentum alone would move them.
+        Not from a gradient that is not finite; nor where there was nothing to learn from, or momentum alone would move
+        the weights.
+
+        :raises RunError: the backend found in its step that the gradient is not finite.
         """
-        assert self.optim is not None
         if self._has_nothing_to_learn:
+            self.backend.leave_out_step()
             return {GRAD_NORM: 0.0}
         metrics: dict[str, float | torch.Tensor] = {GRAD_NORM: self._grad_norm}
         if self.computing_model.compile_enabled:
             metrics["uncompiled_functions"] = float(FALLBACKS.count)
-        for group in reversed(self.optim.param_groups):
-            metrics["lr"] = group["lr"] if self.scheduler is None else self.scheduler.set_lr(group, self.trainer)
+        metrics["lr"] = self.backend.set_learning_rate()
         if self._num_left_out:
             return metrics | {"step_skipped": 1.0}
-        if isinstance(self.optim, SkipStepOptimizer):
-            self.optim.latest_grad_norm = torch.tensor(self._grad_norm)
         with self._clock.timing("optimizer"):
-            self.take_step()
-            self.model.post_optim_step()
-            self.refresh_copy()
-        if isinstance(self.optim, SkipStepOptimizer):
-            metrics["step_skipped"] = self.optim.step_skipped
-        return metrics | self._clock.read()
+            taken = self.backend.step(loss=self._loss, grad_norm=self._grad_norm)
+        if GRAD_NORM in taken:
+            self._check_gradient(float(taken[GRAD_NORM]))
+        return {**metrics, **taken, **self._clock.read()}
 
     def own_pace(self) -> float | None:
+        """Seconds that this rank computes by itself for a token, since the last call; the first begins to measure."""
         if self._pace is None:
             self._pace = OwnPace(self.computing_model.lm_head, self.device)
         return self._pace.read()
@@ -394,8 +321,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             return
         # Policy and reference are the same weights before the first update: the cheapest proof that
         # packing, labels and the frozen scores agree.
-        computes_in = self.dp_config.param_dtype if self.dp_config else next(self.computing_model.parameters()).dtype
-        tolerance = (1e-3 if computes_in in ("float32", torch.float32) else 5e-2) * max(1.0, expected)
+        tolerance = (1e-3 if self.backend.compute_dtype == torch.float32 else 5e-2) * max(1.0, expected)
         if abs(loss - expected) > tolerance:
             raise RunError(
                 f"the first loss is {loss:.6f}, but a policy equal to its reference has {expected:.6f}: "
@@ -407,7 +333,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             self._num_left_out = 0
             return
         self._num_left_out += 1
-        if not isinstance(self.optim, SkipStepOptimizer) or self._num_left_out > MAX_LEFT_OUT:
+        if not self.backend.leaves_out_outliers or self._num_left_out > MAX_LEFT_OUT:
             raise self._broken(f"the norm of the gradient is {norm}")
         log.warning("step %d is left out: the norm of its gradient is %s", self.trainer.global_step, norm)
 
@@ -417,36 +343,3 @@ class ObjectiveTrainModule(TransformerTrainModule):
             "in another --output_dir, or look at the data of this step. "
             f"{last_checkpoint(Path(self.trainer.save_folder))}"
         )
-
-
-def padding_fraction(packed: PackedBatch) -> Metric:
-    """Share of a microbatch's token slots that hold padding."""
-    num_slots = packed.input_ids_BT.numel()
-    return Metric(value=1.0 - packed.num_tokens / num_slots, weight=float(num_slots))
-
-
-def shared_fraction(packed: PackedBatch) -> Metric:
-    """Share of the documents' tokens that lie in a microbatch once for several documents, all but that once."""
-    num_saved = 0
-    if packed.prefix_lengths is not None:
-        assert packed.document_lengths is not None
-        segments = segments_of(packed.document_lengths, packed.prefix_lengths)
-        num_saved = sum(segment.prefix_length for segment in segments if not segment.is_first_branch)
-    num_tokens = packed.num_tokens + num_saved
-    return Metric(value=num_saved / max(num_tokens, 1), weight=float(num_tokens))
-
-
-def memory_so_far(device: torch.device) -> dict[str, float]:
-    """Most memory this process has held: the device's on CUDA, the host's elsewhere.
-
-    On CUDA also what its allocator had taken for that, and how often it found no more and gave back what it kept first.
-    """
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        return {
-            "peak_memory_gib": stats["allocated_bytes.all.peak"] / GIB,
-            "peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
-            "allocation_retries/max": stats["num_alloc_retries"],
-        }
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak_memory_gib": peak * (1 if sys.platform == "darwin" else 1024) / GIB}

@@ -19,7 +19,7 @@ from olmo_core.optim import (
 from olmo_core.optim.scheduler import Scheduler
 
 from open_instruct.config.sections import BIASES, OptimizerSection
-from open_instruct.learner.olmo_core.muon import MuonWithAdamW
+from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
 @dataclass

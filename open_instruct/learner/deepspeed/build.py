@@ -14,19 +14,19 @@ from olmo_core.distributed import parallel as olmo_core_parallel
 from olmo_core.utils import seed_all
 from torch.distributed.device_mesh import DeviceMesh
 
+from open_instruct.checkpoints.resume import wait_for_copy
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
 from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.settings import engine_settings
-from open_instruct.learner.deepspeed.train_module import DeepSpeedTrainModule
-from open_instruct.learner.olmo_core.inputs_on_host import offload_inputs
-from open_instruct.learner.olmo_core.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.learner.olmo_core.policy import choose_kernels
+from open_instruct.learner.deepspeed.zero import ZeroBackend
+from open_instruct.learner.model.chosen_kernels import choose_kernels
+from open_instruct.learner.model.inputs_on_host import offload_inputs
+from open_instruct.learner.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
-from open_instruct.objectives.objective import BoundLoss
 from open_instruct.parallel import data_parallel
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import forget_mesh
@@ -67,9 +67,7 @@ def uncompiled(config: LearnerConfig) -> LearnerConfig:
     return replace(config, memory=replace(config.memory, compile_model=False))
 
 
-def build_policy(
-    pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int, loss: BoundLoss
-) -> DeepSpeedTrainModule:
+def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int) -> ZeroBackend:
     """Build without weights, share, then stream the checkpoint into the shards of what is trained."""
     doing("loading the start model")
     mesh, settings = set_up(run, config)
@@ -83,9 +81,8 @@ def build_policy(
     transformer.to(param_dtype)  # adapters too
     adamw = build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases)
     forget_mesh()  # OLMo-core's train module insists on making one of its own, of which nothing is read
-    module = DeepSpeedTrainModule(
+    module = ZeroBackend(
         settings=settings,
-        loss=loss,
         model=transformer,
         optim=choose_adam(adamw, adam_for(device, adam_offload=parallel.adam_offload), warn=run.console.warn),
         scheduler=build_scheduler(optim, num_steps=num_steps),
@@ -108,7 +105,7 @@ def build_policy(
     dist.barrier()  # no rank is ready before all are
     run.console.say(
         f"loaded {counted(report.num_tensors, 'tensor')} ({report.num_bytes_read / 1e6:,.1f} MB on this rank) "
-        f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__} takes the steps"
+        f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__.removeprefix('Held')} takes the steps"
     )
     return module
 
@@ -116,7 +113,13 @@ def build_policy(
 def moving_reference(
     policy: Any, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
 ) -> HeldReference:
-    """The policy as it is now, a `DeepSpeedTrainModule`, which follows it from here."""
+    """The policy as it is now, a `ZeroBackend`, which follows it from here."""
     del pretrained, run, config
     weights = {name: master.weights.clone() for name, master in policy.masters.own.items()}
-    return HeldReference(model=policy.computing_model, masters=policy.masters, weights=weights, **moves)
+    return HeldReference(
+        model=policy.computing_model,
+        masters=policy.masters,
+        weights=weights,
+        wait_for_copy=lambda: wait_for_copy(policy.trainer),
+        **moves,
+    )

@@ -15,8 +15,8 @@ from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointerConfig
-from open_instruct.learner.backend import Learner
-from open_instruct.learner.olmo_core.inner import SkipStepHistory
+from open_instruct.learner.inner import SkipStepHistory
+from open_instruct.learner.policy import Policy
 
 NEVER = 10**12
 
@@ -67,7 +67,7 @@ class PlaceInData(DataLoaderBase):
 
 
 def trainer_of(
-    learner: Learner,
+    policy: Policy,
     place: Place,
     *,
     folder: Path,
@@ -93,7 +93,7 @@ def trainer_of(
         async_bookkeeping=False,
         # When one is written is the loop's business.
         no_checkpoints=True,
-        device=str(learner.device),
+        device=str(policy.device),
         callbacks={
             **callbacks,
             "skip_step_history": SkipStepHistory(),
@@ -101,6 +101,6 @@ def trainer_of(
             "console_logger": ConsoleLoggerCallback(log_interval=NEVER, metrics_log_interval=NEVER),
         },
     ).build(
-        learner.train_module,
-        PlaceInData(place, folder=folder, group=learner.dp_process_group, max_tokens_per_step=max_tokens_per_step),
+        policy.backend.train_module,
+        PlaceInData(place, folder=folder, group=policy.dp_process_group, max_tokens_per_step=max_tokens_per_step),
     )

@@ -1,0 +1,24 @@
+"""Whose attention runs in a run's model, and what is recomputed in it."""
+
+from __future__ import annotations
+
+from olmo_core.nn.transformer import Transformer
+from olmo_core.train.train_module.transformer import TransformerActivationCheckpointingConfig
+
+from open_instruct.config.training import LearnerConfig
+from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
+from open_instruct.learner.model.kernels import choose_attention, kernel_warnings
+from open_instruct.run.opened import Run
+
+
+def choose_kernels(
+    model: Transformer, *, run: Run, config: LearnerConfig
+) -> TransformerActivationCheckpointingConfig | None:
+    """Whose attention runs, and what is recomputed, which is returned. The console says what is not as it was asked."""
+    device, param_dtype = run.process.device, config.model.param_dtype
+    checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
+    for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:
+        run.console.warn(warning)
+    if said := choose_attention(device, param_dtype=param_dtype):
+        run.console.say(said)
+    return checkpointing

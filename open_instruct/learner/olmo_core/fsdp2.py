@@ -1,0 +1,122 @@
+"""The backend on FSDP2: OLMo-core's train module, whose model computes for whatever loss it is asked to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from olmo_core.nn.transformer import Transformer
+from olmo_core.optim import SkipStepOptimizer
+from olmo_core.train.train_module import TransformerTrainModule
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.fsdp import FSDPModule
+
+from open_instruct.learner.backend import Metrics, refuse_other_backend
+from open_instruct.learner.olmo_core.cast_copy import CastCopy
+from open_instruct.learner.olmo_core.saved_state import state_of
+from open_instruct.learner.optim.schedule import set_learning_rate
+from open_instruct.learner.reference import Reference
+
+
+class FSDP2Backend(TransformerTrainModule):
+    """A `Backend`: a model that FSDP2 shards as HSDP, and OLMo-core's optimizer.
+
+    Args:
+        reduces_last: gradients stay whole on each rank, float32, until the last microbatch of an update is done.
+        olmo_core: `TransformerTrainModule`'s.
+    """
+
+    def __init__(self, *, reduces_last: bool = False, **olmo_core: Any) -> None:
+        super().__init__(**olmo_core)
+        # From a GPU they are copied while the training goes on, not when they are listed.
+        self.state_dict_save_opts.cpu_offload = False
+        self.reduces_last = reduces_last
+        self.reference: Reference | None = None
+        self._copy: CastCopy | None = None
+
+    @property
+    def train_module(self) -> FSDP2Backend:
+        return self
+
+    def compute_with(self, model: Transformer) -> None:
+        """Let `model`, the same in another dtype, run the passes; `self.model` is what is trained. Fill it next."""
+        self._copy = CastCopy(model, self.model)
+
+    @property
+    def computing_model(self) -> Transformer:
+        return self.model if self._copy is None else self._copy.model
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        if self.dp_config is not None and self.dp_config.param_dtype is not None:
+            return self.dp_config.param_dtype.as_pt()
+        return next(self.computing_model.parameters()).dtype
+
+    @property
+    def leaves_out_outliers(self) -> bool:
+        return isinstance(self.optim, SkipStepOptimizer)
+
+    def set_mode(self, mode: Literal["train", "eval"]) -> None:
+        self._set_model_mode(mode)
+        if self._copy is not None:
+            self._copy.model.train(mode == "train")
+
+    @contextmanager
+    def microbatch(self, index: int, num_microbatches: int) -> Iterator[None]:
+        with self._train_microbatch_context(index, num_microbatches):
+            if self.reduces_last and isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(index == num_microbatches - 1)
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def clip(self) -> torch.Tensor:
+        assert self.max_grad_norm is not None
+        return self._clip_grad_norm(self.max_grad_norm)
+
+    def set_learning_rate(self) -> float | torch.Tensor:
+        return set_learning_rate(self)
+
+    def step(self, *, loss: float, grad_norm: float) -> Metrics:
+        assert self.optim is not None
+        if isinstance(self.optim, SkipStepOptimizer):
+            self.optim.latest_loss = torch.tensor(loss)
+            self.optim.latest_grad_norm = torch.tensor(grad_norm)
+        self.optim.step()
+        self.model.post_optim_step()
+        self.refresh_copy()
+        return {"step_skipped": self.optim.step_skipped} if isinstance(self.optim, SkipStepOptimizer) else {}
+
+    def leave_out_step(self) -> None:
+        """Gradients are let go of in `zero_grads`."""
+
+    def refresh_copy(self) -> None:
+        """After every change of the weights of `model`."""
+        if self._copy is not None:
+            self._copy.refresh()
+
+    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
+        if optim is False or self.optim is None or not self.optim.state:
+            # OLMo-core's own gives the optimizer its first state.
+            state = super().state_dict_to_save(optim=optim)
+        else:
+            state = state_of(self.model, self.optim)
+        if self.reference is not None:
+            state |= self.reference.state_to_save(self.state_dict_save_opts)
+        return state
+
+    def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
+        refuse_other_backend(metadata.state_dict_metadata, own="olmo_core")
+        state = super().state_dict_to_load(metadata, optim=optim)
+        if self.reference is not None:
+            state |= self.reference.state_to_load(metadata, self.state_dict_load_opts)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.reference is not None:
+            self.reference.load(state_dict, self.state_dict_load_opts)
+        self.refresh_copy()

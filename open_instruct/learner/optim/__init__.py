@@ -1,0 +1,1 @@
+"""Optimizers and schedules, from flags to those of OLMo-core."""

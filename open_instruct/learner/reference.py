@@ -1,0 +1,66 @@
+"""The frozen policy that a KL penalty measures against: sharded as the policy is, never a full copy."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from olmo_core.nn.transformer import Transformer
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from open_instruct.models.build import local_part
+from open_instruct.models.shards import reshard
+
+# What a reference policy that moves is called in a checkpoint.
+IN_CHECKPOINT = "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A reference policy, sharded as the policy is. `update_freq` is None for one that is never updated.
+
+    That one is the start model, and is built from there again after a restart. One that moves is part of the
+    checkpoints, beside the policy and the optimizer.
+    """
+
+    model: Transformer
+    update_freq: int | None = None
+    alpha: float = 1.0
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Within, `model` computes with the reference's weights. Collective; take no step."""
+        return nullcontext()
+
+    def follow(self, policy: Transformer, *, step: int) -> None:
+        """Move towards the policy, if it is time to."""
+        if self.update_freq is not None and step % self.update_freq == 0:
+            polyak_update(self.model, policy, alpha=self.alpha)
+
+    def state_to_save(self, options: StateDictOptions) -> dict[str, Any]:
+        if self.update_freq is None:
+            return {}
+        return {IN_CHECKPOINT: get_model_state_dict(self.model, options=options)}
+
+    def state_to_load(self, metadata: Metadata, options: StateDictOptions) -> dict[str, Any]:
+        is_there = any(name.startswith(f"{IN_CHECKPOINT}.") for name in metadata.state_dict_metadata)
+        return self.state_to_save(options) if is_there else {}
+
+    def load(self, state: dict[str, Any], options: StateDictOptions) -> None:
+        if self.update_freq is not None and IN_CHECKPOINT in state:
+            set_model_state_dict(self.model, state[IN_CHECKPOINT], options=options)
+
+
+@torch.no_grad()
+def polyak_update(reference: Transformer, policy: Transformer, *, alpha: float) -> None:
+    """Move the reference towards the policy: reference <- alpha * policy + (1 - alpha) * reference.
+
+    Shard by shard, on every rank by itself. Both are resharded first: the root's parameters stay gathered after
+    a forward, and what would be averaged then is not what is kept.
+    """
+    reshard(reference)
+    reshard(policy)
+    for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
+        local_part(ours).lerp_(local_part(theirs).to(ours.dtype), alpha)
