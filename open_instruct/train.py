@@ -18,6 +18,7 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from open_instruct.config.backends import backend_named
 from open_instruct.config.help import asks_for_help
 from open_instruct.config.training import TrainingConfig
 from open_instruct.entry import leave, run_entry, run_to_exit_code, typed
@@ -101,7 +102,6 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
     # torch, and all that hangs on it, loads only once the flags are known to be good.
     from open_instruct.data.cache import cache_root
-    from open_instruct.learner.deepspeed.choice import backend_of
     from open_instruct.learner.export import export_policy
     from open_instruct.learner.heldout import Heldout
     from open_instruct.learner.loop import Loop
@@ -124,7 +124,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
 
     if config.data.eval_mixer_list and objective.evaluate is None:
         raise InputError(f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out")
-    backend = backend_of(config.parallel)
+    backend = backend_named(config.parallel.backend)
     with open_run(config, objective.name) as run:
         pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head)
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))

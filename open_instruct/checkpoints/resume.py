@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from olmo_core.distributed.utils import barrier, get_rank, get_world_size
+from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
-from olmo_core.train.train_module import TransformerTrainModule
 
 from open_instruct.checkpoints.background import Way, at_once
 from open_instruct.checkpoints.finite import check_weights
@@ -44,17 +44,16 @@ def explained(trainer: Trainer, *, step: int) -> Iterator[None]:
         ) from error
 
 
-def save_checkpoint(trainer: Trainer, *, in_background: bool = False) -> None:
+def save_checkpoint(trainer: Trainer, model: Transformer, *, in_background: bool = False) -> None:
     """Write a checkpoint of the trainer's step now, or begin to; `finish_checkpoint` ends what was begun. Collective.
 
-    Weights that are broken are not written.
+    Of a `model` whose weights are broken nothing is written.
 
     :raises RunError: if it, or the one under way, cannot be written.
     """
     finish_checkpoint(trainer)
-    assert isinstance(trainer.train_module, TransformerTrainModule)
     check_weights(
-        trainer.train_module.model,
+        model,
         what=f"the checkpoint of step {trainer.global_step}",
         last_checkpoint=last_checkpoint(Path(trainer.save_folder)),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import ClassVar, Literal
 
 from open_instruct.config.losses import ADVANTAGES, OVER_TOKENS, POLICY_LOSSES
@@ -198,13 +197,6 @@ class LearnerParallelSection(ParallelSection):
     more_ranks: ClassVar[str] = "--num_learners_per_node {0} starts them"
 
     num_learners_per_node: list[int] = free_flag("learner processes on each node, such as '8 8' or '2 4'", [1])
-
-    @property
-    def neighbours(self) -> int:
-        """As open-instruct's 8, of no more than a node has; on one node the first copy is as near as a second."""
-        common = gcd(*self.num_learners_per_node)
-        has_second = self.zero_stage == 3 and self.tensor_parallel_degree == 1 and len(self.num_learners_per_node) > 1
-        return max(n for n in range(1, 9) if common % n == 0) if has_second else 1
 
 
 @dataclass(kw_only=True)

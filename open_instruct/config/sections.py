@@ -239,7 +239,7 @@ class ParallelSection:
         minimum=0,
     )
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
-    backend: Literal["olmo_core", "deepspeed"] = flag(
+    backend: str = flag(
         "who holds the shards and steps the optimizer: OLMo-core on FSDP2, or DeepSpeed's ZeRO over all ranks",
         "olmo_core",
     )
@@ -257,28 +257,6 @@ class ParallelSection:
     )
     adam_offload: bool = free_flag("from stage 1: the optimizer's states and its step are the CPU's", False)
     offload: bool = free_flag("stage 3: the shards of the weights are in host memory too", False)
-
-    def __post_init__(self) -> None:
-        # Where it counts, so that config.yaml has the numbers, and elsewhere a flag that was given is told from none.
-        if self.backend == "deepspeed" and self.deepspeed_stage is None:
-            self.deepspeed_stage = 2
-        if self.backend == "deepspeed" and self.deepspeed_zpg is None:
-            self.deepspeed_zpg = self.neighbours
-
-    @property
-    def neighbours(self) -> int:
-        """That hold a second copy of the weights unless something else is said."""
-        return 1
-
-    @property
-    def zero_stage(self) -> int | None:
-        """Of DeepSpeed, where that holds the shards."""
-        return self.deepspeed_stage if self.backend == "deepspeed" else None
-
-    @property
-    def zpg(self) -> int:
-        """`deepspeed_zpg` where there is something to gather, and 1 elsewhere: below stage 3 it is not read."""
-        return self.deepspeed_zpg if self.zero_stage == 3 else 1
 
 
 @dataclass(kw_only=True)

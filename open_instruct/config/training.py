@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from open_instruct.config.backends import backend_named
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import (
@@ -38,8 +39,7 @@ class LearnerConfig:
         return self.lora if self.lora.use_lora else None
 
     def __post_init__(self) -> None:
-        if self.memory.activation_checkpointing == "auto" and self.parallel.zero_stage is not None:
-            self.memory.activation_checkpointing = "full"
+        backend_named(self.parallel.backend).settle(self)
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
 
+from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.lora import LoRASection, target_problems
 from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection, PrefixSharing
@@ -42,14 +42,6 @@ READ_ONLY_WITH = {
 }
 MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
-OFFLOAD_ELSEWHERE = (
-    "where that is too much for a device, more GPUs share it (--fsdp_num_replicas 1), --activation_checkpointing full "
-    "or offload and smaller microbatches keep less, --use_lora trains less, and --backend deepspeed --adam_offload has "
-    "it in host memory"
-)
-OF_DEEPSPEED = ("deepspeed_stage", "adam_offload", "deepspeed_zpg", "offload")
-# It knows what its flags ask of the others: by name, as it stands above, and loaded for its own runs alone.
-DEEPSPEED = "open_instruct.learner.deepspeed.settings"
 
 
 def changed(config: object, *names: str) -> list[str]:
@@ -145,9 +137,8 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
     if config.adapters is None:
         return
     yield from target_problems(config.adapters)
-    degree, on_zero = config.parallel.tensor_parallel_degree, config.parallel.zero_stage is not None
+    degree = config.parallel.tensor_parallel_degree
     remedies = {
-        f"--backend deepspeed --tensor_parallel_degree {degree}": (on_zero and degree > 1, "use --backend olmo_core"),
         "--optimizer muon": (config.optim.optimizer == "muon", "it is for whole matrices; use adamw"),
         f"--lora_dropout {config.adapters.lora_dropout}": (
             config.adapters.lora_dropout > 0 and degree > 1,
@@ -200,8 +191,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from limit_problems(*(getattr(config, section) for section in sections_of(type(config))))
     yield from idle_problems(config)
     yield from parallel_problems(config.parallel)
-    if config.parallel.zero_stage is not None:
-        yield from import_module(DEEPSPEED).problems(config)
+    yield from backend_named(config.parallel.backend).problems(config)
     yield from lora_problems(config)
     yield from memory_problems(config.memory)
     for given in changed(config, "weight_decay_on"):
@@ -221,12 +211,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
-    parallel = config.parallel
-    if parallel.zero_stage is None and (idle := changed(config, *OF_DEEPSPEED)):
-        helps = f"; {OFFLOAD_ELSEWHERE}" if parallel.adam_offload or parallel.offload else ""
-        yield f"{', '.join(idle)}: read only with --backend deepspeed; FSDP2 shards all that is trained{helps}"
-    if parallel.zero_stage is not None and parallel.deepspeed_zpg != parallel.zpg:
-        yield f"--deepspeed_zpg {parallel.deepspeed_zpg}: read only with --deepspeed_stage 3; nothing is gathered below"
+    yield from backend_named(config.parallel.backend).warnings(config)
     if not config.run.push_to_hub:
         for given in changed(config, "hub_model_id", "hub_private"):
             yield f"{given} is read only with --push_to_hub"

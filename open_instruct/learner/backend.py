@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
-from olmo_core.train.train_module import TransformerTrainModule
+from olmo_core.train.train_module import TrainModule
 
 from open_instruct.errors import InputError
 from open_instruct.learner.reference import Reference
@@ -20,17 +20,13 @@ Metrics = Mapping[str, float | torch.Tensor]
 GRAD_NORM = "grad_norm"
 """The norm of the whole gradient before it was clipped."""
 
-OF_ZERO = "zero"
-"""What DeepSpeed's part of a checkpoint is called; the other backend's has several."""
 
-
-def refuse_other_backend(names: Iterable[str], *, own: str) -> None:
-    """:raises InputError: the checkpoint that has `names` in it is not of the backend `own`."""
-    theirs = "deepspeed" if any(name.startswith(f"{OF_ZERO}.") for name in names) else "olmo_core"
-    if theirs != own:
+def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
+    """:raises InputError: the checkpoint that has `names` in it has not the `part` that the backend `own` writes."""
+    if not any(name.startswith(f"{part}.") for name in names):
         raise InputError(
-            f"the checkpoints in --output_dir are of --backend {theirs}, and --backend {own} cannot go on from them: "
-            f"give --backend {theirs} again, or start in another --output_dir from the hf_model such a run ends with"
+            f"the checkpoints in --output_dir are not of --backend {own}, which cannot go on from them: give the "
+            "--backend that they began with, or start in another --output_dir from the hf_model such a run ends with"
         )
 
 
@@ -66,7 +62,7 @@ class Backend(Protocol):
         """Whether a step whose gradient is not finite is left out; else it ends the run."""
 
     @property
-    def train_module(self) -> TransformerTrainModule:
+    def train_module(self) -> TrainModule:
         """What OLMo-core's checkpoints and callbacks are given: the state of model and optimizer."""
 
     def set_mode(self, mode: Literal["train", "eval"]) -> None: ...

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.learner.deepspeed.choice import backend_of
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Reference
@@ -50,7 +50,7 @@ class GRPOLearner:
         self.run = run
         self.pretrained = pretrained
         self.drivers = DriversState()
-        backend = backend_of(config.parallel)
+        backend = backend_named(config.parallel.backend)
         held = backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
         response_length = config.data.response_length
         loss = bind(config.loss, temperature=config.rollout.temperature, response_length=response_length)

@@ -214,7 +214,7 @@ class Loop:
         self._finish_save()
         began_s = time.perf_counter()
         by_thread = self.saves_in_background and not waits
-        save_checkpoint(self.trainer, in_background=by_thread)
+        save_checkpoint(self.trainer, self.learner.model, in_background=by_thread)
         if not by_thread:
             self._remove_old(run=at_once)
         self._checkpoint_s += time.perf_counter() - began_s

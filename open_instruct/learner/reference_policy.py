@@ -11,7 +11,6 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
-from open_instruct.learner.backend import Backend
 from open_instruct.learner.model.replica import build_replica
 from open_instruct.learner.reference import Reference
 from open_instruct.models.load import stream_load
@@ -33,11 +32,8 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
     return model.requires_grad_(False).eval()
 
 
-def moving_reference(
-    policy: Backend, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
-) -> Reference:
-    """A reference that begins as `policy` did and then follows it; `moves` are `Reference`'s."""
-    del policy
+def moving_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
+    """A reference that begins as the policy did and then follows it; `moves` are `Reference`'s."""
     return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
 

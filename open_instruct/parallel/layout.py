@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd, isqrt, prod
 
+from open_instruct.config.backends import backend_named
 from open_instruct.config.sections import ParallelSection
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout_warnings import find_warnings
@@ -81,25 +82,26 @@ def resolve_layout(
 
 
 def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-    """`resolve_layout` for the sharding flags of a run; under ZeRO all ranks share, on whichever nodes they are."""
-    degrees = parallel.fsdp_shard_degree, parallel.fsdp_num_replicas
-    if parallel.zero_stage is not None:
-        shared = (None, 1) if parallel.zero_stage else (1, None)
-        degrees = (None, None) if parallel.single_gpu_mode else shared
+    """Who shares what with whom, as the backend of a run has it.
+
+    :raises InputError: the flags cannot work on these nodes.
+    """
     _refuse_one_rank_for_many(parallel, gpus_per_node)
-    layout = resolve_layout(
+    return backend_named(parallel.backend).layout(parallel, gpus_per_node)
+
+
+def layout_of_degrees(
+    parallel: ParallelSection, gpus_per_node: Sequence[int], *, shard_degree: int | None, num_replicas: int | None
+) -> ShardLayout:
+    """`resolve_layout` for the flags that all backends read."""
+    return resolve_layout(
         gpus_per_node,
-        fsdp_shard_degree=degrees[0],
-        fsdp_num_replicas=degrees[1],
+        fsdp_shard_degree=shard_degree,
+        fsdp_num_replicas=num_replicas,
         tensor_parallel_degree=parallel.tensor_parallel_degree,
         context_parallel_degree=parallel.context_parallel_degree,
         single_device=parallel.single_gpu_mode,
     )
-    if parallel.zero_stage is None:
-        return layout
-    _check_divides("--deepspeed_zpg", parallel.zpg, layout.gpus_per_node)
-    # One rank shares with itself: ZeRO casts what computes, as it does for several.
-    return replace(layout, single_device=False, warnings=())
 
 
 def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
@@ -174,7 +176,7 @@ def _check_single_device(nodes: tuple[int, ...], degrees: Mapping[str, int | Non
 def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> None:
     world_size = sum(nodes)
     for name, degree in (("tensor", tensor), ("context", context)):
-        _check_divides(f"--{name}_parallel_degree", degree, nodes)
+        check_divides(f"--{name}_parallel_degree", degree, nodes)
     if world_size % (tensor * context):
         raise InputError(
             f"--tensor_parallel_degree {tensor} x --context_parallel_degree {context} = {tensor * context} does not "
@@ -184,7 +186,8 @@ def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> 
         )
 
 
-def _check_divides(flag: str, degree: int, nodes: tuple[int, ...]) -> None:
+def check_divides(flag: str, degree: int, nodes: tuple[int, ...]) -> None:
+    """:raises InputError: there are not whole groups of `degree` learners; says which degrees would do."""
     if (world_size := sum(nodes)) % degree:
         ways = _within_and_across(divisors(world_size), nodes)
         raise InputError(f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}")

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from math import gcd
 from typing import Any
 
+from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.errors import InputError
@@ -26,8 +26,6 @@ from open_instruct.records import ShardLayout
 
 # Share of a GPU that advice leaves free; and --activation_checkpointing auto, which needs to recompute no less.
 ROOM, ROOM_OF_AUTO = 0.05, 0.1
-# Where `Backend`s are found that stand above: by name, and loaded for their own plans alone.
-DEEPSPEED = "open_instruct.learner.deepspeed.planned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +68,8 @@ class Setting:
     @property
     def backend(self) -> Backend:
         """Who holds the shards."""
-        is_own = self.config.parallel.zero_stage is None
-        return Backend() if is_own else import_module(DEEPSPEED).DeepSpeed(self.config)
+        backend: Backend = backend_named(self.config.parallel.backend).planned(self.config)
+        return backend
 
     def workload(self, layout: ShardLayout) -> Workload:
         """What one rank does in a step."""

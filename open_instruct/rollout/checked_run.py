@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from open_instruct.config.backends import backend_named
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import ADVANTAGES, POLICY_LOSSES
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.learner.deepspeed.versions import installed_version, refuse_unfit
 from open_instruct.learner.reference_policy import open_teacher
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
@@ -59,8 +59,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         InputError: naming the flag, row, file or tensor that will not do.
     """
     layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
-    if config.parallel.zero_stage is not None:
-        refuse_unfit(installed_version())
+    backend_named(config.parallel.backend).refuse_unfit()
     verifiers = known_verifiers(config.reward.verifier)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)

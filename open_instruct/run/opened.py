@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from open_instruct.checkpoints.step_folder import latest_step, refuse_earlier_format
+from open_instruct.config.backends import backend_named
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
 from open_instruct.config.sections import ParallelSection
@@ -67,12 +68,8 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
 
 def shared_by(layout: ShardLayout, parallel: ParallelSection, *, who: str = "rank") -> str:
     """How many there are, and who of them shares what with whom: `2 ranks: DeepSpeed ZeRO-3`."""
-    degrees = f"{layout.num_replicas} x {layout.shard_degree} (replicas x shard degree)"
-    if parallel.zero_stage is not None:
-        nearby = f", second copies of the weights shared by {parallel.zpg} neighbours" if parallel.zpg > 1 else ""
-        degrees = f"DeepSpeed ZeRO-{parallel.zero_stage}{nearby}"
     return (
-        f"{counted(layout.world_size, who)}: {degrees}"
+        f"{counted(layout.world_size, who)}: {backend_named(parallel.backend).sharing(parallel, layout)}"
         + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
         + (f" x {layout.tensor_parallel_degree} tensor" if layout.tensor_parallel_degree > 1 else "")
     )
@@ -134,10 +131,11 @@ def _refuse_another_run(
         data_parallel_world_size=layout.data_parallel_world_size,
         ended_after=step if directory.hf_model.is_dir() or directory.adapter.is_dir() else None,
     )
-    if (was := before.parallel.zero_stage) != (stage := config.parallel.zero_stage):
+    was, now = (backend_named(of.backend).sharing(of, layout) for of in (before.parallel, config.parallel))
+    if was != now:
         console.say(
-            f"the run in {directory.path} was on ZeRO-{was}, and goes on on ZeRO-{stage} with the same weights and "
-            "optimizer states; sums are taken in another order, so losses may differ in their last digits"
+            f"the run in {directory.path} was on {was}, and goes on on {now} with the same weights and optimizer "
+            "states; sums are taken in another order, so losses may differ in their last digits"
         )
     if lengths := changed_lengths(saved, config):
         told, schedule = "; ".join(lengths.values()), config.optim.lr_scheduler_type

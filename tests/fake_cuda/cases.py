@@ -300,6 +300,7 @@ def _pretrained(family: str, head: Any = "vocabulary") -> Any:
 def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     import numpy as np
 
+    from open_instruct.config.backends import backend_named
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.policy import Policy
     from open_instruct.learner.reference_policy import build_reference
@@ -312,11 +313,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.records import StepBatch
     from tests.unit.small_models import VOCAB_SIZE
 
-    if config.parallel.zero_stage is None:
+    if config.parallel.backend == "olmo_core":
         from open_instruct.learner.olmo_core.build import build_backend
-        from open_instruct.learner.reference_policy import moving_reference
     else:
-        from open_instruct.learner.deepspeed.build import moving_reference
         from tests.fake_cuda.zero import build_backend
 
     objective = objective_named(case.objective)
@@ -327,7 +326,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     pretrained = _pretrained(case.family, objective.head)
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
-        policy.reference = moving_reference(policy.backend, pretrained, run=run, config=config, update_freq=moves)
+        policy.reference = backend_named(config.parallel.backend).moving_reference(
+            policy.backend, pretrained, run=run, config=config, update_freq=moves
+        )
     if teacher := objective.teacher(config):
         opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)

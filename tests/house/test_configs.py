@@ -96,7 +96,7 @@ def launch_words(path: Path) -> tuple[list[str], list[str]]:
     words = shlex.split(command.replace("\\\n", " "))
     if command.startswith(ours):
         return words[:2], words[2:]
-    on_deepspeed = path in GRPO_FILES and read(path).parallel.zero_stage is not None
+    on_deepspeed = path in GRPO_FILES and read(path).parallel.backend == "deepspeed"
     script = words.index("open_instruct/grpo_fast.py" if on_deepspeed else KINDS[path.parent.name].script)
     return words[:script], words[script + 1 :]
 

@@ -18,7 +18,7 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
-from open_instruct.learner.deepspeed.settings import engine_settings
+from open_instruct.learner.deepspeed.settings import engine_settings, zpg_of
 from open_instruct.learner.deepspeed.versions import refuse_unfit
 from open_instruct.learner.model.kernels import kernel_warnings
 from open_instruct.learner.optim.optimizers import build_optimizer_config
@@ -146,13 +146,15 @@ def test_a_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None
     for given in ([], ["--single_gpu_mode", "--deepspeed_stage", "2"], ["--single_gpu_mode", "--deepspeed_stage", "3"]):
         config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *given])
         assert validate_grpo(config) == []
-        assert config.model.param_dtype == "bfloat16" and config.parallel.zero_stage == int(given[-1] if given else 2)
+        assert config.model.param_dtype == "bfloat16" and config.parallel.deepspeed_stage == int(
+            given[-1] if given else 2
+        )
         layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
         # The engine has the same GPU, and the one learner is ZeRO's as any other: it has a mesh.
         assert (layout.world_size, layout.single_device) == (1, False)
         assert FleetShape.of(config.fleet, config.parallel).shares_device is bool(given)
     config = config_of("--backend deepspeed", stage=None)
-    assert validate_dpo(config) == [] and config.parallel.zero_stage == 2
+    assert validate_dpo(config) == [] and config.parallel.deepspeed_stage == 2
     with pytest.raises(InputError, match="--single_gpu_mode trains on one GPU, not on 2"):
         layout_of(config_of("--single_gpu_mode").parallel, [2])
 
@@ -174,7 +176,7 @@ def test_neighbours_hold_a_second_copy_where_there_are_several_nodes(words: str,
     stage = [] if "stage" in words else ["--deepspeed_stage", "3"]
     config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *stage, *words.split()])
     assert validate_grpo(config) == []
-    assert config.parallel.zpg == zpg
+    assert zpg_of(config.parallel) == zpg
     settings = engine_settings(config.parallel, model=config.model, optim=config.optim, on_cuda=False)
     assert settings["zero_optimization"]["zero_hpz_partition_size"] == zpg
     told = shared_by(layout_of(config.parallel, config.parallel.num_learners_per_node), config.parallel, who="learner")

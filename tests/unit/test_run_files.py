@@ -157,7 +157,7 @@ def test_another_stage_of_zero_is_told_of(
 ) -> None:
     with_checkpoint(tmp_path, *ZERO, "2")
     monkeypatch.setattr("open_instruct.run.opened.latest_step", lambda path: 2)
-    for stage, told in (("2", ""), ("3", "was on ZeRO-2, and goes on on ZeRO-3")):
+    for stage, told in (("2", ""), ("3", "was on DeepSpeed ZeRO-2, and goes on on DeepSpeed ZeRO-3")):
         config = config_of(tmp_path, *ZERO, stage)
         with made_ready(RunDirectory(path=tmp_path), config, LAYOUT, Console(speaks=True), "dpo"):
             out = capsys.readouterr().out

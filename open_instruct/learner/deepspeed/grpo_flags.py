@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
@@ -14,7 +14,7 @@ from open_instruct.config.sections import flag
 class ZeroLearnerSection(LearnerParallelSection):
     """Sharding"""
 
-    backend: Literal["olmo_core", "deepspeed"] = flag("who holds the shards and steps the optimizer", "deepspeed")
+    backend: str = flag("who holds the shards and steps the optimizer", "deepspeed")
 
 
 @dataclass(kw_only=True)

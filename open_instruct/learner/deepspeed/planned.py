@@ -8,6 +8,7 @@ from typing import Any, cast
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.planned_memory import Zero, ZeroMoments
 from open_instruct.learner.deepspeed.planned_traffic import exchanges_of, exchanges_of_merging
+from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.planning.memory.phases import Moments
 from open_instruct.planning.plan import Backend, Setting, Way, tensor_degrees
 from open_instruct.planning.subject.model import ModelShape
@@ -23,7 +24,7 @@ class DeepSpeed(Backend):
         self.parallel = flags = config.parallel
         self.zero = Zero(
             stage=flags.deepspeed_stage,
-            nearby=flags.zpg,
+            nearby=zpg_of(flags),
             optimizer_on_host=flags.adam_offload,
             weights_on_host=flags.offload,
         )

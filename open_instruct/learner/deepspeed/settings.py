@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any
 
 from open_instruct.config.flags import flags_of
+from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ModelSection, OptimizerSection, ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
@@ -20,6 +22,32 @@ NOT_HAD = {
 FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}
 
 
+def settle(config: LearnerConfig) -> None:
+    """Defaults that count under ZeRO alone, so that elsewhere a flag that was given is told from none."""
+    parallel = config.parallel
+    if parallel.deepspeed_stage is None:
+        parallel.deepspeed_stage = 2
+    if parallel.deepspeed_zpg is None:
+        parallel.deepspeed_zpg = neighbours_of(parallel)
+    if config.memory.activation_checkpointing == "auto":
+        config.memory.activation_checkpointing = "full"
+
+
+def neighbours_of(parallel: ParallelSection) -> int:
+    """Ranks that hold a second copy of the weights unless something else is said.
+
+    As open-instruct's 8 learners, of no more than a node has; on one node the first copy is as near as a second.
+    """
+    nodes = parallel.num_learners_per_node if isinstance(parallel, LearnerParallelSection) else [1]
+    has_second = parallel.deepspeed_stage == 3 and parallel.tensor_parallel_degree == 1 and len(nodes) > 1
+    return max(n for n in range(1, 9) if gcd(*nodes) % n == 0) if has_second else 1
+
+
+def zpg_of(parallel: ParallelSection) -> int:
+    """`deepspeed_zpg` where there is something to gather, and 1 elsewhere: below stage 3 it is not read."""
+    return parallel.deepspeed_zpg if parallel.deepspeed_stage == 3 else 1
+
+
 def problems(config: LearnerConfig) -> Iterator[str]:
     """What its flags and the others ask of each other."""
     stage, flags = config.parallel.deepspeed_stage, flags_of(type(config))
@@ -29,8 +57,11 @@ def problems(config: LearnerConfig) -> Iterator[str]:
     if stage == 0 and config.model.param_dtype == "bfloat16":
         lost = "keeps no float32 weights beside the bfloat16 ones, and small updates are lost"
         yield f"--deepspeed_stage 0 {lost}; use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"
-    if config.parallel.tensor_parallel_degree > 1 and (zpg := config.parallel.zpg) > 1:
+    if config.parallel.tensor_parallel_degree > 1 and (zpg := zpg_of(config.parallel)) > 1:
         yield f"--deepspeed_zpg {zpg}: neighbours that split matrices have no weights in common; leave one of them out"
+    if config.adapters is not None and config.parallel.tensor_parallel_degree > 1:
+        given = f"--backend deepspeed --tensor_parallel_degree {config.parallel.tensor_parallel_degree}"
+        yield f"{given} cannot go with --use_lora: use --backend olmo_core"
     for name, first in FIRST_STAGE.items():
         for given in changed(config, name) if stage < first else ():
             yield f"{given} has no use under --deepspeed_stage {stage}; use {first} or more"
@@ -53,7 +84,7 @@ def engine_settings(
         "gradient_clipping": optim.max_grad_norm if parallel.deepspeed_stage else 0.0,
         # PyTorch's AdamW is as good, where DeepSpeed's own for states in host memory cannot be compiled.
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": parallel.deepspeed_stage, "zero_hpz_partition_size": parallel.zpg},
+        "zero_optimization": {"stage": parallel.deepspeed_stage, "zero_hpz_partition_size": zpg_of(parallel)},
         "tensor_parallel": {"autotp_size": parallel.tensor_parallel_degree},
     }
     on_host = {"offload_optimizer": parallel.adam_offload, "offload_param": parallel.offload}

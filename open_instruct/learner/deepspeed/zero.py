@@ -16,12 +16,15 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.errors import InputError
-from open_instruct.learner.backend import GRAD_NORM, OF_ZERO, Metrics, refuse_other_backend
+from open_instruct.learner.backend import GRAD_NORM, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import HeldStep
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.optim.schedule import set_learning_rate
 from open_instruct.learner.reference import IN_CHECKPOINT, Reference
+
+OF_ZERO = "zero"
+"""What DeepSpeed's part of a checkpoint is called."""
 
 
 @contextmanager
@@ -106,7 +109,7 @@ class ZeroBackend(TransformerTrainModule):
         """Ranks have not met, and will in the step."""
 
     def set_learning_rate(self) -> float | torch.Tensor:
-        return set_learning_rate(self)
+        return set_learning_rate(self.optim, self.scheduler, self.trainer)
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
         """Where the norm that it returns is not finite, no step was taken."""
@@ -148,7 +151,7 @@ class ZeroBackend(TransformerTrainModule):
         return {OF_ZERO: {**state, "num_steps": self.masters.num_steps}} | reference
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
-        refuse_other_backend(metadata.state_dict_metadata, own="deepspeed")
+        refuse_other_backend(metadata.state_dict_metadata, own="deepspeed", part=OF_ZERO)
         if not any(name.startswith(f"{OF_ZERO}.weights{self._over}.") for name in metadata.state_dict_metadata):
             raise InputError(
                 f"the checkpoints in --output_dir are of another --tensor_parallel_degree than {self._split_over}: "

@@ -78,7 +78,7 @@ class FSDP2Backend(TransformerTrainModule):
         return self._clip_grad_norm(self.max_grad_norm)
 
     def set_learning_rate(self) -> float | torch.Tensor:
-        return set_learning_rate(self)
+        return set_learning_rate(self.optim, self.scheduler, self.trainer)
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
         assert self.optim is not None
@@ -109,7 +109,7 @@ class FSDP2Backend(TransformerTrainModule):
         return state
 
     def state_dict_to_load(self, metadata: Metadata, *, optim: bool | None = None) -> dict[str, Any]:
-        refuse_other_backend(metadata.state_dict_metadata, own="olmo_core")
+        refuse_other_backend(metadata.state_dict_metadata, own="olmo_core", part="model")
         state = super().state_dict_to_load(metadata, optim=optim)
         if self.reference is not None:
             state |= self.reference.state_to_load(metadata, self.state_dict_load_opts)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from olmo_core.train.train_module import TransformerTrainModule
+from olmo_core.optim.scheduler import Scheduler
+from olmo_core.train import Trainer
 
 
-def set_learning_rate(module: TransformerTrainModule) -> float | torch.Tensor:
+def set_learning_rate(
+    optim: torch.optim.Optimizer | None, scheduler: Scheduler | None, trainer: Trainer
+) -> float | torch.Tensor:
     """Give every group of the optimizer its own; returns that of the first group, which has most of the weights."""
-    assert module.optim is not None
-    rates = [
-        group["lr"] if module.scheduler is None else module.scheduler.set_lr(group, module.trainer)
-        for group in module.optim.param_groups
-    ]
+    assert optim is not None
+    rates = [group["lr"] if scheduler is None else scheduler.set_lr(group, trainer) for group in optim.param_groups]
     return rates[0]

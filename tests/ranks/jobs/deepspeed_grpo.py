@@ -59,7 +59,7 @@ def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
     # is whole on every rank below stage 3.
     num_values = sum(parameter.numel() for parameter in learner.pretrained.build(init_device="meta").parameters())
     assert sender.manifest.num_bytes == num_values * engines_dtype.itemsize
-    is_shared = (learner.config.parallel.zero_stage or 0) > (0 if learner.config.adapters is None else 2)
+    is_shared = (learner.config.parallel.deepspeed_stage or 0) > (0 if learner.config.adapters is None else 2)
     assert sender.manifest.ranks == list(range(dist.get_world_size() if is_shared else 1))
     offer(sender, 1, info_path)
     sender.join()

@@ -1,0 +1,72 @@
+"""Who can hold the shards of a run: what `--backend` names, as it is asked before there is a model.
+
+A package that is installed brings a backend by an entry point of the group `open_instruct.backends`, whose name is the
+flag's value and whose object is a `BackendRecord`. Ours stand in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from open_instruct.config.parser import nearest
+from open_instruct.errors import InputError
+
+if TYPE_CHECKING:
+    from open_instruct.config.sections import ParallelSection
+    from open_instruct.config.training import LearnerConfig
+    from open_instruct.records import ShardLayout
+
+GROUP = "open_instruct.backends"
+
+
+class BackendRecord(Protocol):
+    """All that is known of a backend without torch; `build` and `moving_reference` load what they need."""
+
+    def settle(self, config: LearnerConfig) -> None:
+        """Give flags that were left alone, and whose default is its own, their value."""
+
+    def problems(self, config: LearnerConfig) -> Iterator[str]:
+        """What its flags and the others ask of each other, and what it does not have: a sentence with a remedy each."""
+
+    def warnings(self, config: LearnerConfig) -> Iterator[str]:
+        """Flags that it does not read."""
+
+    def refuse_unfit(self) -> None:
+        """:raises InputError: a library that it needs is not installed, or not in a version that will do."""
+
+    def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+        """Who shares what with whom.
+
+        :raises InputError: the flags cannot work on these nodes.
+        """
+
+    def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
+        """The same in a few words, for people: `2 x 4 (replicas x shard degree)`."""
+
+    def planned(self, config: LearnerConfig) -> Any:
+        """What a plan asks of it: a `planning.plan.Backend`."""
+
+    def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
+        """The `learner.backend.Backend` of a run, with the weights of `pretrained` in place. Collective."""
+
+    def moving_reference(self, backend: Any, pretrained: Any, *, run: Any, config: LearnerConfig, **moves: Any) -> Any:
+        """The `learner.reference.Reference` that begins as what was built, and follows it. Collective."""
+
+
+@cache
+def _backends() -> dict[str, EntryPoint]:
+    return {each.name: each for each in entry_points(group=GROUP)}
+
+
+@cache
+def backend_named(name: str) -> BackendRecord:
+    """:raises InputError: none that is installed has this name."""
+    if not (known := _backends()):
+        raise InputError("no backend is installed: run `make install`, or `pip install .`, once more")
+    if name not in known:
+        raise InputError(f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}")
+    record: BackendRecord = known[name].load()
+    return record

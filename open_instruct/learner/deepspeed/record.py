@@ -1,0 +1,69 @@
+"""What is known of the backend on DeepSpeed without torch, and without DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.config.sections import ParallelSection
+from open_instruct.config.training import LearnerConfig
+from open_instruct.learner.deepspeed.settings import problems, settle, zpg_of
+from open_instruct.learner.deepspeed.versions import installed_version, refuse_unfit
+from open_instruct.parallel.layout import check_divides, layout_of_degrees
+from open_instruct.records import ShardLayout
+
+if TYPE_CHECKING:
+    from open_instruct.learner.deepspeed.planned import DeepSpeed as Planned
+    from open_instruct.learner.deepspeed.zero import ZeroBackend
+    from open_instruct.learner.reference import Reference
+
+
+class DeepSpeed:
+    """A `BackendRecord`: ZeRO 0 to 3 over all ranks."""
+
+    def settle(self, config: LearnerConfig) -> None:
+        settle(config)
+
+    def problems(self, config: LearnerConfig) -> Iterator[str]:
+        yield from problems(config)
+
+    def warnings(self, config: LearnerConfig) -> Iterator[str]:
+        if (zpg := config.parallel.deepspeed_zpg) != zpg_of(config.parallel):
+            yield f"--deepspeed_zpg {zpg}: read only with --deepspeed_stage 3; nothing is gathered below"
+
+    def refuse_unfit(self) -> None:
+        refuse_unfit(installed_version())
+
+    def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+        """All ranks share, on whichever nodes they are."""
+        shard_degree, num_replicas = (None, 1) if parallel.deepspeed_stage else (1, None)
+        if parallel.single_gpu_mode:
+            num_replicas = shard_degree = None
+        layout = layout_of_degrees(parallel, gpus_per_node, shard_degree=shard_degree, num_replicas=num_replicas)
+        check_divides("--deepspeed_zpg", zpg_of(parallel), layout.gpus_per_node)
+        # One rank shares with itself: ZeRO casts what computes, as it does for several.
+        return replace(layout, single_device=False, warnings=())
+
+    def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
+        nearby = zpg_of(parallel)
+        copies = f", second copies of the weights shared by {nearby} neighbours" if nearby > 1 else ""
+        return f"DeepSpeed ZeRO-{parallel.deepspeed_stage}{copies}"
+
+    def planned(self, config: LearnerConfig) -> Planned:
+        from open_instruct.learner.deepspeed import planned
+
+        return planned.DeepSpeed(config)
+
+    def build(self, *pretrained: Any, **run: Any) -> ZeroBackend:
+        from open_instruct.learner.deepspeed.build import build_backend
+
+        return build_backend(*pretrained, **run)
+
+    def moving_reference(self, backend: Any, *pretrained: Any, **run: Any) -> Reference:
+        from open_instruct.learner.deepspeed.build import moving_reference
+
+        return moving_reference(backend, *pretrained, **run)
+
+
+DEEPSPEED = DeepSpeed()
