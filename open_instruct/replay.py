@@ -95,7 +95,7 @@ def take_again(
     """The metrics of `step` under `config`, by the learner's own walk; what it writes is removed."""
     from open_instruct.learner.grpo import GRPOLearner
     from open_instruct.parallel.layout import layout_of
-    from open_instruct.parallel.process import forget_mesh
+    from open_instruct.parallel.world_mesh import keep_mesh
     from open_instruct.rollout.conversations import load_conversations
     from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, work_of
     from open_instruct.run.console import Console
@@ -124,7 +124,7 @@ def take_again(
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.loop.stand_before(step, checkpoint=weights.checkpoint)
         row = learner.step(work)
-    forget_mesh()
+    keep_mesh(None)
     # Model and trainer hold each other: their memory is wanted before the next ones are built.
     del learner
     gc.collect()

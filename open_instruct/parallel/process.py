@@ -113,11 +113,6 @@ def stop_process() -> None:
     peers.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
-    forget_mesh()
+    from open_instruct.parallel.world_mesh import keep_mesh  # and with it OLMo-core, which has been loaded by then
 
-
-def forget_mesh() -> None:
-    """Let the next train module in this process build its mesh anew; the last one is done with."""
-    from olmo_core.distributed import parallel
-
-    parallel._WORLD_MESH = None
+    keep_mesh(None)

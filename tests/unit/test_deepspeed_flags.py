@@ -17,6 +17,7 @@ from open_instruct.config.dpo import DPOConfig, validate_dpo
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.learner.deepspeed import record
 from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
 from open_instruct.learner.deepspeed.settings import engine_settings, zpg_of
 from open_instruct.learner.deepspeed.versions import refuse_unfit
@@ -279,7 +280,7 @@ def test_another_version_is_refused(version: str | None, monkeypatch: pytest.Mon
 
 def test_a_driver_asks_for_the_version_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its learners load the library."""
-    monkeypatch.setattr(checked_run, "installed_version", lambda: "0.19.7")
+    monkeypatch.setattr(record, "installed_version", lambda: "0.19.7")
     words = ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
     with pytest.raises(InputError, match=r"deepspeed 0\.19\.7 is installed"):
         checked_run.open_rollout_run(parse(GRPOConfig, [*words, "--backend", "deepspeed"])).__enter__()

@@ -92,7 +92,7 @@ def test_by_default_one_gpu_computes_in_bfloat16_and_compiled(
     words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(replica, "get_world_mesh", lambda: None)
+    monkeypatch.setattr(replica, "mesh_of", lambda layout, device: None)
     monkeypatch.setattr(
         replica, "parallelize_model", lambda model, **options: asked.append({"model": model, **options})
     )

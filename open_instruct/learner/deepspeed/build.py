@@ -27,10 +27,9 @@ from open_instruct.learner.optim.optimizers import build_optimizer_config, build
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
-from open_instruct.parallel import data_parallel
 from open_instruct.parallel.peers import doing
-from open_instruct.parallel.process import forget_mesh
 from open_instruct.parallel.wording import counted
+from open_instruct.parallel.world_mesh import keep_mesh, mesh_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
@@ -51,13 +50,8 @@ def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))
-    # The mesh: replicas outermost, then those who split rows, then those who split matrices.
-    mesh = olmo_core_parallel.build_world_mesh(
-        dp=data_parallel.build_data_parallel_config(layout),
-        cp=data_parallel.build_context_parallel_config(layout),
-        tp=data_parallel.build_tensor_parallel_config(layout),
-        device_type=process.device.type,
-    )
+    mesh = mesh_of(layout, process.device)
+    assert mesh is not None
     # Accumulation: DeepSpeed is told of none, and so divides by nothing.
     return mesh, engine_settings(parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
 
@@ -80,7 +74,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
         transformer.lm_head.keeps_float32 = False  # DeepSpeed takes one dtype for all, and steps float32 ones
     transformer.to(param_dtype)  # adapters too
     adamw = build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases)
-    forget_mesh()  # OLMo-core's train module insists on making one of its own, of which nothing is read
+    keep_mesh(None)  # OLMo-core's train module insists on making one of its own, of which nothing is read
     module = ZeroBackend(
         settings=settings,
         model=transformer,
@@ -94,7 +88,8 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     )
     # DeepSpeed is told of no rank that splits rows: it averages over all of them. Frozen models that stand beside the
     # policy are FSDP2's, over the same ranks.
-    module.world_mesh = olmo_core_parallel._WORLD_MESH = mesh
+    module.world_mesh = mesh
+    keep_mesh(mesh)
     if run.layout.context_parallel_degree > 1:
         module.model.apply_cp(olmo_core_parallel.get_cp_mesh(mesh))
     offload_inputs(module.model, config.memory, device)

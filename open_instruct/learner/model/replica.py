@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from olmo_core.distributed.parallel import get_world_mesh
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from olmo_core.train.train_module.transformer.common import parallelize_model
@@ -11,6 +10,7 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.model.kernels import compiles
 from open_instruct.parallel import data_parallel
+from open_instruct.parallel.world_mesh import mesh_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 
@@ -22,13 +22,13 @@ def build_replica(
     config: LearnerConfig,
     checkpointing: TransformerActivationCheckpointingConfig | None = None,
 ) -> Transformer:
-    """The model under the policy's own mesh, which must be there; on a single device in the dtype it computes in."""
+    """The model under the policy's own mesh; on a single device in the dtype it computes in."""
     model = pretrained.build(init_device=config.model.init_device)
     if run.layout.single_device:
         model = model.to(getattr(torch, config.model.param_dtype))
     return parallelize_model(
         model,
-        world_mesh=get_world_mesh(),
+        world_mesh=mesh_of(run.layout, run.process.device),
         device=run.process.device,
         max_sequence_length=config.data.max_seq_length,
         rank_microbatch_size=config.data.max_seq_length,

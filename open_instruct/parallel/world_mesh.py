@@ -1,0 +1,30 @@
+"""The mesh that OLMo-core keeps for a process. It lets one be made once, and has no public door to anything else."""
+
+from __future__ import annotations
+
+import torch
+from olmo_core.distributed import parallel
+from torch.distributed.device_mesh import DeviceMesh
+
+from open_instruct.parallel import data_parallel
+from open_instruct.records import ShardLayout
+
+
+def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
+    """The process's own; made now if there is none: replicas outermost, then who shares weights, rows, and matrices.
+
+    None on a single device.
+    """
+    if (mesh := parallel.get_world_mesh()) is not None or layout.single_device:
+        return mesh
+    return parallel.build_world_mesh(
+        dp=data_parallel.build_data_parallel_config(layout),
+        cp=data_parallel.build_context_parallel_config(layout),
+        tp=data_parallel.build_tensor_parallel_config(layout),
+        device_type=device.type,
+    )
+
+
+def keep_mesh(mesh: DeviceMesh | None) -> None:
+    """Let it be that of this process; with None, the next one that asks for a mesh makes one."""
+    parallel._WORLD_MESH = mesh

@@ -1,0 +1,62 @@
+"""A backend that the package does not know trains DPO: what a third one costs is its own file and an entry point."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plain_backend.installed import REPOSITORY, environment_with_plain
+from tests.ranks.train_case import TrainCase
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return environment_with_plain(tmp_path_factory.mktemp("installed"))
+
+
+def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "open_instruct" / "dpo.py"), *words]
+    return subprocess.run(
+        command, env=environment, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
+    )
+
+
+def test_it_takes_the_steps_of_the_others_stops_and_goes_on(dpo_case: TrainCase, environment: dict[str, str]) -> None:
+    own = {"backend": "plain", "checkpointing_steps": 3}
+    for name, flags in {
+        "of_fsdp2": {"single_gpu_mode": True},
+        "plain": own,
+        "plain_again": own | {"output_dir": dpo_case.folder / "plain"},
+        "plain_moves": own | {"ref_policy_update_freq": 2, "alpha": 0.5},
+        "moves_of_fsdp2": {"single_gpu_mode": True, "ref_policy_update_freq": 2, "alpha": 0.5},
+    }.items():
+        if name == "plain_again":  # what was saved after the last step is gone, as after a kill
+            (dpo_case.folder / "plain" / "step5" / "checkpoint.json").unlink()
+        done = run(dpo_case.command(name, **flags), environment)
+        assert done.returncode == 0, done.stdout
+        if name == "plain":
+            assert "1 rank: plain PyTorch on cpu" in done.stdout
+            first = dpo_case.trajectory("plain")
+    assert first == [pytest.approx(of_step, rel=1e-5) for of_step in dpo_case.trajectory("of_fsdp2")]
+    assert dpo_case.trajectory("plain") == first
+    moves = dpo_case.trajectory("moves_of_fsdp2")
+    assert dpo_case.trajectory("plain_moves") == [pytest.approx(of_step, rel=1e-5) for of_step in moves]
+    assert moves[-1] != pytest.approx(first[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"backend": "plian"}, "--backend plian: takes deepspeed or olmo_core or plain; did you mean plain?"),
+        ({"backend": "plain", "param_dtype": "bfloat16"}, "--backend plain computes in float32, not bfloat16"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    dpo_case: TrainCase, environment: dict[str, str], flags: dict[str, str], said: str
+) -> None:
+    done = run(dpo_case.command("refused", **flags), environment)
+    assert done.returncode == 2 and said in done.stdout, done.stdout
+    assert not (Path(dpo_case.folder) / "refused").exists()
