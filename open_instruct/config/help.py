@@ -26,13 +26,18 @@ def asks_for_help(words: Iterable[str]) -> bool:
     return not {"--help", "-h"}.isdisjoint(words)
 
 
-def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
-    """The lines of `--help`. The description is the config class's docstring, the examples its `examples`."""
+def help_lines(config_class: type, program: str, width: int, usage: str = "") -> Iterator[Line]:
+    """The lines of `--help`. The description is the config class's docstring, the examples its `examples`.
+
+    `usage` are the words after the program of one that takes flags of a run beside those of `config_class`.
+    """
     flags = flags_of(config_class)
     required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags.values() if flag.required)
-    yield from first_lines(f"{program} [FILE.yaml] {required}", inspect.getdoc(config_class) or "", width)
-    yield BLANK
-    yield from wrapped(SPELLING, width)
+    words = usage or f"[FILE.yaml] {required}"
+    yield from first_lines(f"{program} {words}", inspect.getdoc(config_class) or "", width)
+    if not usage:
+        yield BLANK
+        yield from wrapped(SPELLING, width)
     for section, section_class in sections_of(config_class).items():
         of_section = [flag for flag in flags.values() if flag.section == section]
         yield from flag_lines(title_of(section_class), of_section, width)
@@ -46,13 +51,12 @@ def first_lines(usage: str, description: str, width: int) -> Iterator[Line]:
     yield from wrapped(description, width)
 
 
-def flag_lines(title: str, flags: Iterable[Flag], width: int, *, with_defaults: bool = True) -> Iterator[Line]:
+def flag_lines(title: str, flags: Iterable[Flag], width: int) -> Iterator[Line]:
     """A group of flags under its title, after an empty line."""
     yield BLANK
     yield ((title, "bold"),)
     for flag in flags:
-        default = _default(flag) if with_defaults else ""
-        yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (default, "dim"))
+        yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (_default(flag), "dim"))
         yield from wrapped(flag.help, width, indent=6, later_indent=6)
 
 
@@ -64,9 +68,9 @@ def example_lines(examples: Sequence[str]) -> Iterator[Line]:
         yield from (((f"  {example}", "green"),) for example in examples)
 
 
-def print_help(config_class: type, program: str) -> None:
+def print_help(config_class: type, program: str, usage: str = "") -> None:
     """Print the `--help` of an entry."""
-    print_lines(lambda width: help_lines(config_class, program, width))
+    print_lines(lambda width: help_lines(config_class, program, width, usage))
 
 
 def print_lines(lines_of_width: Callable[[int], Iterator[Line]]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.data.foreign_json import read_object
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
@@ -39,10 +40,19 @@ class StepWeights:
     told: str
 
 
-def as_decided(config: GRPOConfig, run: Path) -> GRPOConfig:
-    """With what --activation_checkpointing auto came to in the plan of the run in `run`, if it had one."""
-    plan = RunDirectory(path=run).plan
-    return with_chosen(config, read_object(plan) if plan.exists() else {})
+def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
+    """With what --activation_checkpointing auto came to in the plan of the run in `directory`, if it had one."""
+    return with_chosen(config, read_object(directory.plan) if directory.plan.exists() else {})
+
+
+def on_one_process(config: GRPOConfig) -> GRPOConfig:
+    """The same mathematics without shards, and without what only pays over many steps."""
+    kept = {name: getattr(config.parallel, name) for name in ("single_gpu_mode", "backend", "deepspeed_stage")}
+    return replace(
+        config,
+        parallel=LearnerParallelSection(**kept),
+        memory=replace(config.memory, compile_model=False, activation_memory_budget=1.0),
+    )
 
 
 def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:
