@@ -23,6 +23,8 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
+from open_instruct.run.export_command import settings_of
+from open_instruct.run.run_directory import RunDirectory
 from open_instruct.whole_file import write_asked
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from open_instruct.records import RolloutGroup
     from open_instruct.rollout.replay import StepWeights
 
-CONFIG_FILE = "config.yaml"
 # Beside those of the loss: what decides which completions are learned from, and with which advantage.
 ROLLOUT_FLAGS = (
     "temperature",
@@ -113,8 +114,11 @@ def parse_replay(words: Sequence[str]) -> Replay:
     if not words or words[0].startswith("-"):
         raise InputError("the first word is the folder of the run: open-instruct replay RUN --step N")
     run = Path(words[0])
-    settings = settings_of(run)
-    asked, given = parse(ReplayConfig, [str(run / CONFIG_FILE), *words[1:]]), flags_given(ReplayConfig, words[1:])
+    settings, _ = settings_of(run)
+    if not isinstance(settings, GRPOConfig):
+        raise InputError(f"{run} is not the folder of a GRPO run, which alone can be replayed")
+    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], unknown=[])
+    given = flags_given(ReplayConfig, words[1:])
     if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
         raise InputError(
             f"{', '.join(f'--{name}' for name in fixed)}: a replay keeps the run's own value; what can differ are the "
@@ -135,20 +139,6 @@ def parse_replay(words: Sequence[str]) -> Replay:
     return Replay(run=run, settings=settings, asked=asked, changes=changes)
 
 
-def settings_of(run: Path) -> GRPOConfig:
-    """The flags that the run in the folder `run` was taken with.
-
-    :raises InputError: there is no GRPO run.
-    """
-    path = run / CONFIG_FILE
-    if not path.is_file():
-        raise InputError(f"{run} is not the folder of a run: it has no {CONFIG_FILE}; give a run's --output_dir")
-    try:
-        return parse(GRPOConfig, [str(path)])
-    except InputError as error:
-        raise InputError(f"{path} is not that of a GRPO run, which alone can be replayed:\n{error}") from None
-
-
 def flags_that_may_differ() -> set[str]:
     """The flags of a run that may be others in a replay of it."""
     return {name for name, flag in flags_of(GRPOConfig).items() if flag.section == "loss"} | {*ROLLOUT_FLAGS}
@@ -159,7 +149,6 @@ def replay(replayed: Replay) -> dict[str, Any]:
     from open_instruct.parallel.process import start_process, stop_process
     from open_instruct.rollout.replay import as_decided, differences, recorded_row, table, weights_before
     from open_instruct.rollout.traces import read_traces
-    from open_instruct.run.run_directory import RunDirectory
 
     # Libraries warn of what a run keeps in its log; here nobody reads it.
     logging.captureWarnings(True)
@@ -216,7 +205,6 @@ def take_again(
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
     from open_instruct.run.pretrained import open_pretrained
-    from open_instruct.run.run_directory import RunDirectory
 
     config = on_one_process(config)
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:

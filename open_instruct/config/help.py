@@ -6,7 +6,7 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 
@@ -31,38 +31,22 @@ def help_lines(config_class: type, program: str, width: int, usage: str = "") ->
 
     `usage` are the words after the program of one that takes flags of a run beside those of `config_class`.
     """
-    flags = flags_of(config_class)
-    required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags.values() if flag.required)
+    flags = flags_of(config_class).values()
+    required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags if flag.required)
     words = usage or f"[FILE.yaml] {required}"
-    yield from first_lines(f"{program} {words}", inspect.getdoc(config_class) or "", width)
+    yield from wrapped(f"usage: {program} {words} [--flag value ...]", width, later_indent=7)
+    yield BLANK
+    yield from wrapped(inspect.getdoc(config_class) or "", width)
     if not usage:
         yield BLANK
         yield from wrapped(SPELLING, width)
     for section, section_class in sections_of(config_class).items():
-        of_section = [flag for flag in flags.values() if flag.section == section]
-        yield from flag_lines(title_of(section_class), of_section, width)
-    yield from example_lines(getattr(config_class, "examples", ()))
-
-
-def first_lines(usage: str, description: str, width: int) -> Iterator[Line]:
-    """How a command is given, and what it does."""
-    yield from wrapped(f"usage: {usage} [--flag value ...]", width, later_indent=7)
-    yield BLANK
-    yield from wrapped(description, width)
-
-
-def flag_lines(title: str, flags: Iterable[Flag], width: int) -> Iterator[Line]:
-    """A group of flags under its title, after an empty line."""
-    yield BLANK
-    yield ((title, "bold"),)
-    for flag in flags:
-        yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (_default(flag), "dim"))
-        yield from wrapped(flag.help, width, indent=6, later_indent=6)
-
-
-def example_lines(examples: Sequence[str]) -> Iterator[Line]:
-    """Commands under a title, after an empty line; nothing where there are none."""
-    if examples:
+        yield BLANK
+        yield ((title_of(section_class), "bold"),)
+        for flag in (each for each in flags if each.section == section):
+            yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (_default(flag), "dim"))
+            yield from wrapped(flag.help, width, indent=6, later_indent=6)
+    if examples := getattr(config_class, "examples", ()):
         yield BLANK
         yield (("Examples", "bold"),)
         yield from (((f"  {example}", "green"),) for example in examples)

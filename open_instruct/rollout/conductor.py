@@ -285,21 +285,28 @@ def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[Roll
 def requests_of(
     ticket: int, prompt: Prompt, *, config: RolloutSection, data: PromptDataSection, seed: int
 ) -> list[GenerationRequest]:
-    """One request a sample of the group, each with a seed that depends on nothing but its place in the run."""
+    """One request a sample of the group."""
     sampling = SamplingSettings(
         temperature=config.temperature,
         top_p=config.vllm_top_p,
         max_tokens=data.response_length,
         stop_strings=tuple(config.stop_strings),
     )
+    return samples_of(prompt, config.num_samples_per_prompt_rollout, sampling, seed=seed, place=(ticket,))
+
+
+def samples_of(
+    prompt: Prompt, num_samples: int, sampling: SamplingSettings, *, seed: int, place: tuple[int | str, ...]
+) -> list[GenerationRequest]:
+    """Requests of a prompt, each with a seed that depends on nothing but the run's and its own place in the run."""
     return [
         GenerationRequest(
-            request_id=f"{ticket}/{index}",
+            request_id="/".join(map(str, (*place, index))),
             prompt_token_ids=prompt.token_ids,
-            seed=sampling_seed(seed, ticket, index),
+            seed=sampling_seed(seed, *place, index),
             sampling=sampling,
         )
-        for index in range(config.num_samples_per_prompt_rollout)
+        for index in range(num_samples)
     ]
 
 

@@ -12,6 +12,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
+from open_instruct.objectives.sft import SFTConfig
 from open_instruct.replay import Replay, ReplaySection, flags_that_may_differ, parse_replay
 from open_instruct.rollout.replay import as_decided, differences, on_one_process, recorded_row, table, weights_before
 from open_instruct.run.run_directory import RunDirectory
@@ -99,7 +100,7 @@ def test_one_process_has_no_shards(run: Path) -> None:
         (["RUN"], "missing: --step"),
         (["RUN", "--step", "0"], "--step 0: must be at least 1"),
         (["RUN", "--step", "two"], "--step takes a whole number, not 'two'"),
-        (["gone", "--step", "3"], "gone is not the folder of a run: it has no config.yaml"),
+        (["gone", "--step", "3"], "gone is not the --output_dir of a run: gone/config.yaml cannot be read"),
         (["RUN", "--step", "3", "--seed", "2", "--beta", "1"], "--seed: a replay keeps the run's own value"),
         (["RUN", "--step", "3", "--loss_fm", "gspo"], "did you mean --loss_fn?"),
         (["RUN", "--step", "3", "--loss_fn", "ppo"], "--loss_fn takes one of dapo"),
@@ -113,9 +114,11 @@ def test_what_cannot_be_asked(run: Path, words: list[str], part: str) -> None:
 
 
 def test_a_run_of_another_kind(run: Path) -> None:
-    (run / "config.yaml").write_text("mixer_list: [rows.jsonl, '1.0']\n")
-    message = refusal(str(run), "--step", "3")
-    assert "config.yaml is not that of a GRPO run" in message and "mixer_list" in message
+    words = ["--model_name_or_path", "start", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(run)]
+    write_config(parse(SFTConfig, words), run / "config.yaml", command="sft")
+    assert "is not the folder of a GRPO run, which alone can be replayed" in refusal(str(run), "--step", "3")
+    (run / "config.yaml").write_text("loss_fn: [")
+    assert "config.yaml cannot be read" in refusal(str(run), "--step", "3")
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ class ObjectiveTrainModule(TransformerTrainModule):
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> TokenLogprobs:
-        return self._scores(self.computing_model, batch.packed, measure=self._measure(batch))
+        measure, with_entropy = self._measure(batch), self.loss.with_entropy
+        return self._scores(self.computing_model, batch.packed, measure=measure, with_entropy=with_entropy)
 
     def _scores(
         self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None, with_entropy: bool = False
@@ -246,15 +247,7 @@ class ObjectiveTrainModule(TransformerTrainModule):
             return step
         self._set_model_mode("eval")
         looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
-        scores = [
-            self._scores(
-                self.computing_model,
-                batch.packed,
-                measure=self._measure(batch),
-                with_entropy=self.loss.with_entropy,
-            )
-            for batch in looked_at.microbatches
-        ]
+        scores = [self.scores(batch) for batch in looked_at.microbatches]
         if scores:
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
