@@ -201,7 +201,8 @@ def take_again(
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import forget_mesh
     from open_instruct.rollout.conversations import load_conversations
-    from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, on_one_process, work_of
+    from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, on_one_process
+    from open_instruct.rollout.samples import RolloutStepBatch, work_of_ranks
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
     from open_instruct.run.pretrained import open_pretrained
@@ -222,7 +223,8 @@ def take_again(
         pretrained = opened(weights.model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)
         conversations = load_conversations(config, pretrained.tokenizer)
-        work, num_completions = work_of(groups, step=step, config=config, conversations=conversations)
+        batch = RolloutStepBatch(groups=tuple(groups))
+        learned, (work,) = work_of_ranks(batch, step=step, config=config, conversations=conversations, num_ranks=1)
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.loop.stand_before(step, checkpoint=weights.checkpoint)
@@ -232,4 +234,4 @@ def take_again(
     del learner
     gc.collect()
     row = {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
-    return {"num_trained_completions": float(num_completions)} | row
+    return {"num_trained_completions": float(len(learned.samples))} | row
