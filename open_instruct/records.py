@@ -81,35 +81,31 @@ class ShardLayout:
         Context-parallel ranks belong to it: they read parts of the same rows, but each has its
         own gradient to add, so FSDP shards over them too.
         """
-        size, stride = self.shard_group_size, self.tensor_parallel_degree
-        block = size * stride  # the ranks of one replica
-        return tuple(
-            tuple(range(first + inner, first + block, stride))
-            for first in range(0, self.num_replicas * block, block)
-            for inner in range(stride)
-        )
+        return self._groups(self.shard_group_size, apart=self.tensor_parallel_degree)
 
     @property
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold the same shard and all-reduce its gradient."""
-        block = self.shard_group_size * self.tensor_parallel_degree
-        return tuple(tuple(range(first, self.num_replicas * block, block)) for first in range(block))
+        return self._groups(self.num_replicas, apart=self.shard_group_size * self.tensor_parallel_degree)
 
     @property
     def context_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that split every row of tokens between them."""
-        stride, block = self.tensor_parallel_degree, self.model_parallel_degree
-        return tuple(
-            tuple(range(first + inner, first + block, stride))
-            for first in range(0, self.world_size, block)
-            for inner in range(stride)
-        )
+        return self._groups(self.context_parallel_degree, apart=self.tensor_parallel_degree)
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that split every matrix of a layer between them."""
-        degree = self.tensor_parallel_degree
-        return tuple(tuple(range(start, start + degree)) for start in range(0, self.world_size, degree))
+        return self._groups(self.tensor_parallel_degree, apart=1)
+
+    def _groups(self, size: int, *, apart: int) -> tuple[tuple[int, ...], ...]:
+        """All ranks in groups of `size`, in each of which neighbours are `apart`."""
+        block = size * apart
+        return tuple(
+            tuple(range(first + inner, first + block, apart))
+            for first in range(0, self.world_size, block)
+            for inner in range(apart)
+        )
 
     @property
     def nodes(self) -> tuple[range, ...]:

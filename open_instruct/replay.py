@@ -11,20 +11,81 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from open_instruct.config.help import asks_for_help, print_lines
-from open_instruct.config.replay import Replay, described, help_lines, on_one_process, parse_replay
+from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.parser import flags_given, parse
+from open_instruct.config.resolved import as_flat_dict
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.errors import InputError
+from open_instruct.run.export_command import settings_of
+from open_instruct.run.run_directory import RunDirectory
 from open_instruct.whole_file import write_asked
 
 if TYPE_CHECKING:
-    from open_instruct.config.grpo import GRPOConfig
     from open_instruct.parallel.process import Process
     from open_instruct.records import RolloutGroup
     from open_instruct.rollout.replay import StepWeights
+
+# Beside those of the loss: what decides which completions are learned from, and with which advantage.
+ROLLOUT_FLAGS = (
+    "temperature",
+    "filter_zero_std_samples",
+    "mask_truncated_completions",
+    "advantage_normalization_type",
+    "advantage_pass_k",
+)
+
+
+@dataclass(kw_only=True)
+class ReplaySection:
+    """What is replayed"""
+
+    step: int = flag("the step to take again; 1 is the first", minimum=1)
+    weights: str | None = flag(
+        "Hugging Face folder of the weights; default: the run's checkpoint of the step before, or an older one", None
+    )
+    json: str | None = flag("file to write the same numbers to", None)
+
+
+@dataclass(kw_only=True)
+class ReplayFlags:
+    """Take one step of a GRPO run again, on one process: the same completions (the run had --save_traces) and the same
+    weights. Prints loss, gradient norm and metrics beside those that the run recorded, and once more under the
+    settings given here: the flags of the loss (`open-instruct grpo --help`), --temperature, --advantages,
+    --filter_zero_std_samples and --mask_truncated_completions may be others than the run's. Nothing in RUN is changed.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "open-instruct replay runs/first --step 12",
+        "open-instruct replay runs/first --step 12 --loss_fn gspo --clip_higher 0.0004 --json gspo.json",
+        "open-instruct replay runs/first --step 200 --weights runs/first/hf_model",
+    )
+
+    replay: ReplaySection
+
+
+@dataclass(kw_only=True)
+class ReplayConfig(ReplayFlags, GRPOConfig):
+    """The run's own settings, those given in their place, and what is replayed of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A run, the settings it was taken with, what is asked of it, and the settings that differ from the run's.
+
+    Example: `replay runs/first --step 12 --loss_fn gspo` has `changes` {"loss_fn": ("dapo", "gspo")}.
+    """
+
+    run: Path
+    settings: GRPOConfig
+    asked: ReplayConfig
+    changes: dict[str, tuple[Any, Any]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,39 +94,82 @@ def main(argv: Sequence[str]) -> int:
     :raises InputError: if the flags cannot work, or the run has no such step.
     """
     if asks_for_help(argv):
-        print_lines(help_lines)
+        print_help(ReplayFlags, "open-instruct replay", usage="RUN --step N")
         return 0
-    asked = parse_replay(argv)
+    replayed = parse_replay(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("replay runs on one process: start it without torchrun")
-    report = replay(asked)
-    if asked.flags.json is not None:
-        write_asked(asked.flags.json, json.dumps(report, indent=2) + "\n", flag="--json")
+    report = replay(replayed)
+    if (file := replayed.asked.replay.json) is not None:
+        write_asked(file, json.dumps(report, indent=2) + "\n", flag="--json")
     return 0
 
 
-def replay(asked: Replay) -> dict[str, Any]:
+def parse_replay(words: Sequence[str]) -> Replay:
+    """The replay that the words after the command describe.
+
+    Raises:
+        InputError: a flag is wrong or cannot differ in a replay, or the folder holds no GRPO run.
+    """
+    if not words or words[0].startswith("-"):
+        raise InputError("the first word is the folder of the run: open-instruct replay RUN --step N")
+    run = Path(words[0])
+    settings, _ = settings_of(run)
+    if not isinstance(settings, GRPOConfig):
+        raise InputError(f"{run} is not the folder of a GRPO run, which alone can be replayed")
+    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], unknown=[])
+    given = flags_given(ReplayConfig, words[1:])
+    if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
+        raise InputError(
+            f"{', '.join(f'--{name}' for name in fixed)}: a replay keeps the run's own value; what can differ are the "
+            f"flags of the loss and --{', --'.join(ROLLOUT_FLAGS)}"
+        )
+    own = asked.replay
+    refuse(limit_problems(own))
+    if own.weights is not None and not Path(own.weights).is_dir():
+        raise InputError(f"--weights {own.weights}: there is no such folder; give one in Hugging Face format")
+    if own.json is not None and (Path(own.json).is_dir() or not Path(own.json).absolute().parent.is_dir()):
+        raise InputError(f"--json {own.json}: is a folder, or lies in none; name a file in a folder that exists")
+    before, now = as_flat_dict(settings), as_flat_dict(asked)
+    changes = {name: (before[name], now[name]) for name in given if name in before and now[name] != before[name]}
+    if changes:
+        # What active sampling rejected is not replayed, so it cannot stand against keeping every group.
+        asked.rollout = replace(asked.rollout, active_sampling=False)
+        validate_grpo(asked)
+    return Replay(run=run, settings=settings, asked=asked, changes=changes)
+
+
+def flags_that_may_differ() -> set[str]:
+    """The flags of a run that may be others in a replay of it."""
+    return {name for name, flag in flags_of(GRPOConfig).items() if flag.section == "loss"} | {*ROLLOUT_FLAGS}
+
+
+def replay(replayed: Replay) -> dict[str, Any]:
     """Take the step, print what comes of it, and return the same numbers as JSON."""
     from open_instruct.parallel.process import start_process, stop_process
     from open_instruct.rollout.replay import as_decided, differences, recorded_row, table, weights_before
     from open_instruct.rollout.traces import read_traces
-    from open_instruct.run.run_directory import RunDirectory
 
     # Libraries warn of what a run keeps in its log; here nobody reads it.
     logging.captureWarnings(True)
-    run, step = asked.run, asked.flags.step
-    settings = as_decided(asked.settings, run)
-    groups = read_traces(run, step)
-    weights = weights_before(run, step, config=settings, given=asked.flags.weights)
-    recorded = recorded_row(RunDirectory(path=run).metrics, step)
-    print(f"step {step} of {run}: {weights.told}", flush=True)
+    directory, settings, changes = RunDirectory(path=replayed.run), replayed.settings, replayed.changes
+    step = replayed.asked.replay.step
+    groups = read_traces(directory.path, step)
+    weights = weights_before(directory.path, step, config=settings, given=replayed.asked.replay.weights)
+    recorded = recorded_row(directory.metrics, step)
+    print(f"step {step} of {directory.path}: {weights.told}", flush=True)
 
     process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
-    recomputed = take_again(settings, groups, step=step, weights=weights, process=process)
+
+    def taken_again(config: GRPOConfig) -> dict[str, float]:
+        return take_again(as_decided(config, directory), groups, step=step, weights=weights, process=process)
+
+    recomputed = taken_again(settings)
     changed = None
-    if asked.changed is not None:
-        print(f"changed: {described(asked.changes)}", flush=True)
-        changed = take_again(as_decided(asked.changed, run), groups, step=step, weights=weights, process=process)
+    if changes:
+        told = (f"--{name} {spelled(new)} (was {spelled(old)})" for name, (old, new) in changes.items())
+        print(f"changed: {', '.join(told)}", flush=True)
+        changed = taken_again(replayed.asked)
     stop_process()
 
     print("\n" + table({"recorded": recorded, "recomputed": recomputed, "changed": changed}))
@@ -74,10 +178,10 @@ def replay(asked: Replay) -> dict[str, Any]:
     elif weights.are_the_steps_own:
         print(f"\n{differences(recorded, recomputed)}")
     return {
-        "run": str(run),
+        "run": str(replayed.run),
         "step": step,
         "weights": asdict(weights) | {"checkpoint": None if weights.checkpoint is None else str(weights.checkpoint)},
-        "changes": {name: {"from": old, "to": new} for name, (old, new) in asked.changes.items()},
+        "changes": {name: {"from": old, "to": new} for name, (old, new) in changes.items()},
         "recorded": recorded,
         "recomputed": recomputed,
         "changed": changed,
@@ -97,11 +201,11 @@ def take_again(
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.world_mesh import keep_mesh
     from open_instruct.rollout.conversations import load_conversations
-    from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, work_of
+    from open_instruct.rollout.replay import OF_THE_RUN, check_trace_fits, on_one_process
+    from open_instruct.rollout.samples import RolloutStepBatch, work_of_ranks
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
     from open_instruct.run.pretrained import open_pretrained
-    from open_instruct.run.run_directory import RunDirectory
 
     config = on_one_process(config)
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
@@ -119,7 +223,8 @@ def take_again(
         pretrained = opened(weights.model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)
         conversations = load_conversations(config, pretrained.tokenizer)
-        work, num_completions = work_of(groups, step=step, config=config, conversations=conversations)
+        batch = RolloutStepBatch(groups=tuple(groups))
+        learned, (work,) = work_of_ranks(batch, step=step, config=config, conversations=conversations, num_ranks=1)
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.loop.stand_before(step, checkpoint=weights.checkpoint)
@@ -129,4 +234,4 @@ def take_again(
     del learner
     gc.collect()
     row = {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
-    return {"num_trained_completions": float(num_completions)} | row
+    return {"num_trained_completions": float(len(learned.samples))} | row

@@ -59,7 +59,7 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
         beside.unlink(missing_ok=True)
         raise
     if durable:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def write_asked(out: str | Path, text: str, *, flag: str) -> None:
@@ -85,12 +85,13 @@ def remove_partials(path: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """A new name is on the disk only once its folder is."""
+def sync_folder(folder: Path) -> None:
+    """A new name is on the disk only once its folder is; not every file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:
-        pass  # file systems that sync no folders
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

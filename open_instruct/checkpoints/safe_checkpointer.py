@@ -217,7 +217,7 @@ class SafeCheckpointer(Checkpointer):
         self.wait_for_copy()
         folder = Path(dir)
         manifest = _together(lambda: read_manifest(folder), kind=RunError)
-        refuse_another_start_model(folder, manifest.start_model, self.start_model)
+        refuse_another_start_model(folder, self.start_model)
         index = _together(lambda: json.loads((folder / INDEX).read_bytes()), kind=RunError)
         state = train_module.state_dict_to_load(
             Metadata(state_dict_metadata=dict.fromkeys([*index["tensors"], *index["values"]])),  # type: ignore[arg-type]

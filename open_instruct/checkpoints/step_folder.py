@@ -12,9 +12,7 @@ as far as names tell.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -26,6 +24,7 @@ import xxhash
 
 from open_instruct.errors import InputError
 from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed
+from open_instruct.whole_file import sync_folder
 
 FORMAT = 2
 PART, REMOVED, DAMAGED = "-tmp", "-removed", "-damaged"
@@ -86,8 +85,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def damage(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> list[str]:
-    """The files, of every `num_shares`th from `share`, that are not what was written."""
+def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
+    """What is not what was written: the manifest, or else some of every `num_shares`th file from `share`."""
+    try:
+        manifest = read_manifest(folder)
+    except Damaged as error:
+        return [str(error)]
     told = []
     for name, written in sorted(manifest.files.items())[share::num_shares]:
         path = folder / name
@@ -98,14 +101,6 @@ def damage(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int 
         except OSError as error:
             told.append(f"{path} cannot be read: {error.strerror}")
     return told
-
-
-def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
-    """All that is not what was written, the manifest among it; see `damage`."""
-    try:
-        return damage(folder, read_manifest(folder), share=share, num_shares=num_shares)
-    except Damaged as error:
-        return [str(error)]
 
 
 def step_of(folder: Path) -> int:
@@ -143,9 +138,9 @@ def refuse_earlier_format(folder: Path) -> None:
             )
 
 
-def refuse_another_start_model(checkpoint: Path, saved: str, own: str) -> None:
-    """:raises InputError: `saved` is not `own`."""
-    if saved != own:
+def refuse_another_start_model(checkpoint: Path, own: str) -> None:
+    """:raises InputError: `own` is not the fingerprint of what the run of the checkpoint began with."""
+    if read_manifest(checkpoint).start_model != own:
         raise InputError(
             f"the start model is not the one that the run of {checkpoint} began with: its weights or its config.json "
             "were changed in place. Put those back to go on, or start afresh with another --output_dir or "
@@ -196,18 +191,6 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
     for gone in folder.glob(f"step*{REMOVED}"):
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Names down to the disk too; not every file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _set_aside(folder: Path, suffix: str) -> Path:

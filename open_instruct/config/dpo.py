@@ -10,7 +10,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER, SMOOTHING
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import changed, refuse, sharing_problems, training_problems, training_warnings
+from open_instruct.config.validation import changed, sharing_problems, validated
 
 # What they give a loss, and which value is none of it.
 CHANGING_FLAGS = {
@@ -49,8 +49,7 @@ def validate_dpo(config: DPOConfig) -> list[str]:
     Raises:
         InputError: listing every problem, each with its remedy.
     """
-    refuse([*training_problems(config), *loss_problems(config.loss), *_unused_flag_problems(config)])
-    return list(training_warnings(config))
+    return validated(config, [*loss_problems(config.loss), *_unused_flag_problems(config)])
 
 
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:

@@ -6,7 +6,7 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 
@@ -26,47 +26,35 @@ def asks_for_help(words: Iterable[str]) -> bool:
     return not {"--help", "-h"}.isdisjoint(words)
 
 
-def help_lines(config_class: type, program: str, width: int) -> Iterator[Line]:
-    """The lines of `--help`. The description is the config class's docstring, the examples its `examples`."""
-    flags = flags_of(config_class)
-    required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags.values() if flag.required)
-    yield from first_lines(f"{program} [FILE.yaml] {required}", inspect.getdoc(config_class) or "", width)
+def help_lines(config_class: type, program: str, width: int, usage: str = "") -> Iterator[Line]:
+    """The lines of `--help`. The description is the config class's docstring, the examples its `examples`.
+
+    `usage` are the words after the program of one that takes flags of a run beside those of `config_class`.
+    """
+    flags = flags_of(config_class).values()
+    required = " ".join(f"--{flag.name} {flag.metavar}" for flag in flags if flag.required)
+    words = usage or f"[FILE.yaml] {required}"
+    yield from wrapped(f"usage: {program} {words} [--flag value ...]", width, later_indent=7)
     yield BLANK
-    yield from wrapped(SPELLING, width)
+    yield from wrapped(inspect.getdoc(config_class) or "", width)
+    if not usage:
+        yield BLANK
+        yield from wrapped(SPELLING, width)
     for section, section_class in sections_of(config_class).items():
-        of_section = [flag for flag in flags.values() if flag.section == section]
-        yield from flag_lines(title_of(section_class), of_section, width)
-    yield from example_lines(getattr(config_class, "examples", ()))
-
-
-def first_lines(usage: str, description: str, width: int) -> Iterator[Line]:
-    """How a command is given, and what it does."""
-    yield from wrapped(f"usage: {usage} [--flag value ...]", width, later_indent=7)
-    yield BLANK
-    yield from wrapped(description, width)
-
-
-def flag_lines(title: str, flags: Iterable[Flag], width: int, *, with_defaults: bool = True) -> Iterator[Line]:
-    """A group of flags under its title, after an empty line."""
-    yield BLANK
-    yield ((title, "bold"),)
-    for flag in flags:
-        default = _default(flag) if with_defaults else ""
-        yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (default, "dim"))
-        yield from wrapped(flag.help, width, indent=6, later_indent=6)
-
-
-def example_lines(examples: Sequence[str]) -> Iterator[Line]:
-    """Commands under a title, after an empty line; nothing where there are none."""
-    if examples:
+        yield BLANK
+        yield ((title_of(section_class), "bold"),)
+        for flag in (each for each in flags if each.section == section):
+            yield (("  ", ""), (f"--{flag.name}", "bold cyan"), (f" {flag.metavar}", "cyan"), (_default(flag), "dim"))
+            yield from wrapped(flag.help, width, indent=6, later_indent=6)
+    if examples := getattr(config_class, "examples", ()):
         yield BLANK
         yield (("Examples", "bold"),)
         yield from (((f"  {example}", "green"),) for example in examples)
 
 
-def print_help(config_class: type, program: str) -> None:
+def print_help(config_class: type, program: str, usage: str = "") -> None:
     """Print the `--help` of an entry."""
-    print_lines(lambda width: help_lines(config_class, program, width))
+    print_lines(lambda width: help_lines(config_class, program, width, usage))
 
 
 def print_lines(lines_of_width: Callable[[int], Iterator[Line]]) -> None:

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from open_instruct.config.flags import flags_of
-from open_instruct.config.help import BLANK, Line, example_lines, first_lines, flag_lines, wrapped
+from open_instruct.config.help import Line
+from open_instruct.config.help import help_lines as lines_of_help
 from open_instruct.config.sections import flag
-from open_instruct.families import FAMILIES
-
-DESCRIPTION = """
-Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what travels
-within a node and across, a lower bound of a step's time, and which flags would make it fit or make it faster. Takes
-the run's own flags or YAML file; those of its data and its folder need not be given. Nothing is started or downloaded.
-"""
-EXAMPLES = (
-    "open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8",
-    "open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html",
-    "open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json",
-)
 
 
 @dataclass(kw_only=True)
@@ -45,7 +34,18 @@ class PlanSection:
 
 @dataclass(kw_only=True)
 class PlanFlags:
-    """What a plan reads beside the flags of the run."""
+    """Say what a run would need before it is started: the layout, where each GPU's memory goes in every phase, what
+    travels within a node and across, a lower bound of a step's time, and which flags would make it fit or make it
+    faster. Takes the run's own flags or YAML file (`open-instruct dpo --help`, and sft, grpo); those of its data and
+    its folder need not be given. --model_name_or_path is a folder, a config.json alone, or the name of a public model
+    of a family that can be trained, whose shape is built in. Nothing is started or downloaded.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2 --gpus_per_node 8",
+        "open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200 --html plan.html",
+        "open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json",
+    )
 
     plan: PlanSection
 
@@ -56,18 +56,5 @@ ASSUMED = {"mixer_list": ["rows.jsonl", "1.0"], "dataset_mixer_list": ["rows.jso
 
 def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
     """The page of `open-instruct plan --help`; `runs` are the words that it can begin with."""
-    *families, last = (family.name for family in FAMILIES.values())
-    usage = f"open-instruct plan {'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ..."
-    yield from first_lines(usage, DESCRIPTION, width)
-    yield from flag_lines(PlanSection.__doc__ or "", list(flags_of(PlanFlags).values()), width)
-    yield BLANK
-    yield (("Of the run", "bold"),)
-    yield from wrapped(
-        f"--model_name_or_path is a folder, a config.json alone, or the name of a public {', '.join(families)} or "
-        f"{last} model, whose shape is built in. Every other flag is the run's: `open-instruct dpo --help` (and sft, "
-        "grpo).",
-        width,
-        indent=2,
-        later_indent=2,
-    )
-    yield from example_lines(EXAMPLES)
+    usage = f"{'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --gpus_per_node N ..."
+    return lines_of_help(PlanFlags, "open-instruct plan", width, usage)

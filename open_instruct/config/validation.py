@@ -251,6 +251,16 @@ def training_warnings(config: TrainingConfig) -> Iterator[str]:
     yield from learner_warnings(config)
 
 
+def validated(config: TrainingConfig, problems: Iterable[str] = ()) -> list[str]:
+    """Check everything that the flags alone can tell, and return warnings; `problems` are those of the objective.
+
+    Raises:
+        InputError: listing every problem, each with its remedy.
+    """
+    refuse([*training_problems(config), *problems])
+    return list(training_warnings(config))
+
+
 def refuse(problems: Iterable[str]) -> None:
     """Raise an InputError that lists all `problems`, if there are any."""
     if lines := list(problems):

@@ -28,7 +28,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.heldout import Heldout
 from open_instruct.learner.inner import pass_on_metrics
 from open_instruct.learner.measure.profile import profiling
-from open_instruct.learner.measure.speed import flops_of_step, peak_flops_per_second
+from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.trainer import Place, trainer_of
 from open_instruct.parallel.peers import doing
@@ -111,7 +111,7 @@ class Loop:
         # Passing metrics on costs two all-reduces in every step: only where someone listens.
         self._is_heard = bool(own)
         self._has_begun = False
-        self._checkpoint_s = 0.0
+        self._clock = StepClock(torch.device("cpu"))  # a save is the host's, and what it waits for
         self._removal = at_once(lambda: None)
         self._peak_flops = peak_flops_per_second(learner.device)
 
@@ -136,7 +136,8 @@ class Loop:
             self.learner.zero_grads()
             metrics = dict(self.learner.forward_backward(update))
             self._call("pre_optim_step")
-            self._wait_for_copy()
+            with self._clock.timing("checkpoint"):
+                wait_for_copy(self.trainer)
             metrics |= self.learner.update()
             of_updates.append({name: float(value) for name, value in metrics.items()})
         self.learner.zero_grads()
@@ -144,7 +145,7 @@ class Loop:
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")
         row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
-        row["time/checkpoint"], self._checkpoint_s = self._checkpoint_s, 0.0
+        row |= {"time/checkpoint": 0.0} | self._clock.read()
         if self.step % WINDOW == 0:
             paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
             row |= slowest("learner", *zip(*paces, strict=True))
@@ -212,23 +213,16 @@ class Loop:
         :raises RunError: if it, or the one begun before, cannot be written; those written earlier are unharmed.
         """
         self._finish_save()
-        began_s = time.perf_counter()
         by_thread = self.saves_in_background and not waits
-        save_checkpoint(self.trainer, self.learner.model, in_background=by_thread)
-        if not by_thread:
-            self._remove_old(run=at_once)
-        self._checkpoint_s += time.perf_counter() - began_s
+        with self._clock.timing("checkpoint"):
+            save_checkpoint(self.trainer, self.learner.model, in_background=by_thread)
+            if not by_thread:
+                self._remove_old(run=at_once)
 
     def _finish_save(self, *, waits: bool = True) -> None:
-        began_s = time.perf_counter()
-        if finish_checkpoint(self.trainer, waits=waits):
-            self._remove_old(run=at_once if waits else in_background)
-            self._checkpoint_s += time.perf_counter() - began_s
-
-    def _wait_for_copy(self) -> None:
-        began_s = time.perf_counter()
-        wait_for_copy(self.trainer)
-        self._checkpoint_s += time.perf_counter() - began_s
+        with self._clock.timing("checkpoint"):
+            if finish_checkpoint(self.trainer, waits=waits):
+                self._remove_old(run=at_once if waits else in_background)
 
     def _remove_old(self, *, run: Way[None]) -> None:
         self._removal.result()

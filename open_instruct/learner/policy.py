@@ -178,7 +178,8 @@ class Policy:
     def scores(self, batch: Batch) -> TokenLogprobs:
         """Log-probs of the labelled tokens under the policy as it is, and what the loss compares with a teacher; no
         gradient. Call `reshard` after the last of several."""
-        return self._scores(self.computing_model, batch.packed, measure=self._measure(batch))
+        measure, with_entropy = self._measure(batch), self.loss.with_entropy
+        return self._scores(self.computing_model, batch.packed, measure=measure, with_entropy=with_entropy)
 
     def _scores(
         self, model: Transformer, packed: PackedBatch, *, measure: Measure | None = None, with_entropy: bool = False
@@ -206,15 +207,7 @@ class Policy:
             return step
         self.backend.set_mode("eval")
         looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
-        scores = [
-            self._scores(
-                self.computing_model,
-                batch.packed,
-                measure=self._measure(batch),
-                with_entropy=self.loss.with_entropy,
-            )
-            for batch in looked_at.microbatches
-        ]
+        scores = [self.scores(batch) for batch in looked_at.microbatches]
         if scores:
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))

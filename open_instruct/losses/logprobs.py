@@ -71,12 +71,6 @@ def sum_by_reply(
     return sum_by_sequence(logprobs_N * weights_N, sequence_ids_N, num_sequences)
 
 
-def mean_by_sequence(logprobs_BK: torch.Tensor, sequence_ids_BK: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Mean label log-prob of each document, in nats per token, shape (S,); 0 for one without labels."""
-    sums_S, counts_S = sum_by_sequence(logprobs_BK, sequence_ids_BK, num_sequences)
-    return per_token(sums_S, counts_S)
-
-
 def per_token(sums_S: torch.Tensor, counts_S: torch.Tensor) -> torch.Tensor:
     """Divide sums by numbers of labels; a count of 0 (whose sum is 0) gives 0, not NaN."""
     return sums_S / counts_S.clamp(min=1).to(sums_S.dtype)

@@ -69,6 +69,7 @@ class CheckpointFiles:
     def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         self.folder = folder
         self._tensors = tensors
+        self._put_beside: dict[str, torch.Tensor] = {}
         self._mapped: dict[Path, mmap.mmap] = {}
 
     @classmethod
@@ -85,13 +86,21 @@ class CheckpointFiles:
         path = weights_file(folder)
         return cls(folder, _read_indexed(path) if path.name == INDEX_NAME else read_header(path))
 
+    def put_beside(self, name: str, tensor: torch.Tensor) -> None:
+        """Have a tensor of that name, which is in none of the files."""
+        self._put_beside[name] = tensor
+
+    def leave_out(self, name: str) -> None:
+        """Know nothing of the tensor of that name, if there is one."""
+        self._tensors.pop(name, None)
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in (self._tensors | self._put_beside).items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+        return {name: tensor.dtype for name, tensor in (self._tensors | self._put_beside).items()}
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -106,6 +115,8 @@ class CheckpointFiles:
 
         The view is for reading (writes to it would never reach the file) and lives until `close`.
         """
+        if name in self._put_beside:
+            return self._put_beside[name][slices]
         tensor = self._tensors[name]
         if math.prod(tensor.shape) == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)[slices]
@@ -123,8 +134,8 @@ class CheckpointFiles:
 
     def forget(self, name: str) -> None:
         """Let go of the mapped pages of one tensor; they are mapped again if it is read again."""
-        tensor = self._tensors[name]
-        if tensor.path in self._mapped and tensor.num_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
+        tensor = self._tensors.get(name)
+        if tensor and tensor.path in self._mapped and tensor.num_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
             page_start = tensor.offset - tensor.offset % mmap.PAGESIZE
             length = tensor.offset + tensor.num_bytes - page_start
             self._mapped[tensor.path].madvise(mmap.MADV_DONTNEED, page_start, length)
@@ -140,10 +151,10 @@ class CheckpointFiles:
         self.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._put_beside
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.shapes)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

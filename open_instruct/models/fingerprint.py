@@ -6,8 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-import torch.distributed as dist
 import xxhash
+from olmo_core.distributed.utils import get_rank, get_world_size
 
 from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.parallel.process import gathered
@@ -18,23 +18,18 @@ READ_BYTES = 2**20
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
-def weights_fingerprint(files: CheckpointFiles, process_group: dist.ProcessGroup | None = None) -> str:
+def weights_fingerprint(files: CheckpointFiles) -> str:
     """32 hexadecimal digits that change if any byte of the safetensors files does. Collective.
 
     The files are cut into chunks whose digests the ranks share out among themselves, so every byte is
     read once whatever the number of ranks, and the result is the same for any number. The place and the
     names of the files do not count.
 
-    Args:
-        files: the opened checkpoint; all ranks see the same files.
-        process_group: the ranks to share the work; default: all, or this process alone without a group.
+    :param files: the opened checkpoint; all ranks see the same files.
     """
-    rank, num_ranks = 0, 1
-    if dist.is_initialized():
-        rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = _chunks(files)
-    own = {number: _digest(*chunks[number]) for number in range(rank, len(chunks), num_ranks)}
-    digests = {number: digest for of_rank in gathered(own, process_group) for number, digest in of_rank.items()}
+    own = {number: _digest(*chunks[number]) for number in range(get_rank(), len(chunks), get_world_size())}
+    digests = {number: digest for of_rank in gathered(own) for number, digest in of_rank.items()}
     return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
 
 

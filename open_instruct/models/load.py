@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from open_instruct.errors import InputError
@@ -167,10 +166,8 @@ def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> 
     ]
 
 
-def raise_together(
-    problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError, group: dist.ProcessGroup | None = None
-) -> None:
+def raise_together(problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError) -> None:
     """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that gave up. Collective."""
-    distinct = list(dict.fromkeys(problem for of_rank in gathered(list(problems), group) for problem in of_rank))
+    distinct = list(dict.fromkeys(problem for of_rank in gathered(list(problems)) for problem in of_rank))
     if distinct:
         raise kind("; ".join(distinct[:MAX_NAMED]))

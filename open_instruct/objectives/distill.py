@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig
+from open_instruct.config.validation import validated
 from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.objectives.checks import validated
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     BoundLoss,

@@ -7,19 +7,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import make_dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.help import asks_for_help, print_lines
+from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import nearest, parse
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.wording import one_of
-from open_instruct.preview.flags import ASSUMED, PreviewSection, help_lines
+from open_instruct.preview.flags import ASSUMED, PreviewFlags, PreviewSection
 from open_instruct.whole_file import write_asked
 
 GRPO = "grpo"
@@ -34,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
             cannot be written.
     """
     if asks_for_help(argv):
-        print_lines(partial(help_lines, runs=RUNS))
+        usage = f"{'|'.join(RUNS)} [FILE.yaml] --model_name_or_path STR --mixer_list WORD ..."
+        print_help(PreviewFlags, "open-instruct preview", usage)
         return 0
     config, objective, warnings = parse_request(argv)
     for warning in warnings:

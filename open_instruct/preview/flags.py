@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from open_instruct.config.flags import flags_of
-from open_instruct.config.help import Line, example_lines, first_lines, flag_lines
 from open_instruct.config.sections import flag
 
-DESCRIPTION = """
-Show rows as the model will see them: rendered, cut, with the tokens that are learned set apart, and how long they are.
-Takes the flags or the YAML file of the training command, whose first rows of --mixer_list (of GRPO:
---dataset_mixer_list) are read. Ends with exit code 2 where that command would refuse its rows.
-"""
-EXAMPLES = (
-    "open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out pairs.html",
-    "open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0 --columns messages=dialogue",
-    "open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl 1.0",
-)
 # Flags that a run cannot do without and that say nothing of its rows.
 ASSUMED = {"output_dir": "preview"}
 
@@ -34,14 +22,17 @@ class PreviewSection:
 
 @dataclass(kw_only=True)
 class PreviewFlags:
-    """What a preview reads beside the flags of the run."""
+    """Show rows as the model will see them: rendered, cut, with the tokens that are learned set apart, and how long
+    they are. Takes the flags or the YAML file of the training command, whose first rows of --mixer_list (of GRPO:
+    --dataset_mixer_list) are read. Ends with exit code 2 where that command would refuse its rows.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out pairs.html",
+        "open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0 --columns "
+        "messages=dialogue",
+        "open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR --dataset_mixer_list p.jsonl "
+        "1.0",
+    )
 
     preview: PreviewSection
-
-
-def help_lines(width: int, runs: Iterable[str]) -> Iterator[Line]:
-    """The page of `open-instruct preview --help`; `runs` are the words that it can begin with."""
-    usage = f"open-instruct preview {'|'.join(runs)} [FILE.yaml] --model_name_or_path STR --mixer_list WORD ..."
-    yield from first_lines(usage, DESCRIPTION, width)
-    yield from flag_lines(PreviewSection.__doc__ or "", list(flags_of(PreviewFlags).values()), width)
-    yield from example_lines(EXAMPLES)

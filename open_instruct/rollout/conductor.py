@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
@@ -69,29 +70,16 @@ class Conductor:
         prompts: the endless stream of tickets; nobody else may draw from it.
         pool: where requests go.
         reward: judges completions, on threads of the conductor's.
-        config: sizes of a step and of a group, `async_steps`, what is rejected.
-        data: the length of a response.
-        seed: of the run; with ticket and sample index it makes the seed of every request.
-        num_steps: of the run; no prompt is asked for steps after it.
+        config: of the run, after whose last step no prompt is asked.
     """
 
-    def __init__(
-        self,
-        prompts: PromptStream,
-        pool: EnginePool,
-        reward: RewardModel,
-        *,
-        config: RolloutSection,
-        data: PromptDataSection,
-        seed: int,
-        num_steps: int,
-    ) -> None:
+    def __init__(self, prompts: PromptStream, pool: EnginePool, reward: RewardModel, *, config: GRPOConfig) -> None:
         self._prompts = prompts
         self._pool = pool
         self._reward = reward
-        self._config = config
-        self._num_steps = num_steps
-        self._requests_of = partial(requests_of, config=config, data=data, seed=seed)
+        self._config = config.rollout
+        self._num_steps = config.num_steps
+        self._requests_of = partial(requests_of, config=config)
         self._version = 0
         self._num_accepted = 0  # of the step at hand
         self._outstanding: deque[_OpenGroup] = deque()  # in ticket order
@@ -282,24 +270,31 @@ def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[Roll
     )
 
 
-def requests_of(
-    ticket: int, prompt: Prompt, *, config: RolloutSection, data: PromptDataSection, seed: int
-) -> list[GenerationRequest]:
-    """One request a sample of the group, each with a seed that depends on nothing but its place in the run."""
+def requests_of(ticket: int, prompt: Prompt, *, config: GRPOConfig) -> list[GenerationRequest]:
+    """One request a sample of the group."""
+    rollout = config.rollout
     sampling = SamplingSettings(
-        temperature=config.temperature,
-        top_p=config.vllm_top_p,
-        max_tokens=data.response_length,
-        stop_strings=tuple(config.stop_strings),
+        temperature=rollout.temperature,
+        top_p=rollout.vllm_top_p,
+        max_tokens=config.data.response_length,
+        stop_strings=tuple(rollout.stop_strings),
     )
+    num_samples = rollout.num_samples_per_prompt_rollout
+    return samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=(ticket,))
+
+
+def samples_of(
+    prompt: Prompt, num_samples: int, sampling: SamplingSettings, *, seed: int, place: tuple[int | str, ...]
+) -> list[GenerationRequest]:
+    """Requests of a prompt, each with a seed that depends on nothing but the run's and its own place in the run."""
     return [
         GenerationRequest(
-            request_id=f"{ticket}/{index}",
+            request_id="/".join(map(str, (*place, index))),
             prompt_token_ids=prompt.token_ids,
-            seed=sampling_seed(seed, ticket, index),
+            seed=sampling_seed(seed, *place, index),
             sampling=sampling,
         )
-        for index in range(config.num_samples_per_prompt_rollout)
+        for index in range(num_samples)
     ]
 
 

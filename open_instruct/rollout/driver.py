@@ -12,16 +12,14 @@ from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_process import LearnerMethod, LearnerProcess, P, R
 from open_instruct.cluster.learner_watch import watching
 from open_instruct.errors import RunError
-from open_instruct.packing.rollouts import plan_steps_of_ranks
+from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity
-from open_instruct.records import RolloutSample
 from open_instruct.rollout.checked_run import RolloutRun
-from open_instruct.rollout.conversations import conversations_of
 from open_instruct.rollout.evaluation import evaluate
 from open_instruct.rollout.fleet import Fleet, engine_dtype
 from open_instruct.rollout.learning_signal import CutWatch, SignalWatch, refuse_failed_verdicts
 from open_instruct.rollout.logprob_agreement import check_agreement
-from open_instruct.rollout.samples import training_samples
+from open_instruct.rollout.samples import work_of_ranks
 from open_instruct.rollout.traces import write_traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.metrics_log import MetricsLog
@@ -102,9 +100,11 @@ class Driver:
             batch = self.conductor.next_batch(step)
         asked = (*batch.groups, *batch.rejected)
         refuse_failed_verdicts(asked)
-        rollouts = training_samples(batch, config=config.rollout, version=self.step)
-        samples = (*rollouts.samples, *conversations_of(self.run.conversations, step=step, config=config))
-        num_tokens = sum(len(sample.document) for sample in samples)
+        num_ranks = self.run.layout.data_parallel_world_size
+        rollouts, work = work_of_ranks(
+            batch, step=step, config=config, conversations=self.run.conversations, num_ranks=num_ranks
+        )
+        num_tokens = work[0].num_tokens_global
         silence = self.signal_watch.after_step(asked, num_samples=len(rollouts.samples))
         for warning in filter(None, (silence, self.cut_watch.after_step(asked))):
             self.console.warn(warning)
@@ -113,7 +113,7 @@ class Driver:
         generated_s = time.monotonic()
         with self.fleet.publisher.learners_at_work():
             with self.view.phase("training"):
-                learned = self._train(samples)
+                learned = self._train(work)
             trained_s = time.monotonic()
             self.step = step
             with self.view.phase("sending weights"):
@@ -149,14 +149,7 @@ class Driver:
         if is_last or any(step % interval == 0 for interval in intervals if interval):
             self._save(waits=is_last)
 
-    def _train(self, samples: Sequence[RolloutSample]) -> dict[str, float]:
-        work = plan_steps_of_ranks(
-            samples,
-            num_ranks=self.run.layout.data_parallel_world_size,
-            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
-            num_mini_batches=self.config.loss.num_mini_batches,
-            prefix_sharing=self.config.loss.prefix_sharing,
-        )
+    def _train(self, work: Sequence[RankStep]) -> dict[str, float]:
         degree = self.run.layout.model_parallel_degree
         per_rank = [work[rank // degree] for rank in range(self.run.layout.world_size)]
         step = self.fleet.learners.start_each(LearnerProcess.step, per_rank)

@@ -6,16 +6,15 @@ import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from itertools import product
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.engines.requests import SamplingSettings
 from open_instruct.errors import RunError
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conductor import sampling_seed
+from open_instruct.rollout.conductor import samples_of
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
 from open_instruct.verifiers.reward import RewardModel
 
@@ -79,14 +78,9 @@ def _answered(
     verdicts: dict[tuple[int, int], Future[Verdict]] = {}
     judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
     try:
-        for index, sample in product(range(len(asked)), range(num_samples)):
-            request = GenerationRequest(
-                request_id=f"eval/{index}/{sample}",
-                prompt_token_ids=asked[index].token_ids,
-                seed=sampling_seed(config.optim.seed, "eval", index, sample),
-                sampling=sampling,
-            )
-            completions[index, sample] = pool.submit(request)
+        for index, prompt in enumerate(asked):
+            requests = samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index))
+            completions |= {(index, sample): pool.submit(request) for sample, request in enumerate(requests)}
         places = {future: place for place, future in completions.items()}
         for future in as_completed(places, timeout=left_s()):
             place = places[future]

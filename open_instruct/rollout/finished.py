@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 
 from open_instruct.checkpoints.saved_weights import SavedWeights
-from open_instruct.checkpoints.step_folder import (
-    candidates,
-    damage_of,
-    read_manifest,
-    refuse_another_start_model,
-    step_of,
-)
+from open_instruct.checkpoints.step_folder import candidates, damage_of, refuse_another_start_model, step_of
 from open_instruct.learner.export import write_model
 from open_instruct.models.load import parameter_shapes
 from open_instruct.parallel.peers import doing
@@ -36,7 +30,7 @@ def export_finished(run: RolloutRun) -> bool:
     doing("exporting the trained model")
     if damage_of(found[0]):
         return False
-    refuse_another_start_model(found[0], read_manifest(found[0]).start_model, fingerprint_of(run.pretrained))
+    refuse_another_start_model(found[0], fingerprint_of(run.pretrained))
     run.console.say(f"all {config.num_steps:,} steps were taken: exporting the model of {found[0]}")
     model = run.pretrained.build(init_device="meta")
     weights = SavedWeights(found[0], parameter_shapes(model))

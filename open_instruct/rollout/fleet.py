@@ -50,15 +50,7 @@ class Fleet:
     def new_conductor(self) -> Conductor:
         """One that stands at the start of the run, until it loads another state."""
         config = self.run.config
-        return Conductor(
-            PromptStream(self.run.prompts, config.optim.seed),
-            self.engines,
-            self.rewards,
-            config=config.rollout,
-            data=config.data,
-            seed=config.optim.seed,
-            num_steps=config.num_steps,
-        )
+        return Conductor(PromptStream(self.run.prompts, config.optim.seed), self.engines, self.rewards, config=config)
 
     def restart_learners(self) -> None:
         """New learners in the same places, which hold the start model.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.data.foreign_json import read_object
-from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.errors import InputError
-from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import RolloutGroup
-from open_instruct.rollout.conversations import conversations_of
-from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.plan_check import with_chosen
 from open_instruct.run.run_directory import RunDirectory
@@ -39,10 +36,19 @@ class StepWeights:
     told: str
 
 
-def as_decided(config: GRPOConfig, run: Path) -> GRPOConfig:
-    """With what --activation_checkpointing auto came to in the plan of the run in `run`, if it had one."""
-    plan = RunDirectory(path=run).plan
-    return with_chosen(config, read_object(plan) if plan.exists() else {})
+def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
+    """With what --activation_checkpointing auto came to in the plan of the run in `directory`, if it had one."""
+    return with_chosen(config, read_object(directory.plan) if directory.plan.exists() else {})
+
+
+def on_one_process(config: GRPOConfig) -> GRPOConfig:
+    """The same mathematics without shards, and without what only pays over many steps."""
+    kept = {name: getattr(config.parallel, name) for name in ("single_gpu_mode", "backend", "deepspeed_stage")}
+    return replace(
+        config,
+        parallel=LearnerParallelSection(**kept),
+        memory=replace(config.memory, compile_model=False, activation_memory_budget=1.0),
+    )
 
 
 def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:
@@ -69,21 +75,6 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
             "the ratios to the engine are of another policy than the run's"
         )
     return StepWeights(model=start, checkpoint=checkpoint, are_the_steps_own=are_the_steps_own, told=told)
-
-
-def work_of(
-    groups: Sequence[RolloutGroup], *, step: int, config: GRPOConfig, conversations: TokenDataset | None = None
-) -> tuple[RankStep, int]:
-    """What one process learns from the groups of `step` under `config`, and from how many completions."""
-    learned = training_samples(RolloutStepBatch(groups=tuple(groups)), config=config.rollout, version=step - 1)
-    (work,) = plan_steps_of_ranks(
-        (*learned.samples, *conversations_of(conversations, step=step, config=config)),
-        num_ranks=1,
-        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-        num_mini_batches=config.loss.num_mini_batches,
-        prefix_sharing=config.loss.prefix_sharing,
-    )
-    return work, len(learned.samples)
 
 
 def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:

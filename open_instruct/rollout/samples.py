@@ -7,10 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.losses import ADVANTAGES
 from open_instruct.config.rollout_sections import RolloutSection
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.losses.advantages import advantages_of, has_signal
+from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.records import Completion, Document, RolloutGroup, RolloutSample, Span
+from open_instruct.rollout.conversations import conversations_of
 from open_instruct.users_code import own_function
 
 
@@ -34,6 +38,21 @@ class StepSamples:
     advantages: tuple[tuple[float, ...], ...]
     is_used: tuple[tuple[bool, ...], ...]
     metrics: dict[str, float]
+
+
+def work_of_ranks(
+    batch: RolloutStepBatch, *, step: int, config: GRPOConfig, conversations: TokenDataset | None, num_ranks: int
+) -> tuple[StepSamples, tuple[RankStep, ...]]:
+    """What `step` (1-based) learns from its batch, and what each data-parallel rank is sent: conversations besides."""
+    learned = training_samples(batch, config=config.rollout, version=step - 1)
+    work = plan_steps_of_ranks(
+        (*learned.samples, *conversations_of(conversations, step=step, config=config)),
+        num_ranks=num_ranks,
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        num_mini_batches=config.loss.num_mini_batches,
+        prefix_sharing=config.loss.prefix_sharing,
+    )
+    return learned, work
 
 
 def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version: int) -> StepSamples:

@@ -62,7 +62,7 @@ def export_command(words: Sequence[str]) -> int:
     config, objective = settings_of(run)
 
     from open_instruct.checkpoints.saved_weights import SavedWeights
-    from open_instruct.checkpoints.step_folder import read_manifest, refuse_another_start_model, step_of
+    from open_instruct.checkpoints.step_folder import refuse_another_start_model, step_of
     from open_instruct.models.export import export_hf
     from open_instruct.models.lora.adapters import MergedWeights, adapt
     from open_instruct.models.names import LM_HEAD, clean_name
@@ -84,7 +84,7 @@ def export_command(words: Sequence[str]) -> int:
     of_step = SavedWeights(folder, trained)
     weights: Mapping[str, Held] = of_step
     if lora is not None:
-        refuse_another_start_model(folder, read_manifest(folder).start_model, fingerprint_of(pretrained))
+        refuse_another_start_model(folder, fingerprint_of(pretrained))
         plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
         plain |= {LM_HEAD: of_step[LM_HEAD]} if LM_HEAD in of_step else {}
         weights = MergedWeights(plain, {name: each.local for name, each in of_step.items()}, scale=lora.scale)

@@ -23,7 +23,7 @@ from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_destination, check_exportable
 from open_instruct.models.family import unknown_fields
 from open_instruct.models.fingerprint import weights_fingerprint
-from open_instruct.models.heads.value_head import ScoreFiles
+from open_instruct.models.heads.value_head import open_score_files
 from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import open_adapter
@@ -127,7 +127,7 @@ def open_pretrained(
         )
     names = TensorNames(hf_config, head=head)
     if head == "score":
-        files: CheckpointFiles = ScoreFiles.open_or_draw(folder, hf_config, seed=config.optim.seed)
+        files = open_score_files(folder, hf_config, seed=config.optim.seed)
     else:
         files = CheckpointFiles.open(folder)
     bare = build_model(hf_config, init_device="meta", head=head)

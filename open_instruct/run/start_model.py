@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, read_manifest, refuse_another_start_model
+from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, refuse_another_start_model
 from open_instruct.models.fingerprint import with_config
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.opened import Run
@@ -21,7 +21,7 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
     def compare() -> None:
         for folder in find_checkpoints(run.directory.path):
             try:
-                refuse_another_start_model(folder, read_manifest(folder).start_model, own)
+                refuse_another_start_model(folder, own)
             except Damaged:
                 continue  # told where checkpoints are chosen
 

@@ -17,13 +17,13 @@ import pytest
 from open_instruct.chat.command import ChatFlags
 from open_instruct.config.flags import flags_of
 from open_instruct.config.plan import PlanFlags
-from open_instruct.config.replay import ReplayConfig
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.config.validation import READ_ONLY_WITH
 from open_instruct.families import FAMILIES
 from open_instruct.merge import MergeFlags
 from open_instruct.parallel.layout_command import LayoutFlags
 from open_instruct.preview.flags import PreviewFlags
+from open_instruct.replay import ReplayFlags
 from open_instruct.report.command import ReportFlags
 from open_instruct.run.export_command import ExportFlags
 from open_instruct.score import ScoreFlags
@@ -396,7 +396,7 @@ def known_flags() -> frozenset[str]:
         MergeFlags,
         PlanFlags,
         PreviewFlags,
-        ReplayConfig,
+        ReplayFlags,
         ReportFlags,
         ScoreFlags,
     )

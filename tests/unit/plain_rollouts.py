@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.records import RolloutGroup
 from open_instruct.rollout.conductor import is_rejected, requests_of, solved_rows
 from open_instruct.rollout.samples import RolloutStepBatch
@@ -17,29 +17,23 @@ if TYPE_CHECKING:
 
 
 def plain_batches(
-    prompts: PromptStream,
-    pool: EnginePool,
-    reward: RewardModel,
-    *,
-    config: RolloutSection,
-    data: PromptDataSection,
-    seed: int,
+    prompts: PromptStream, pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
 ) -> Iterator[RolloutStepBatch]:
     """The batch of every step, one after the other."""
     while True:
         groups: list[RolloutGroup] = []
         rejected: list[RolloutGroup] = []
-        while num_missing := config.num_unique_prompts_rollout - len(groups):
+        while num_missing := config.rollout.num_unique_prompts_rollout - len(groups):
             asked = []
             for ticket, prompt in [prompts.next() for _ in range(num_missing)]:
-                requests = requests_of(ticket, prompt, config=config, data=data, seed=seed)
+                requests = requests_of(ticket, prompt, config=config)
                 asked.append((ticket, prompt, [pool.submit(request) for request in requests]))
             for ticket, prompt, futures in asked:
                 completions = tuple(future.result() for future in futures)
                 verdicts = tuple(reward.judge(prompt, completion) for completion in completions)
                 group = RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts)
-                (rejected if is_rejected(group, config) else groups).append(group)
+                (rejected if is_rejected(group, config.rollout) else groups).append(group)
         batch = RolloutStepBatch(groups=tuple(groups), rejected=tuple(rejected))
-        for row_id in solved_rows(batch, config):
+        for row_id in solved_rows(batch, config.rollout):
             prompts.exclude(row_id)
         yield batch

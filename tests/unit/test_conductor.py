@@ -34,7 +34,7 @@ STALL_TIMEOUT_S = 60.0
 def config_of(*words: str) -> GRPOConfig:
     required = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
     sizes = ["--num_unique_prompts_rollout", f"{NUM_PROMPTS}", "--num_samples_per_prompt_rollout", f"{NUM_SAMPLES}"]
-    return parse(GRPOConfig, [*required, *sizes, *words])
+    return parse(GRPOConfig, [*required, *sizes, "--seed", f"{SEED}", *words])
 
 
 @contextmanager
@@ -46,15 +46,8 @@ def conductor(
     num_steps: int = 100,
 ) -> Iterator[Conductor]:
     config = config_of(*words)
-    it = Conductor(
-        PromptStream(FakeDataset(num_rows), SEED),
-        pool,
-        FakeReward(rule),
-        config=config.rollout,
-        data=config.data,
-        seed=SEED,
-        num_steps=num_steps,
-    )
+    config.rollout.total_episodes = num_steps * config.num_completions_per_step
+    it = Conductor(PromptStream(FakeDataset(num_rows), SEED), pool, FakeReward(rule), config=config)
     yield it
     it.close()
 
@@ -82,7 +75,7 @@ def plainly(*words: str, num_steps: int = 6) -> list[tuple[list[Any], list[Any]]
     config = config_of(*words)
     with BusyPool() as pool:
         stream = PromptStream(FakeDataset(11), SEED)
-        batches = plain_batches(stream, pool, FakeReward(coin), config=config.rollout, data=config.data, seed=SEED)
+        batches = plain_batches(stream, pool, FakeReward(coin), config=config)
         return compositions(islice(batches, num_steps))
 
 
@@ -351,17 +344,8 @@ class TestFailure:
             def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
                 raise error
 
-        config = config_of()
         pool = FakePool()
-        it = Conductor(
-            PromptStream(FakeDataset(7), SEED),
-            pool,
-            Broken(),
-            config=config.rollout,
-            data=config.data,
-            seed=SEED,
-            num_steps=9,
-        )
+        it = Conductor(PromptStream(FakeDataset(7), SEED), pool, Broken(), config=config_of())
         it.start(0)
         row = it.state_dict()["unconsumed"][0][1]
         pool.finish()

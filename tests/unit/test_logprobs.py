@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from open_instruct.losses.logprobs import mean_by_sequence, per_token, sum_by_sequence
+from open_instruct.losses.logprobs import per_token, sum_by_sequence
 
 
 def test_sums_and_counts_by_hand() -> None:
@@ -20,7 +20,7 @@ def test_sums_and_counts_by_hand() -> None:
 def test_means_by_hand_and_zero_for_a_sequence_without_labels() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -6.0]])
     ids = torch.tensor([[0, 0, 2]])
-    assert mean_by_sequence(logprobs, ids, 3).tolist() == [-1.5, 0.0, -6.0]
+    assert per_token(*sum_by_sequence(logprobs, ids, 3)).tolist() == [-1.5, 0.0, -6.0]
     assert per_token(torch.tensor([0.0, -9.0]), torch.tensor([0, 3])).tolist() == [0.0, -3.0]
 
 

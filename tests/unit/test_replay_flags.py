@@ -10,10 +10,11 @@ import pytest
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.config.replay import Replay, ReplaySection, on_one_process, parse_replay, replayed_flags
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.errors import InputError
-from open_instruct.rollout.replay import as_decided, differences, recorded_row, table, weights_before
+from open_instruct.objectives.sft import SFTConfig
+from open_instruct.replay import Replay, ReplaySection, flags_that_may_differ, parse_replay
+from open_instruct.rollout.replay import as_decided, differences, on_one_process, recorded_row, table, weights_before
 from open_instruct.run.run_directory import RunDirectory
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
@@ -45,19 +46,19 @@ def refusal(*words: str) -> str:
 
 def test_a_replay_keeps_the_settings_of_the_run(run: Path) -> None:
     replay = asked(run)
-    assert (replay.run, replay.flags, replay.changed) == (run, ReplaySection(step=3), None)
+    assert (replay.run, replay.asked.replay, replay.changes) == (run, ReplaySection(step=3), {})
     assert replay.settings.loss.clip_higher == 0.3
 
 
 def test_what_the_plan_decided_is_done_again(run: Path) -> None:
     """A run has written what --activation_checkpointing auto came to; without a plan everything was kept."""
-    settings = asked(run).settings
+    settings, directory = asked(run).settings, RunDirectory(path=run)
     assert settings.memory.activation_checkpointing == "auto"
-    assert as_decided(settings, run).memory.activation_checkpointing == "none"
-    RunDirectory(path=run).write_plan({"phases": [], "activation_checkpointing": "full"})
-    assert as_decided(settings, run).memory.activation_checkpointing == "full"
+    assert as_decided(settings, directory).memory.activation_checkpointing == "none"
+    directory.write_plan({"phases": [], "activation_checkpointing": "full"})
+    assert as_decided(settings, directory).memory.activation_checkpointing == "full"
     said = replace(settings, memory=replace(settings.memory, activation_checkpointing="offload"))
-    assert as_decided(said, run).memory.activation_checkpointing == "offload"
+    assert as_decided(said, directory).memory.activation_checkpointing == "offload"
 
 
 def test_only_what_is_another_value_is_a_change(run: Path) -> None:
@@ -65,18 +66,17 @@ def test_only_what_is_another_value_is_a_change(run: Path) -> None:
         run, "--clip_higher", "0.3", "--loss_fn", "dapo", "--temperature=0.5", "--no-filter-zero-std-samples"
     )
     assert replay.changes == {"temperature": (1.0, 0.5), "filter_zero_std_samples": (True, False)}
-    assert replay.changed is not None
-    now, before = as_flat_dict(replay.changed), as_flat_dict(replay.settings)
+    now, before = as_flat_dict(replay.asked), as_flat_dict(replay.settings)
     # Rejected groups are not replayed, so active sampling does not stand against keeping all groups.
     assert {name for name in before if now[name] != before[name]} == {*replay.changes, "active_sampling"}
-    assert asked(run, "--clip_higher", "0.3").changed is None
+    assert asked(run, "--clip_higher", "0.3").changes == {}
 
 
 def test_every_flag_of_the_loss_may_differ(run: Path) -> None:
     of_loss = {name for name, flag in flags_of(GRPOConfig).items() if flag.section == "loss"}
-    assert of_loss < replayed_flags().keys()
-    assert {"advantage_normalization_type", "mask_truncated_completions", "temperature"} < replayed_flags().keys()
-    for name in flags_of(GRPOConfig).keys() - replayed_flags().keys():
+    assert of_loss < flags_that_may_differ()
+    assert {"advantage_normalization_type", "mask_truncated_completions", "temperature"} < flags_that_may_differ()
+    for name in flags_of(GRPOConfig).keys() - flags_that_may_differ():
         word = {"int": "2", "float": "0.5"}.get(flags_of(GRPOConfig)[name].kind.__name__)
         if word is not None:
             assert f"--{name}: a replay keeps the run's own value" in refusal(
@@ -100,7 +100,7 @@ def test_one_process_has_no_shards(run: Path) -> None:
         (["RUN"], "missing: --step"),
         (["RUN", "--step", "0"], "--step 0: must be at least 1"),
         (["RUN", "--step", "two"], "--step takes a whole number, not 'two'"),
-        (["gone", "--step", "3"], "gone is not the folder of a run: it has no config.yaml"),
+        (["gone", "--step", "3"], "gone is not the --output_dir of a run: gone/config.yaml cannot be read"),
         (["RUN", "--step", "3", "--seed", "2", "--beta", "1"], "--seed: a replay keeps the run's own value"),
         (["RUN", "--step", "3", "--loss_fm", "gspo"], "did you mean --loss_fn?"),
         (["RUN", "--step", "3", "--loss_fn", "ppo"], "--loss_fn takes one of dapo"),
@@ -114,9 +114,11 @@ def test_what_cannot_be_asked(run: Path, words: list[str], part: str) -> None:
 
 
 def test_a_run_of_another_kind(run: Path) -> None:
-    (run / "config.yaml").write_text("mixer_list: [rows.jsonl, '1.0']\n")
-    message = refusal(str(run), "--step", "3")
-    assert "config.yaml is not that of a GRPO run" in message and "mixer_list" in message
+    words = ["--model_name_or_path", "start", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(run)]
+    write_config(parse(SFTConfig, words), run / "config.yaml", command="sft")
+    assert "is not the folder of a GRPO run, which alone can be replayed" in refusal(str(run), "--step", "3")
+    (run / "config.yaml").write_text("loss_fn: [")
+    assert "config.yaml cannot be read" in refusal(str(run), "--step", "3")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_the_weights_before_a_step(run: Path, step: int, checkpoint: str | None,
 
 def test_given_weights_overrule_checkpoints(run: Path) -> None:
     replay = asked(run, "--weights", str(run / "step2"))
-    weights = weights_before(run, 3, config=replay.settings, given=replay.flags.weights)
+    weights = weights_before(run, 3, config=replay.settings, given=replay.asked.replay.weights)
     assert (weights.model, weights.checkpoint, weights.are_the_steps_own) == (str(run / "step2"), None, False)
 
 

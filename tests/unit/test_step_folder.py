@@ -17,7 +17,7 @@ from open_instruct.checkpoints.step_folder import (
     Manifest,
     begin,
     candidates,
-    damage,
+    damage_of,
     find_checkpoints,
     keep_aside,
     latest_step,
@@ -57,7 +57,7 @@ def test_a_whole_one(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     manifest = read_manifest(folder)
     assert (manifest.step, manifest.num_ranks, manifest.start_model) == (4, 2, "ab")
-    assert damage(folder, manifest) == [] and manifest.files.keys() == FILES.keys()
+    assert damage_of(folder) == [] and manifest.files.keys() == FILES.keys()
     assert names(tmp_path) == ["step4"] and latest_step(tmp_path) == 4
 
 
@@ -87,11 +87,11 @@ def test_any_byte_of_any_file_counts(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 4)
     for at in range(len(FILES[name])):
         flip(folder / name, at)
-        (told,) = damage(folder, read_manifest(folder))
+        (told,) = damage_of(folder)
         assert told == f"{folder / name} is not what was written"
         flip(folder / name, at)
     (folder / name).unlink()
-    assert damage(folder, read_manifest(folder)) == [f"{folder / name} is missing"]
+    assert damage_of(folder) == [f"{folder / name} is missing"]
 
 
 def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     (folder / "rank0.json").unlink()
     os.mkfifo(folder / "rank0.json")  # whoever opens it waits for a writer
-    assert damage(folder, read_manifest(folder)) == [f"{folder / 'rank0.json'} is missing"]
+    assert damage_of(folder) == [f"{folder / 'rank0.json'} is missing"]
 
 
 class Killed(BaseException):
@@ -175,7 +175,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, monkeypatch: py
         assert all(name in ("step2", "step4", "step6") for name in names(folder))
         assert latest_step(folder) in (4, step)
         for path in candidates(folder):
-            assert damage(path, read_manifest(path)) == []
+            assert damage_of(path) == []
     assert n > 5 and names(folder) == sorted({"step2", "step4", f"step{step}"})
     assert (folder / f"step{step}" / "rank0.json").read_bytes() == b"new"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 from olmo_core.optim import AdamWConfig, OptimConfig
 
 from open_instruct.learner.deepspeed.library import deepspeed
+from open_instruct.learner.optim.optimizers import AdamLikeConfig
 from open_instruct.parallel.process import gathered
 
 Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
@@ -58,14 +59,8 @@ class HeldAdamWConfig(AdamWConfig):
         return HeldAdamW
 
 
-@dataclass
-class FusedAdamConfig(OptimConfig[Any]):
-    """DeepSpeed's Adam on CUDA. Weight decay is decoupled by default."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+class FusedAdamConfig(AdamLikeConfig):
+    """DeepSpeed's Adam on CUDA."""
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:

@@ -23,13 +23,17 @@ from open_instruct.learner.optim.muon import MuonWithAdamW
 
 
 @dataclass
-class MuonWithAdamWConfig(OptimConfig[MuonWithAdamW]):
-    """Muon on the matrices of the blocks, AdamW on everything else."""
+class AdamLikeConfig(OptimConfig[Any]):
+    """What any optimizer in the place of AdamW is told. Weight decay is decoupled."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+
+
+class MuonWithAdamWConfig(AdamLikeConfig):
+    """Muon on the matrices of the blocks, AdamW on everything else."""
 
     @classmethod
     def optimizer(cls) -> type[MuonWithAdamW]:

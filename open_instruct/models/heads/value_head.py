@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig
 
-from open_instruct.models.checkpoint_files import CheckpointFiles, StoredTensor
+from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.names import HF_LM_HEAD, HF_SCORE
 
 
@@ -82,51 +82,19 @@ def drawn_score(hidden_size: int, *, seed: int) -> torch.Tensor:
     return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
 
 
-class ScoreFiles(CheckpointFiles):
-    """A checkpoint's files as those of a model that scores: without a head over the vocabulary, and with a score's,
-    which is `drawn` where no file holds one.
+def open_score_files(folder: Path, hf_config: PretrainedConfig, *, seed: int) -> CheckpointFiles:
+    """A checkpoint's files as those of a model that scores: without a head over the vocabulary, and with a score's.
+
+    That is drawn for any model but one that says that it has one.
+
+    Raises:
+        InputError: see `CheckpointFiles.open`.
     """
-
-    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
-        super().__init__(folder, {name: tensor for name, tensor in tensors.items() if name != HF_LM_HEAD})
-        self.drawn: torch.Tensor | None = None
-
-    @classmethod
-    def open_or_draw(cls, folder: Path, hf_config: PretrainedConfig, *, seed: int) -> ScoreFiles:
-        """Draws a head for any model but one that says that it has one.
-
-        Raises:
-            InputError: see `CheckpointFiles.open`.
-        """
-        files = cls.open(folder)
-        assert isinstance(files, ScoreFiles)
-        if HF_SCORE not in files and not is_classifier(hf_config):
-            files.drawn = drawn_score(hf_config.hidden_size, seed=seed)
-        return files
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return super().shapes | ({} if self.drawn is None else {HF_SCORE: tuple(self.drawn.shape)})
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return super().dtypes | ({} if self.drawn is None else {HF_SCORE: self.drawn.dtype})
-
-    def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
-        return self.drawn[slices] if self._is_drawn(name) and self.drawn is not None else super().read(name, slices)
-
-    def forget(self, name: str) -> None:
-        if not self._is_drawn(name):
-            super().forget(name)
-
-    def __contains__(self, name: str) -> bool:
-        return self._is_drawn(name) or super().__contains__(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def _is_drawn(self, name: str) -> bool:
-        return self.drawn is not None and name == HF_SCORE
+    files = CheckpointFiles.open(folder)
+    files.leave_out(HF_LM_HEAD)
+    if HF_SCORE not in files and not is_classifier(hf_config):
+        files.put_beside(HF_SCORE, drawn_score(hf_config.hidden_size, seed=seed))
+    return files
 
 
 def is_classifier(hf_config: PretrainedConfig) -> bool:

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from open_instruct import cli
 from open_instruct.config.resolved import write_config
 from open_instruct.learner.export import export_policy
-from open_instruct.packing.rollouts import plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conversations import conversations_of, load_conversations
-from open_instruct.rollout.samples import RolloutStepBatch, training_samples
+from open_instruct.rollout.conversations import load_conversations
+from open_instruct.rollout.samples import RolloutStepBatch, work_of_ranks
 from open_instruct.rollout.traces import write_traces
 from tests.ranks.jobs.grpo_steps import Learner, make_samples
 
@@ -37,15 +36,10 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
     rows = []
     for step in range(1, num_steps + 1):
         batch = RolloutStepBatch(groups=make_groups(step, vocab_size=learner.vocab_size))
-        learned = training_samples(batch, config=config.rollout, version=step - 1)
-        work = plan_steps_of_ranks(
-            [*learned.samples, *conversations_of(conversations, step=step, config=config)],
-            num_ranks=run.layout.data_parallel_world_size,
-            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-            num_mini_batches=config.loss.num_mini_batches,
-            prefix_sharing=config.loss.prefix_sharing,
-        )[dist.get_rank(learner.policy.dp_process_group)]
-        rows.append({"step": step, **learner.step(work), **learned.metrics})
+        num_ranks = run.layout.data_parallel_world_size
+        learned, work = work_of_ranks(batch, step=step, config=config, conversations=conversations, num_ranks=num_ranks)
+        own = work[dist.get_rank(learner.policy.dp_process_group)]
+        rows.append({"step": step, **learner.step(own), **learned.metrics})
         learner.save({})
         if run.process.rank == 0:
             write_traces(run.directory.path, step, batch, learned)
