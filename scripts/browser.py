@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), "")
-FLAGS = """
-    --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe
-""".split()
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+    "--remote-debugging-pipe",
+)
 Scheme = Literal["light", "dark"]
 
 
@@ -60,7 +63,10 @@ class Tab:
         clip = {}
         if height is not None:
             width = self.said("innerWidth")
-            clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}, "captureBeyondViewport": True}
+            clip = {
+                "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1},
+                "captureBeyondViewport": True,
+            }
         return base64.b64decode(self.call("Page.captureScreenshot", format="webp", quality=80, **clip)["data"])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def browser() -> Iterator[Tab]:
     """A tab of a browser of its own, with an empty profile, which ends with the block."""
     to_browser, from_browser = os.pipe(), os.pipe()
     # The browser reads from its file 3 and writes to its file 4.
-    words = ["sh", "-c", f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}', "sh", CHROMIUM, *FLAGS]
+    words = ["bash", "-c", f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}', "bash", CHROMIUM, *FLAGS]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [*words, f"--user-data-dir={profile}", "about:blank"],

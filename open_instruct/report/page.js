@@ -160,7 +160,7 @@ function draw(chart) {
   tell(last);
   const facts = [metric.unit, chart.objective].filter(Boolean).join("; of ");
   node.replaceChildren(make("figcaption", {}, name, facts ? make("span", { class: "soft" }, ` (${facts})`) : ""),
-    make("p", { class: "meaning" }, metric.meaning), svg, read);
+    make("p", { class: "meaning" }, name.startsWith("eval/") && !metric.name.startsWith("eval/") ? `held out: ${metric.meaning}` : metric.meaning), svg, read);
 }
 
 // The place of the known value whose step is nearest.

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,11 @@ def _headline(run: RunFiles) -> dict[str, str]:
 
 def _seconds(run: RunFiles) -> float:
     """Of all steps; where they do not say it, their tokens over their speed do."""
-    speeds = zip([0.0, *run.numbers("num_tokens")], run.numbers("num_tokens"), run.numbers("tokens_per_second"))
-    return fsum(run.numbers("time/step")) or fsum((after - before) / speed for before, after, speed in speeds if speed)
+    if durations := run.numbers("time/step"):
+        return fsum(durations)
+    totals, speeds = run.numbers("num_tokens"), run.numbers("tokens_per_second")
+    steps = zip(pairwise([0.0, *totals]), speeds, strict=False)
+    return fsum((after - before) / speed for (before, after), speed in steps if speed)
 
 
 def _objective(run: RunFiles) -> str:

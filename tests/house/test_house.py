@@ -32,6 +32,7 @@ from open_instruct.toys.tiny_command import TinyModelFlags
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+import metrics_page  # noqa: E402
 import upstream_page  # noqa: E402
 from flags_page import commands_with_flags, markdown  # noqa: E402
 
@@ -383,6 +384,10 @@ class TestFlags:
     def test_the_page_of_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
         assert page == markdown(commands_with_flags()), "run: python scripts/flags_page.py > docs/flags.md"
+
+    def test_the_page_of_metrics_is_up_to_date(self) -> None:
+        page = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+        assert page == metrics_page.markdown(), "run: python scripts/metrics_page.py > docs/metrics.md"
 
 
 @cache
