@@ -191,6 +191,8 @@ function redraw() {
 }
 
 function addCharts(place, group) {
+  // Two points make no curve: the table above has them.
+  if (group === "held_out" && data.runs.every(run => run.held_out.step.length < 3)) return;
   let title = null, grid = null;
   for (const [name, metric] of Object.entries(data.metrics)) {
     const objectives = new Set(data.runs.filter(run => run[group].columns[name]).map(run => metric.of_its_loss ? run.objective : null));

@@ -197,8 +197,8 @@ class TestPage:
     def test_it_begins_with_what_was_trained_and_what_came_of_it(self, run: Path) -> None:
         words = " ".join(" ".join(page_of(run).words).split())
         head = words[: words.index("Health")]
-        assert "first to last reward 0.25 -> 0.75, loss 0.5 -> 0.5" in head
-        assert "held out pass_at_1 0.25 -> 0.55" in head
+        assert "first to last reward 0.25 → 0.75, loss 0.5 → 0.5" in head
+        assert "held out pass_at_1 0.25 → 0.55" in head
 
     def test_words_and_bars(self, run: Path) -> None:
         words = " ".join(" ".join(page_of(run).words).split())
