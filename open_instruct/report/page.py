@@ -14,6 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from open_instruct.metric_table import entry_of, in_order
 from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.shown.units import GIB
 from open_instruct.report.closing import held_out_words, learned_words
@@ -24,7 +25,6 @@ from open_instruct.report.run_files import RunFiles, differing_flags
 from open_instruct.report.series import series_of
 from open_instruct.report.templates import nodes_drawn, rendered
 from open_instruct.run.console import time_words
-from open_instruct.run.metric_table import entry_of, in_order
 
 
 def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -> str:

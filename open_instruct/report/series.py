@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any
 
-from open_instruct.run.metric_table import entry_of, in_order
+from open_instruct.metric_table import entry_of, in_order
 from open_instruct.run.run_directory import is_number
 
 # A curve is drawn some 700 pixels wide at most.

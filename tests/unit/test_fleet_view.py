@@ -147,7 +147,7 @@ class TestPanel:
         view.console.rich.export_text()
         text = self.drawn(view)
         assert "8 of 80" in text
-        assert "0.75 steps" in text
+        assert "last step" in text
         assert "1 ┤" in text and "0.125 ┤" in text  # the largest reward and the smallest
         assert max(map(len, text.splitlines())) <= width
 

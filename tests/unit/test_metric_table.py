@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from open_instruct.metric_table import entry_of, in_order, metric_table
 from open_instruct.report.series import series_of
-from open_instruct.run.metric_table import entry_of, in_order, metric_table
 from open_instruct.run.metrics_log import step_words
 from tests.house.test_docs_commands import REPOSITORY
 
@@ -103,5 +103,5 @@ class TestOrder:
 
 
 def test_the_file_has_a_line_for_each() -> None:
-    text = (Path(REPOSITORY) / "open_instruct" / "run" / "metrics.json").read_text(encoding="utf-8")
+    text = (Path(REPOSITORY) / "open_instruct" / "metrics.json").read_text(encoding="utf-8")
     assert len(text.splitlines()) == len(metric_table()) + 2 + 2 * len(json.loads(text))
