@@ -58,16 +58,9 @@ class Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def picture(self, *, height: int | None = None) -> bytes:
-        """WebP of what is in sight, or of the page's first `height` pixels."""
-        clip = {}
-        if height is not None:
-            width = self.said("innerWidth")
-            clip = {
-                "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1},
-                "captureBeyondViewport": True,
-            }
-        return base64.b64decode(self.call("Page.captureScreenshot", format="webp", quality=80, **clip)["data"])
+    def picture(self) -> bytes:
+        """WebP of what is in sight."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="webp", quality=80)["data"])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last_id += 1
