@@ -12,12 +12,12 @@ from rich.table import Table
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.foreign_json import read_object
+from open_instruct.metric_table import followed, in_order
 from open_instruct.parallel.wording import counted
 from open_instruct.run.console import Console, time_words
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
 
-LEARNED = ("reward", "loss", "rewards/margin", "rewards/accuracy")
-NUM_HELD_OUT = 3  # the first of a row, which are what the objective is about
+NUM_HELD_OUT = 3  # of the table of metrics the first, which are what the objective is about
 
 
 def say_what_happened(config: LearnerConfig, *, took_s: float) -> None:
@@ -55,14 +55,22 @@ def _use_of(model: Path) -> dict[str, str]:
 
 def learned_words(rows: Sequence[Mapping[str, Any]]) -> str:
     """Where what people follow began and ended."""
-    return _moves(rows, LEARNED)
+    names = [entry.name for entry in followed() if entry.group == "Learning"]
+    return _moves(rows, [name for name in names if not name.startswith("eval/")])
 
 
 def held_out_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """The same of the first figures of the evaluations."""
-    return _moves(evaluations, [name for name in evaluations[0] if name != "step"][:NUM_HELD_OUT])
+    return _moves(evaluations, in_order(evaluations[0].keys() - {"step"})[:NUM_HELD_OUT])
 
 
 def _moves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     there = [name for name in names if is_number(rows[0].get(name)) and is_number(rows[-1].get(name))]
-    return ", ".join(f"{name.removeprefix('eval/')} {rows[0][name]:.4g} -> {rows[-1][name]:.4g}" for name in there)
+    return ", ".join(
+        f"{name.removeprefix('eval/')} {_said(rows[0][name])} -> {_said(rows[-1][name])}" for name in there
+    )
+
+
+def _said(value: float) -> str:
+    """To four digits; what rounding left of a zero is one."""
+    return f"{round(value, 6) + 0.0:.4g}"

@@ -2,7 +2,7 @@
 // Draws the curves of a page of runs and shows their rollouts. What runs wrote becomes text nodes, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 340, HEIGHT = 170, LEFT = 56, BOTTOM = 18, TOP = 6;
+const WIDTH = 340, HEIGHT = 170, LEFT = 44, BOTTOM = 18, TOP = 6;
 const ROWS_SHOWN = 25, TOKENS_SHOWN = 4000, NUM_COLOURS = 13, REFRESH_MS = 4000;
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -20,7 +20,12 @@ function said(value) {
   if (value === null || value === undefined) return "";
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  return Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6 ? String(+value.toPrecision(4)) : value.toExponential(2);
+  return Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6 ? String(+value.toPrecision(4)) : withExponent(value, 2);
+}
+
+// 1e-6 and 2.5e7, without zeros that say nothing.
+function withExponent(value, digits) {
+  return value.toExponential(digits).replace(/\.?0+e/, "e").replace("e+", "e");
 }
 
 // Curves
@@ -36,10 +41,38 @@ function smoothed(values, weight) {
   });
 }
 
-// Runs that have this column: {run, steps, values}.
-function linesOf(group, name) {
+// Steps of 1, 2 or 5 times a power of ten, of which some four fit between two numbers.
+function ticksBetween(low, high, least = 0) {
+  if (!(high > low)) return [low];
+  const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const step = Math.max(least, [1, 2, 5, 10].find(times => times * power >= rough) * power);
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, index) => +((first + index) * step).toPrecision(12));
+}
+
+// Powers of ten; between close numbers, what a plain axis has.
+function logTicksBetween(low, high) {
+  const powers = ticksBetween(Math.log10(low), Math.log10(high), 1).filter(Number.isInteger).map(power => 10 ** power);
+  return powers.length > 1 ? powers : ticksBetween(low, high).filter(value => value > 0);
+}
+
+// As people write them on an axis: 0.25, 20k, 1.5M, and where one is as small as 5e-4, 1e-3 too.
+function tickWords(values) {
+  const isSmall = values.some(value => value !== 0 && Math.abs(value) < 1e-3);
+  return values.map(value => tickWord(value, isSmall));
+}
+
+function tickWord(value, isSmall) {
+  const size = Math.abs(value);
+  if (size === 0 || (!isSmall && size < 1e4)) return String(+value.toPrecision(4));
+  const [unit, letter] = [[1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([unit]) => size >= unit && size < 1e12) || [0, ""];
+  return unit ? `${+(value / unit).toPrecision(4)}${letter}` : withExponent(value, 3);
+}
+
+// Runs that have this column: {run, steps, values}; of those that share an objective, where one is named.
+function linesOf({ group, name, objective }) {
   return data.runs.flatMap((run, index) => {
-    const values = run[group].columns[name];
+    const values = objective === null || run.objective === objective ? run[group].columns[name] : null;
     return values ? [{ run: index, name: run.name, steps: run[group].step, values }] : [];
   });
 }
@@ -64,14 +97,15 @@ function pathOf(line, values, x, y) {
   return path;
 }
 
-function draw(chart, group, name) {
-  const lines = linesOf(group, name);
+function draw(chart) {
+  const { node, group, name } = chart;
+  const lines = linesOf(chart), metric = data.metrics[name];
   // A rate that is set, and counts, are exact: a mean of them would show what never was.
-  const isExact = group !== "curves" || /(^|\/)(lr$|num_)/.test(name);
+  const isExact = group !== "curves" || metric.exact;
   const weight = isExact ? 0 : +byId("smoothing").value;
   const shown = lines.map(line => smoothed(line.values, weight));
   const numbers = lines.flatMap(line => line.values).filter(value => value !== null);
-  let low = Math.min(...numbers), high = Math.max(...numbers);
+  const low = Math.min(...numbers), high = Math.max(...numbers);
   const isLog = byId("log-scale").checked && low > 0;
   const scale = isLog ? Math.log10 : value => value;
   const first = Math.min(...lines.map(line => line.steps[0]));
@@ -80,13 +114,15 @@ function draw(chart, group, name) {
   const inner = HEIGHT - BOTTOM - TOP;
   const y = value => TOP + (high > low ? (scale(high) - scale(value)) / (scale(high) - scale(low)) : 0.5) * inner;
   const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": name });
-  const ticks = high > low ? [low, isLog ? Math.sqrt(low * high) : (low + high) / 2, high] : [low];
-  for (const value of ticks) {
+  const levels = (isLog ? logTicksBetween : ticksBetween)(low, high), words = tickWords(levels);
+  levels.forEach((value, index) => {
     svg.append(make("line", { x1: LEFT, x2: WIDTH, y1: y(value), y2: y(value), class: "axis" }),
-      make("text", { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end", class: "soft small" }, said(+value.toPrecision(3))));
+      make("text", { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end", class: "soft small" }, words[index]));
+  });
+  for (const step of ticksBetween(first, last, 1)) {
+    const anchor = x(step) > WIDTH - 20 ? "end" : "middle";
+    svg.append(make("text", { x: anchor === "end" ? WIDTH : x(step), y: HEIGHT - 4, "text-anchor": anchor, class: "soft small" }, tickWord(step)));
   }
-  svg.append(make("text", { x: LEFT, y: HEIGHT - 4, class: "soft small" }, said(first)),
-    make("text", { x: WIDTH, y: HEIGHT - 4, "text-anchor": "end", class: "soft small" }, `step ${said(last)}`));
   lines.forEach((line, index) => {
     const style = `stroke: ${colour(line.run)}`;
     if (weight > 0) svg.append(make("path", { d: pathOf(line, line.values, x, y), class: "curve raw", style }));
@@ -122,7 +158,9 @@ function draw(chart, group, name) {
   });
   svg.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); tell(last); });
   tell(last);
-  chart.replaceChildren(make("figcaption", {}, name), svg, read);
+  const facts = [metric.unit, chart.objective].filter(Boolean).join("; of ");
+  node.replaceChildren(make("figcaption", {}, name, facts ? make("span", { class: "soft" }, ` (${facts})`) : ""),
+    make("p", { class: "meaning" }, name.startsWith("eval/") && !metric.name.startsWith("eval/") ? `held out: ${metric.meaning}` : metric.meaning), svg, read);
 }
 
 // The place of the known value whose step is nearest.
@@ -141,33 +179,34 @@ const seen = new IntersectionObserver(entries => {
   for (const entry of entries) {
     const chart = charts.find(each => each.node === entry.target);
     chart.isSeen = entry.isIntersecting;
-    if (chart.isSeen && !chart.isDrawn) { draw(chart.node, chart.group, chart.name); chart.isDrawn = true; }
+    if (chart.isSeen && !chart.isDrawn) { draw(chart); chart.isDrawn = true; }
   }
 }, { rootMargin: "400px" });
 
 function redraw() {
   for (const chart of charts) {
     chart.isDrawn = chart.isSeen;
-    if (chart.isSeen) draw(chart.node, chart.group, chart.name);
+    if (chart.isSeen) draw(chart);
   }
 }
 
 function addCharts(place, group) {
-  const names = [...new Set(data.runs.flatMap(run => Object.keys(run[group].columns)))];
-  const families = new Map();
-  for (const name of names) {
-    const family = name.includes("/") && group === "curves" ? name.split("/")[0] : "";
-    families.set(family, [...(families.get(family) || []), name]);
-  }
-  for (const [family, members] of [...families].sort((a, b) => (a[0] > b[0]) - (a[0] < b[0]))) {
-    const grid = make("div", { class: "grid" });
-    for (const name of members) {
+  // Two points make no curve: the table above has them.
+  if (group === "held_out" && data.runs.every(run => run.held_out.step.length < 3)) return;
+  let title = null, grid = null;
+  for (const [name, metric] of Object.entries(data.metrics)) {
+    const objectives = new Set(data.runs.filter(run => run[group].columns[name]).map(run => metric.of_its_loss ? run.objective : null));
+    if (objectives.size && (grid === null || (group === "curves" && metric.group !== title))) {
+      title = metric.group;
+      grid = make("div", { class: "grid" });
+      place.append(...(group === "curves" ? [make("h3", {}, title)] : []), grid);
+    }
+    for (const objective of objectives) {
       const node = make("figure", { class: "chart", style: "min-height: 190px" });
       grid.append(node);
-      charts.push({ node, group, name, isDrawn: false, isSeen: false });
+      charts.push({ node, group, name, objective: objectives.size > 1 ? objective : null, isDrawn: false, isSeen: false });
       seen.observe(node);
     }
-    place.append(...(family ? [make("h3", {}, family)] : []), grid);
   }
 }
 
@@ -329,8 +368,7 @@ async function showSample(place) {
   const dialog = byId("sample");
   const near = row.held_out ? [] : rows.filter(other => other.step === row.step && other.ticket === row.ticket && !other.held_out);
   const facts = [["step", row.step], ["ticket", row.ticket], ["row", row.row_id], ["reward", row.reward],
-    ["advantage", row.advantage], ["tokens", row.held_out ? null : row.num_tokens], ["ended by", row.finish_reason], ["scores", row.scores],
-    [row.held_out ? "right answer" : "checked by", row.given.checks], ["problems", (row.problems || []).join("; ")],
+    ["advantage", row.advantage], ["tokens", row.held_out ? null : row.num_tokens], ["ended by", row.finish_reason],
     ["", row.held_out ? "a held-out answer" : row.rejected ? "rejected: its group taught nothing" : row.used_in_training ? "trained on" : "not trained on"]];
   const list = make("p", { class: "soft" });
   for (const [name, value] of facts) {
@@ -348,10 +386,34 @@ async function showSample(place) {
   dialog.replaceChildren(
     make("div", { class: "controls" }, button("before", () => showSample(place - 1), place === 0),
       button("next", () => showSample(place + 1), place >= view.rows.length - 1), button("close", () => dialog.close())),
-    list, siblings, ...conversation, make("div", { class: "role" }, "completion"), reply, tokens);
+    list, siblings, ...conversation, make("div", { class: "role" }, "completion"), reply, checkTable(row), tokens);
   if (!dialog.open) dialog.showModal();
   dialog.scrollTop = 0;
   if (row.num_tokens) await showTokens(tokens, row);
+}
+
+function readJson(text) {
+  try { return JSON.parse(text) ?? {}; } catch { return {}; }
+}
+
+// What checked a completion as a table: who, against what, and the score that it gave.
+function checkTable(row) {
+  const checks = readJson(row.given.checks), scores = { ...readJson(row.scores) };
+  const lines = [];
+  // Held-out answers name no verifiers beside what is right.
+  for (const check of [].concat(checks)) {
+    const name = check?.verifier ?? "", right = check?.verifier === undefined ? check : check.ground_truth;
+    lines.push([name, typeof right === "string" ? right : JSON.stringify(right), scores[name]]);
+    delete scores[name];
+  }
+  const left = Object.entries(scores);
+  if (left.length === 1 && lines.length === 1 && !lines[0][0]) [lines[0][0], lines[0][2]] = left[0];
+  else lines.push(...left.map(([name, score]) => [name, "", score]));
+  const problems = row.problems || [];
+  const table = make("table", { class: "checks" }, make("tr", {}, make("th", { class: "left" }, "checked by"), make("th", { class: "left" }, "right answer"), make("th", {}, "score")),
+    ...lines.map(([name, right, score]) => make("tr", {}, make("td", { class: "left" }, name), make("td", { class: "text" }, right ?? ""), make("td", { class: score > 0 ? "good" : "bad" }, said(score)))),
+    ...problems.map(problem => make("tr", {}, make("td", { class: "left bad" }, "problem"), make("td", { class: "text", colspan: "2" }, problem))));
+  return make("div", { class: "scroll" }, table);
 }
 
 const PAINT = {
@@ -359,6 +421,21 @@ const PAINT = {
   advantage: token => `color-mix(in srgb, var(${token.advantage < 0 ? "--c1" : "--c2"}) ${Math.min(90, Math.round(Math.abs(token.advantage) * 45))}%, transparent)`,
   version: token => `color-mix(in srgb, ${colour(token.version)} 60%, transparent)`,
 };
+
+// What the colours of a strip mean: pairs of words and a token that has such a colour.
+const LEGENDS = {
+  "log-prob": () => [["0", { logprob: 0 }], ["−1", { logprob: -1 }], ["−2", { logprob: -2 }], ["−4 and less", { logprob: -4 }]],
+  advantage: () => [["below 0", { advantage: -1 }], ["0", { advantage: 0 }], ["above 0", { advantage: 1 }]],
+  version: tokens => [...new Set(tokens.map(token => token.version))].sort((a, b) => a - b).map(version => [said(version), { version }]),
+};
+
+function legendOf(name, tokens) {
+  return make("span", { class: "legend soft" }, ...LEGENDS[name](tokens).map(([words, token]) => {
+    const swatch = make("span", { class: "swatch" });
+    swatch.style.background = PAINT[name](token);
+    return make("span", { class: "key" }, swatch, words);
+  }));
+}
 
 function tokensOf(row, { pieces, arrays }) {
   return Array.from({ length: row.num_tokens }, (_, index) => {
@@ -374,15 +451,22 @@ async function showTokens(place, row) {
   const select = make("select", {}, ...Object.keys(PAINT).map(name => make("option", { value: name }, name)));
   const read = make("div", { class: "soft" }, "point at a token");
   const shownTokens = make("div", { class: "tokens turn" });
-  const canvas = make("canvas", { class: "strip", width: String(tokens.length), height: "3" });
-  const painter = canvas.getContext("2d");
   const probe = make("span");
   place.append(probe);
-  Object.values(PAINT).forEach((paint, line) => tokens.forEach((token, index) => {
-    probe.style.backgroundColor = paint(token);
-    painter.fillStyle = getComputedStyle(probe).backgroundColor;
-    painter.fillRect(index, line, 1, 1);
-  }));
+  const strips = Object.entries(PAINT).map(([name, paint]) => {
+    const canvas = make("canvas", { class: "strip", width: String(tokens.length), height: "1" });
+    const painter = canvas.getContext("2d");
+    tokens.forEach((token, index) => {
+      probe.style.backgroundColor = paint(token);
+      painter.fillStyle = getComputedStyle(probe).backgroundColor;
+      painter.fillRect(index, 0, 1, 1);
+    });
+    canvas.addEventListener("pointermove", event => {
+      const box = canvas.getBoundingClientRect();
+      tell(Math.max(0, Math.min(tokens.length - 1, Math.floor((event.clientX - box.left) / box.width * tokens.length))));
+    });
+    return make("div", {}, make("span", { class: "role" }, name), legendOf(name, tokens), canvas);
+  });
   probe.remove();
   const tell = index => {
     const { id, piece, logprob, version, advantage } = tokens[index];
@@ -395,12 +479,8 @@ async function showTokens(place, row) {
     return node;
   }), tokens.length > TOKENS_SHOWN ? ` … ${said(tokens.length - TOKENS_SHOWN)} more` : "");
   select.addEventListener("change", paintAll);
-  canvas.addEventListener("pointermove", event => {
-    const box = canvas.getBoundingClientRect();
-    tell(Math.max(0, Math.min(tokens.length - 1, Math.floor((event.clientX - box.left) / box.width * tokens.length))));
-  });
   paintAll();
-  place.append(make("div", { class: "role" }, "tokens: log-prob, advantage and version, from above"), canvas, read,
+  place.append(make("div", { class: "role" }, "tokens, from the first to the last"), ...strips, read,
     make("label", {}, "coloured by ", select), shownTokens);
 }
 

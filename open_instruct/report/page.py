@@ -6,12 +6,15 @@ import base64
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from math import fsum
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from open_instruct.metric_table import entry_of, in_order
 from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.shown.units import GIB
 from open_instruct.report.closing import held_out_words, learned_words
@@ -37,13 +40,15 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int, mark: str = "") -
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     # What the script reads; it finds the blocks by their ids.
-    kept = ("name", "curves", "held_out")
+    kept = ("name", "objective", "curves", "held_out")
+    names = in_order({name for run in shown for kind in ("curves", "held_out") for name in run[kind]["columns"]})
+    metrics = {name: asdict(entry_of(name)) for name in names}
     return rendered(
         "page.html.jinja",
         runs=shown,
         differing=list(differing_flags(runs)),
         made=time.strftime("%Y-%m-%d %H:%M"),
-        data={"mark": mark, "runs": [{key: run[key] for key in kept} for run in shown]},
+        data={"mark": mark, "metrics": metrics, "runs": [{key: run[key] for key in kept} for run in shown]},
         script=Markup(script),
         digest=digest,
     )
@@ -61,11 +66,12 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(run.folder),
+        "objective": _objective(run),
         "headline": _headline(run),
         "state": f"step {last:g}{of}" + (", ended" if run.has_ended else ""),
         "findings": findings_of(run),
         "curves": series_of(steps),
-        "held_out": series_of([{key: row[key] for key in row if "/num_" not in key} for row in run.evaluations]),
+        "held_out": series_of(run.evaluations),
         "parts": parts,
         "step_s": fsum(parts.values()),
         "plan": run.plan,
@@ -88,13 +94,28 @@ def _headline(run: RunFiles) -> dict[str, str]:
     data = [run.config.get(name) for name in ("mixer_list", "dataset_mixer_list")]
     facts = {
         "model": str(run.config.get("model_name_or_path", "")),
-        "objective": str(run.config.get("command", "")),
+        "objective": _objective(run),
         "data": ", ".join(str(name) for words in data if isinstance(words, list) for name in words[::2]),
         "first to last": learned_words(run.rows) if run.rows else "",
         "held out": held_out_words(run.evaluations) if run.evaluations else "",
-        "time of its steps": time_words(fsum(run.numbers("time/step"))) if run.numbers("time/step") else "",
+        "time of its steps": time_words(seconds) if (seconds := _seconds(run)) else "",
     }
     return {name: words for name, words in facts.items() if words}
+
+
+def _seconds(run: RunFiles) -> float:
+    """Of all steps; where they do not say it, their tokens over their speed do."""
+    if durations := run.numbers("time/step"):
+        return fsum(durations)
+    totals, speeds = run.numbers("num_tokens"), run.numbers("tokens_per_second")
+    steps = zip(pairwise([0.0, *totals]), speeds, strict=False)
+    return fsum((after - before) / speed for (before, after), speed in steps if speed)
+
+
+def _objective(run: RunFiles) -> str:
+    """The command and its loss. Numbers on the scale of a loss are compared between runs that share it."""
+    words = [run.config.get(name) for name in ("command", "loss_type", "loss_fn", "kd_loss")]
+    return " ".join(" + ".join(map(str, word)) if isinstance(word, list) else str(word) for word in words if word)
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any
 
-from open_instruct.run.metrics_log import FOLLOWED
+from open_instruct.metric_table import entry_of, in_order
 from open_instruct.run.run_directory import is_number
 
 # A curve is drawn some 700 pixels wide at most.
 MAX_POINTS = 4000
-NOT_CURVES = re.compile(r"step|rho/hist_.*|slowest_(learner|engine|loader)")
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`step`, by name the `columns` (what people follow first), the `constants`, and how many steps a point averages.
+    """`step`, by name the `columns` in the order of the table of metrics, the `constants`, and how many steps
+    a point averages.
 
     A place where a row has no number is None; a column that has none anywhere is left out. One that is the same at
     all of several steps is a constant.
@@ -26,11 +25,10 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     size = max(1, -(-len(rows) // MAX_POINTS))
     starts = range(0, len(rows), size)
-    names = {name for row in rows for name, value in row.items() if is_number(value) and not NOT_CURVES.fullmatch(name)}
-    first = {name: place for place, name in enumerate(FOLLOWED)}
+    names = {name for row in rows for name, value in row.items() if is_number(value) and entry_of(name).drawn}
     columns = {
         name: [mean_of([row.get(name) for row in rows[start : start + size]]) for start in starts]
-        for name in sorted(names, key=lambda name: (first.get(name, len(first)), name))
+        for name in in_order(names - {"step"})
     }
     constants = {name: values[0] for name, values in columns.items() if len(values) > 1 and len(set(values)) == 1}
     return {

@@ -18,7 +18,6 @@ from open_instruct.planning.shown.summary import LETTERS
 NUM_COLOURS = len(LETTERS)
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
 MAX_RANKS_DRAWN = 16
-PAGE_WIDTH = 880
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -32,7 +31,7 @@ def rendered(template: str, **values: Any) -> str:
     pages.filters["counted"] = counted
     pages.filters["with_flags"] = _with_flags
     colours = {label: index for index, label in enumerate(LETTERS)}
-    pages.globals |= {"num_colours": NUM_COLOURS, "page_width": PAGE_WIDTH, "units": units, "part_colours": colours}
+    pages.globals |= {"num_colours": NUM_COLOURS, "units": units, "part_colours": colours}
     return pages.get_template(template).render(values)
 
 

@@ -89,11 +89,7 @@ class FleetView:
         facts.add_row("now", f"{self._phase}, {waited_s:.0f} s")
         facts.add_row("queues", "  ".join(f"{name} {value:g}" for name, value in self.queues().items()))
         if self._latest:
-            facts.add_row("staleness", f"{self._latest['staleness/mean']:.2f} steps")
-            facts.add_row(
-                "seconds a step",
-                "  ".join(f"{name} {self._latest[f'time/{name}']:.1f}" for name in ("generate", "train", "sync")),
-            )
+            facts.add_row("last step", step_words(self._latest))
         for name, words in self._sample.items():
             facts.add_row(name, Text(words, no_wrap=True, overflow="ellipsis"))
         parts: list[RenderableType] = [facts]

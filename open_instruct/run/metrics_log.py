@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
+from open_instruct.metric_table import followed
 from open_instruct.run.growth import GrowthWatch
 from open_instruct.run.run_directory import rows_of
 from open_instruct.run.slowness import SlownessWatch
@@ -21,21 +22,6 @@ UNCOMPILED = (
     "too many versions of it. run.log says of which and why; --no_compile_model, with --activation_checkpointing full "
     "where memory is short, runs all of them so"
 )
-# In this order, those of them that the rows of a run have.
-FOLLOWED = {
-    "reward": "reward {:.3f}",
-    "loss": "loss {:.4f}",
-    "rewards/margin": "margin {:+.4f}",
-    "rewards/accuracy": "accuracy {:.2f}",
-    "sequence_length/mean": "{:.1f} tokens each",
-    "staleness/mean": "{:.1f} steps old",
-    "time/generate": "waited {:.1f}s",
-    "time/train": "trained {:.1f}s",
-    "time/sync": "synced {:.1f}s",
-    "tokens_per_second": "{:,.0f} tok/s",
-    "peak_memory_gib": "{:.2f} GiB",
-    "eval/reward": "held-out {:.3f}",
-}
 
 
 class Tracker(Protocol):
@@ -101,4 +87,4 @@ def step_words(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
     # Before the first update every pair is a tie, of which an accuracy says nothing.
     ties = {"rewards/accuracy"} if row.get("rewards/margin") == 0 else set()
-    return "  ".join(words.format(row[name]) for name, words in FOLLOWED.items() if name in row and name not in ties)
+    return "  ".join(entry.words.format(row[entry.name]) for entry in followed() if entry.name in row.keys() - ties)

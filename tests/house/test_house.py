@@ -32,6 +32,7 @@ from open_instruct.toys.tiny_command import TinyModelFlags
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+import metrics_page  # noqa: E402
 import upstream_page  # noqa: E402
 from flags_page import commands_with_flags, markdown  # noqa: E402
 
@@ -41,7 +42,7 @@ DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 # From the ground up; a room imports from itself and from floors below it. docs/architecture.md draws them.
 FLOORS = [
-    {"__init__", "errors", "families", "records", "users_code", "whole_file"},
+    {"__init__", "errors", "families", "metric_table", "records", "users_code", "whole_file"},
     {"config"},
     {"toys"},
     {"losses"},
@@ -86,7 +87,16 @@ FLOORS = [
 FLEET_LIBRARIES = {"ray", "vllm"}
 HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBRARIES}
 WITHOUT_TORCH = [
-    *("errors.py", "families.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
+    *(
+        "errors.py",
+        "families.py",
+        "metric_table.py",
+        "records.py",
+        "whole_file.py",
+        "entry.py",
+        "cli.py",
+        "parallel/layout.py",
+    ),
     *("parallel/layout_warnings.py", "run/first_look.py", "parallel/processes.py", "parallel/training_state.py"),
     *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions")),
     *(f"learner/deepspeed/{name}.py" for name in ("planned_memory", "planned_traffic", "grpo_flags")),
@@ -383,6 +393,10 @@ class TestFlags:
     def test_the_page_of_flags_is_up_to_date(self) -> None:
         page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
         assert page == markdown(commands_with_flags()), "run: python scripts/flags_page.py > docs/flags.md"
+
+    def test_the_page_of_metrics_is_up_to_date(self) -> None:
+        page = (REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")
+        assert page == metrics_page.markdown(), "run: python scripts/metrics_page.py > docs/metrics.md"
 
 
 @cache

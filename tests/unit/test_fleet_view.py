@@ -51,7 +51,7 @@ class TestDescribe:
         )
 
     def test_held_out_prompts_where_they_were_asked(self) -> None:
-        assert step_words(row(2) | {"eval/reward": 0.5}).endswith("synced 0.1s  held-out 0.500")
+        assert step_words(row(2) | {"eval/reward": 0.5}).startswith("reward 0.250  held-out 0.500  loss")
 
 
 class TestPlainLines:
@@ -137,7 +137,7 @@ class TestPanel:
         assert "0 of 80" in text
         assert re.search(r"waiting for rollouts, \d+ s", text)
         assert "in_flight 12  verifying 3  waiting 0" in text
-        assert "staleness" not in text and "reward" not in text
+        assert "last step" not in text and "reward" not in text
 
     @pytest.mark.parametrize("width", [30, 60, 160])
     def test_after_some_steps_it_has_the_curve_and_keeps_to_the_width(self, width: int) -> None:
@@ -147,7 +147,7 @@ class TestPanel:
         view.console.rich.export_text()
         text = self.drawn(view)
         assert "8 of 80" in text
-        assert "0.75 steps" in text
+        assert "last step" in text
         assert "1 ┤" in text and "0.125 ┤" in text  # the largest reward and the smallest
         assert max(map(len, text.splitlines())) <= width
 

@@ -1,0 +1,61 @@
+"""What runs measure: each metric's group, unit and meaning, in the order in which people read them (`metrics.json`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricEntry:
+    """A line of the table; `name` may be a pattern, and held-out rows have the same names behind `eval/`.
+
+    `words` are what a step's line for people says of it. A number that is `exact` is never smoothed, one `of_its_loss`
+    is compared within one loss alone, and one that is not `drawn` has no curve.
+
+    Example: `MetricEntry(name="time/sync", group="Time", unit="s", meaning="sending the weights to the engines")`.
+    """
+
+    name: str
+    group: str = "Others"
+    unit: str = ""
+    meaning: str = ""
+    words: str = ""
+    exact: bool = False
+    of_its_loss: bool = False
+    drawn: bool = True
+
+
+@cache
+def metric_table() -> tuple[MetricEntry, ...]:
+    groups = json.loads(Path(__file__).with_name("metrics.json").read_text(encoding="utf-8"))
+    return tuple(
+        MetricEntry(name=name, group=group, **facts)
+        for group, entries in groups.items()
+        for name, facts in entries.items()
+    )
+
+
+def followed() -> tuple[MetricEntry, ...]:
+    """Those that people are told of after every step."""
+    return tuple(entry for entry in metric_table() if entry.words)
+
+
+@cache
+def entry_of(name: str) -> MetricEntry:
+    """Of the metric that a run calls so; one of the last group, without a meaning, where the table does not know it."""
+    for asked in (name, name.removeprefix("eval/")):
+        for entry in metric_table():
+            if fnmatchcase(asked, entry.name):
+                return entry
+    return MetricEntry(name=name, exact="num_" in name)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """As the table has them, and by name where it does not say."""
+    places = {entry: place for place, entry in enumerate(metric_table())}
+    return sorted(names, key=lambda name: (places.get(entry_of(name), len(places)), name))
