@@ -28,7 +28,7 @@ ROLLOUT_FLAGS = (
 )
 
 DESCRIPTION = """
-Take one step of a GRPO run again, on one process: the same completions (the run had --save_traces) and the same
+Take one step of a GRPO run again, on one process: the same completions (from the run's traces) and the same
 weights. Prints loss, gradient norm and metrics beside those that the run recorded, and once more under the settings
 given here. Nothing in RUN is changed.
 """

@@ -94,8 +94,8 @@ def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
     if not any(score for verdict in verdicts for name, score in verdict.scores.items() if name != "format"):
         return (
             "every answer was wrong. The prompts are too hard for this model, or its answers are not written as the "
-            "verifier reads them: look at some (--save_traces), use easier prompts, or show the model some examples "
-            "first (open-instruct sft)"
+            "verifier reads them: look at some (open-instruct report), use easier prompts, or show the model some "
+            "examples first (open-instruct sft)"
         )
     return (
         "the completions of each prompt all got the same reward. Raise --num_samples_per_prompt_rollout, or use "
