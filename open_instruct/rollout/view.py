@@ -95,7 +95,7 @@ class FleetView:
                 "  ".join(f"{name} {self._latest[f'time/{name}']:.1f}" for name in ("generate", "train", "sync")),
             )
         for name, words in self._sample.items():
-            facts.add_row(name, Text(words, no_wrap=True, overflow="ellipsis"))
+            facts.add_row(name, Text(words))
         parts: list[RenderableType] = [facts]
         if len(self.rewards) > 1:
             width = max(20, self.console.rich.width - 6)
