@@ -23,24 +23,19 @@ class SignalWatch:
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self._has_spoken = False
-        self._silent: list[RolloutGroup] = []
-        self._num_silent_steps = 0
+        self._silent: list[Sequence[RolloutGroup]] | None = []  # by step; none after the warning
 
     def after_step(self, groups: Sequence[RolloutGroup], *, num_samples: int) -> str | None:
         """The warning, after the step that makes it due; `num_samples` are trained on."""
-        if self._has_spoken or (num_samples and any(has_signal(group.rewards) for group in groups)):
-            self._silent, self._num_silent_steps = [], 0
+        if self._silent is None:
             return None
-        self._silent += groups
-        self._num_silent_steps += 1
-        if self._num_silent_steps < MAX_SILENT_STEPS:
+        has_learned = num_samples and any(has_signal(group.rewards) for group in groups)
+        self._silent = [] if has_learned else [*self._silent, groups]
+        if len(self._silent) < MAX_SILENT_STEPS:
             return None
-        self._has_spoken = True
-        return (
-            f"no group of the last {MAX_SILENT_STEPS} steps had a signal to learn from: "
-            f"{_reason(self._silent, self._config)}"
-        )
+        reason = _reason(list(chain.from_iterable(self._silent)), self._config)
+        self._silent = None
+        return f"no group of the last {MAX_SILENT_STEPS} steps had a signal to learn from: {reason}"
 
 
 class CutWatch:

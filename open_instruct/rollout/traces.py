@@ -60,9 +60,9 @@ class Traces:
         self.run_folder = run_folder
         self.asked = asked
         self.warn = warn
-        earlier = _files_by_step(run_folder)
         # More than would be kept unasked was asked for, when the run was started before, and stays.
-        self._spared = set(earlier) if sum(map(_size, earlier.values())) > MOST_BYTES else set()
+        sizes = _sizes(run_folder)
+        self._spared = sizes.keys() if sum(sizes.values()) > MOST_BYTES else set()
 
     def add(self, step: int, batch: RolloutStepBatch, learned: StepSamples) -> None:
         """Write the rollouts of `step`, the last one that was taken; unasked, the oldest make room for them.
@@ -83,12 +83,12 @@ class Traces:
             self.asked = False
 
     def _make_room(self, written: int) -> None:
-        files = _files_by_step(self.run_folder)
-        num_bytes = _size(files[written])
-        for step in sorted(files.keys() - self._spared - {written}, reverse=True):
-            num_bytes += _size(files[step])
+        sizes = _sizes(self.run_folder)
+        num_bytes = sizes[written]
+        for step in sorted(sizes.keys() - self._spared - {written}, reverse=True):
+            num_bytes += sizes[step]
             if num_bytes > MOST_BYTES:
-                files[step].unlink()
+                trace_file(self.run_folder, step).unlink()
 
 
 def trace_file(run_folder: Path, step: int) -> Path:
@@ -117,8 +117,7 @@ def write_traces(run_folder: Path, step: int, batch: RolloutStepBatch, learned: 
     except OSError as error:
         with suppress(OSError):
             partial.unlink()  # a full disk has better use for it
-        why = error.strerror or error
-        raise RunError(f"{path} cannot be written: {why}; make room, or give --no_save_traces") from error
+        raise RunError(f"{path} cannot be written: {error.strerror or error}; or give --no_save_traces") from error
     return path
 
 
@@ -201,20 +200,17 @@ def _fields(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _steps_there_are(run_folder: Path) -> str:
-    steps = sorted(_files_by_step(run_folder))
+    steps = sorted(_sizes(run_folder))
     if not steps:
         return "the run has no traces; it had --no_save_traces, or has taken no step"
     listed = ", ".join(map(str, steps)) if len(steps) <= 10 else f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
     return f"there are traces of steps {listed}"
 
 
-def _files_by_step(run_folder: Path) -> dict[int, Path]:
+def _sizes(run_folder: Path) -> dict[int, int]:
+    """By step, the bytes of its file."""
     files = {file.stem.removeprefix("step"): file for file in (run_folder / FOLDER).glob("step*.parquet")}
-    return {int(step): file for step, file in files.items() if step.isdecimal()}
-
-
-def _size(file: Path) -> int:
-    return file.lstat().st_size
+    return {int(step): file.lstat().st_size for step, file in files.items() if step.isdecimal()}
 
 
 def _schema() -> pyarrow.Schema:

@@ -105,10 +105,8 @@ class Console:
             if num_steps > step > first_step + 1:  # the first step is a slow one
                 left_s = (time.monotonic() - began_s) / (step - first_step) * (num_steps - step)
                 detail = f"{detail}  {time_words(left_s)} left"
-            if step == first_step + 1 or step % interval == 0 or step == num_steps:
-                self.say(f"step {step}/{num_steps}  {detail}")
-            else:
-                log.info("step %d/%d  %s", step, num_steps, detail)
+            say = self.say if step in (first_step + 1, num_steps) or step % interval == 0 else self.log
+            say(f"step {step}/{num_steps}  {detail}")
 
         yield line
 

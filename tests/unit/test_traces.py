@@ -233,6 +233,6 @@ def test_a_full_disk_ends_only_a_run_that_was_asked_for_traces(tmp_path: Path, m
     (told,) = take_steps(tmp_path, 1, 2, 3)
     assert "step1.parquet cannot be written: No space left on device" in told
     assert told.endswith("the run goes on, and writes no more traces")
-    with pytest.raises(RunError, match="No space left on device; make room, or give --no_save_traces"):
+    with pytest.raises(RunError, match="No space left on device; or give --no_save_traces"):
         take_steps(tmp_path, 1, asked=True)
     assert list((tmp_path / "traces").iterdir()) == []
