@@ -55,7 +55,7 @@ class ReplaySection:
 
 @dataclass(kw_only=True)
 class ReplayFlags:
-    """Take one step of a GRPO run again, on one process: the same completions (the run had --save_traces) and the same
+    """Take one step of a GRPO run again, on one process: the same completions (from the run's traces) and the same
     weights. Prints loss, gradient norm and metrics beside those that the run recorded, and once more under the
     settings given here: the flags of the loss (`open-instruct grpo --help`), --temperature, --advantages,
     --filter_zero_std_samples and --mask_truncated_completions may be others than the run's. Nothing in RUN is changed.

@@ -281,6 +281,8 @@ class EvaluationSection:
 class RolloutRunSection(RunSection):
     """Run directory"""
 
-    save_traces: bool = free_flag(
-        "write every step's completions, log-probs, versions and verdicts to OUT/traces", False
+    save_traces: bool | None = free_flag(
+        "keep every step's completions, log-probs, versions and verdicts in OUT/traces, or none of them; default: of "
+        "the newest steps, up to 1 GiB",
+        None,
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.data.chat_templates import built_in_templates, required_tokens, template_text
 from open_instruct.data.files.names import near_files
 from open_instruct.data.foreign_json import check_files, one_line, read_object
-from open_instruct.data.messages import Message
+from open_instruct.data.messages import REASONING, Message
 from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.records import Document, Span
@@ -247,7 +247,12 @@ class ChatFormat:
         text = json.dumps([content, special, self.template.text], sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def render(self, prompt: Sequence[Message], replies: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether the template writes what was thought before a reply, where a message has it apart."""
+        return REASONING in self.template.text
+
+    def render(self, prompt: Sequence[Message], replies: Sequence[Message]) -> tuple[str, tuple[str, ...]]:
         """The text of the prompt, and of each reply as it follows on it, up to its end-of-turn token.
 
         Raises:
@@ -273,7 +278,7 @@ class ChatFormat:
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt_text, (reply_text,) = self.render(messages[:turn], [message["content"]])
+            prompt_text, (reply_text,) = self.render(messages[:turn], [message])
             if not prompt_text.startswith(done):
                 pieces[-1] = self._as_earlier(pieces[-1], prompt_text[len(done) - len(pieces[-1]) :])
                 done = "".join(pieces)
@@ -294,28 +299,31 @@ class ChatFormat:
         end = next((end for end in self._end_tokens if written.startswith(said + end)), "")
         return said + end if end else reply_text
 
-    def _render_reply(self, prompt: Sequence[Message], prompt_text: str, reply: str) -> str:
-        whole = self._apply([*prompt, {"role": "assistant", "content": reply}], add_generation_prompt=False)
+    def _render_reply(self, prompt: Sequence[Message], prompt_text: str, message: Message) -> str:
+        whole = self._apply([*prompt, message], add_generation_prompt=False)
         if not whole.startswith(prompt_text):
             raise self._refusal(
                 f"does not write what it asks for the reply with: "
                 f"{_where_they_part(prompt_text, whole)}, so where the reply starts is not known; "
                 "choose another by --chat_template_name",
             )
-        reply_text = whole[len(prompt_text) :]
+        reply, reply_text = message["content"], whole[len(prompt_text) :]
         # What it asks with may be the first words of the reply, such as <think>.
         starts = (n for n in range(min(len(reply), _LONGEST_OPENING)) if prompt_text.endswith(reply[:n]))
         if not any(squeezed(reply[n:]) in squeezed(reply_text) for n in starts):
             raise self._refusal(f"leaves out part of the reply {_shorten(reply)}")
+        if self.reads_reasoning and squeezed(message.get(REASONING, "")) not in squeezed(reply_text):
+            raise self._refusal(f"leaves out part of the {REASONING} of the reply {_shorten(reply)}")
         # Whatever follows the end of the turn (ChatML's newline) is never generated, so never learned.
         trimmed = reply_text.rstrip()
         return trimmed if self.ends_turn(trimmed) else reply_text
 
     def _apply(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        turns: list[Any] = list(messages)
         try:
             with _ends_in_time(self.template):
                 text = self.tokenizer.apply_chat_template(
-                    [{"role": message["role"], "content": message["content"]} for message in messages],
+                    turns,
                     chat_template=self.template.text,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
@@ -326,7 +334,7 @@ class ChatFormat:
         except Exception as error:  # foreign code, which may raise anything
             raise self._refusal(f"refuses the conversation: {one_line(error)}") from error
         assert isinstance(text, str)
-        if len(text) > MAX_RENDERED + 2 * sum(len(message["content"]) for message in messages):
+        if len(text) > MAX_RENDERED + 2 * len(str(messages)):
             raise self._refusal(f"writes {len(text):,} characters")
         return text
 
@@ -372,8 +380,7 @@ class ChatFormat:
         Raises:
             MalformedRow: see `render` and `check_reply`.
         """
-        reply = messages[-1]["content"]
-        prompt_text, (reply_text,) = self.render(messages[:-1], [reply])
+        prompt_text, (reply_text,) = self.render(messages[:-1], messages[-1:])
         prompt_ids, reply_ids = self.tokenize([prompt_text, reply_text])
         self.check_reply(reply_text, reply_ids)
         span = Span(start=len(prompt_ids), stop=len(prompt_ids) + len(reply_ids))

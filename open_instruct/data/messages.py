@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
 from open_instruct.data.foreign_json import kind_of
 from open_instruct.data.rows import MalformedRow
@@ -17,6 +17,7 @@ _OTHER_ROLES = {
 }
 # ShareGPT's turns are {"from", "value"}. OpenAI's weight and axolotl's train say whether a reply is learned.
 READ_KEYS = {"role", "content", "from", "value", "weight", "train"}
+REASONING: Final = "reasoning_content"
 
 
 class Message(TypedDict):
@@ -24,6 +25,7 @@ class Message(TypedDict):
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]  # what was thought before it, which some templates write
     is_learned: NotRequired[Literal[False]]  # a reply that shows what came before, and is not to be imitated
 
 
@@ -59,11 +61,12 @@ def keys_of(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) or "no keys"
 
 
-def unread_of_messages(row: Mapping[str, Any]) -> set[str]:
-    """What messages of a row have that nothing reads, such as `reasoning_content`."""
+def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
+    """What messages of a row have that nothing reads, such as `reasoning_content` with many a chat template."""
+    read = {*READ_KEYS, REASONING} if reads_reasoning else READ_KEYS
     lists = [value for value in row.values() if isinstance(value, list)]
     messages = [item for each in lists for item in each if isinstance(item, Mapping) and role_of(item) in ROLES]
-    return {f"{key} of messages" for each in messages for key, value in each.items() if value and key not in READ_KEYS}
+    return {f"{key} of messages" for each in messages for key, value in each.items() if value and key not in read}
 
 
 def role_of(message: Mapping[str, Any]) -> Any:
@@ -85,22 +88,24 @@ def _parse_message(message: Any, where: str) -> Message:
         )
     content = _text_of(message.get("content") if "role" in message or "content" in message else message.get("value"))
     fields = {"role": role_of(message), "content": content}
+    if message.get(REASONING):
+        fields[REASONING] = _text_of(message[REASONING])
     for key, value in fields.items():
         if value is None:
             raise MalformedRow("bad_message", f"{where}: no {key!r}")
         if not isinstance(value, str):
             raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {kind_of(value)}")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair: "\ud83d"
+            raise MalformedRow(
+                "not_unicode", f"{where}: {key!r} has half of a surrogate pair at character {error.start + 1}"
+            ) from error
     if message.get("tool_calls"):
         raise MalformedRow("bad_message", f"{where}: 'tool_calls' are not supported; write them into 'content'")
-    parsed: Message = {"role": fields["role"], "content": fields["content"]}
+    parsed = cast(Message, fields)
     if parsed["role"] not in ROLES:
         raise MalformedRow("unknown_role", f"{where}: unknown role {parsed['role']!r}; use {', '.join(ROLES)}")
-    try:
-        parsed["content"].encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair: "\ud83d"
-        raise MalformedRow(
-            "not_unicode", f"{where}: 'content' has half of a surrogate pair at character {error.start + 1}"
-        ) from error
     if not _is_learned(message, where) and parsed["role"] == "assistant":
         parsed["is_learned"] = False
     return parsed

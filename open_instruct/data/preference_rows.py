@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.data.messages import Message, check_is_learned
+from open_instruct.data.messages import REASONING, Message, check_is_learned
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.row_forms import replies_to_one
 from open_instruct.data.rows import MalformedRow
@@ -24,13 +24,15 @@ class PreferencePair:
     Example::
 
         PreferencePair(
-            prompt=({"role": "user", "content": "What is 2 + 2?"},), chosen="It is 4.", rejected="5, I think."
+            prompt=({"role": "user", "content": "What is 2 + 2?"},),
+            chosen={"role": "assistant", "content": "It is 4."},
+            rejected={"role": "assistant", "content": "5, I think."},
         )
     """
 
     prompt: tuple[Message, ...]
-    chosen: str
-    rejected: str
+    chosen: Message
+    rejected: Message
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
@@ -44,10 +46,14 @@ def parse_preference_row(row: Mapping[str, Any]) -> PreferencePair:
         check_is_learned(messages[-1], repr(key))
     if chosen[:-1] != rejected[:-1]:
         raise MalformedRow("prompts_differ", _where_prompts_differ(chosen, rejected))
-    replies = chosen[-1]["content"], rejected[-1]["content"]
-    if replies[0].strip() == replies[1].strip():
+    pair = PreferencePair(prompt=chosen[:-1], chosen=chosen[-1], rejected=rejected[-1])
+    if _stripped(pair.chosen) == _stripped(pair.rejected):
         raise MalformedRow("chosen_equals_rejected", "the chosen reply equals the rejected one")
-    return PreferencePair(prompt=chosen[:-1], chosen=replies[0], rejected=replies[1])
+    return pair
+
+
+def _stripped(reply: Message) -> tuple[str, str]:
+    return reply.get(REASONING, "").strip(), reply["content"].strip()
 
 
 def _where_prompts_differ(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:
@@ -70,7 +76,7 @@ class PreferenceBuilder(RowBuilder):
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         pair = parse_preference_row(row)
         prompt, replies = self.chat.render(pair.prompt, (pair.chosen, pair.rejected))
-        return RenderedRow(texts=(prompt, *replies), replies=(None, pair.chosen, pair.rejected))
+        return RenderedRow(texts=(prompt, *replies))
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """Replies are cut on the right, prompts never."""

@@ -86,7 +86,7 @@ class PromptBuilder(RowBuilder):
             messages = ({"role": "system", "content": self.system_prompt}, *turns)
         text, _ = self.chat.render(messages, ())
         details = json.dumps({"text": text, "checks": list(map(asdict, checks))})
-        return RenderedRow(texts=(text,), replies=(None,), details=details.encode())
+        return RenderedRow(texts=(text,), details=details.encode())
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         return pieces

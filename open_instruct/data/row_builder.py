@@ -31,18 +31,14 @@ MOST_CUT = 0.1  # of the rows; beyond, the limit is not one for the few longest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedRow:
-    """A row as the pieces of text that are tokenised apart.
+    """A row as the pieces of text that are tokenised apart; see `RowBuilder` for which of them are learned.
 
-    `replies[i]` is what the model should learn to say with piece i, as it was given; None where the piece is prompt.
     `details` is what is kept beside the tokens; `values` are numbers that the loss of the row is given.
 
-    Example::
-
-        RenderedRow(texts=("User: Hi\nAssistant:", "Hello<eos>"), replies=(None, "Hello"))
+    Example: `RenderedRow(texts=("User: Hi\nAssistant:", "Hello<eos>"))`.
     """
 
     texts: tuple[str, ...]
-    replies: tuple[str | None, ...]
     details: bytes = b""
     values: tuple[float, ...] = ()
 
@@ -218,7 +214,7 @@ class RowBuilder(ABC):
             try:
                 read = ReadRow(row.value)
                 rendered.append((index, row, self.render(read)))
-                self.unread.update({*read.unread(), *unread_of_messages(row.value)})
+                self.unread.update({*read.unread(), *unread_of_messages(row.value, self.chat.reads_reasoning)})
             except MalformedRow as error:
                 self._add_bad(row, error)
         if not rendered or self._only_counts:
@@ -226,17 +222,14 @@ class RowBuilder(ABC):
         ids = iter(self.chat.tokenize([text for _, _, item in rendered for text in item.texts]))
         for index, row, item in rendered:
             pieces = list(islice(ids, len(item.texts)))
+            learned = range(1, 1 if self.reads_ends else len(pieces), self._pieces_a_reply)
             try:
-                for reply, text, piece in zip(item.replies, item.texts, pieces, strict=True):
-                    if reply is not None:
-                        self.chat.check_reply(text, piece)
+                for piece in learned:
+                    self.chat.check_reply(item.texts[piece], pieces[piece])
             except MalformedRow as error:
                 self._add_bad(row, error)
                 continue
-            self.num_without_end += sum(
-                reply is not None and not self.chat.ends_turn(text)
-                for reply, text in zip(item.replies, item.texts, strict=True)
-            )
+            self.num_without_end += sum(not self.chat.ends_turn(item.texts[piece]) for piece in learned)
             self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
             if len(pieces[0]) >= self.max_seq_length:
                 self.filtered[self.too_long] += 1
@@ -244,6 +237,11 @@ class RowBuilder(ABC):
                 self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
                 self._keep(kept, item.details or array("f", item.values).tobytes())
                 yield index, len(self.edges) - 1
+
+    @property
+    def _pieces_a_reply(self) -> int:
+        """With the prompt before each."""
+        return 1 if self.documents_per_row > 1 else 2
 
     def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
         """What `TokenDataset` is made of, for rows `order_N` of those kept."""
@@ -253,7 +251,7 @@ class RowBuilder(ABC):
         num_tokens = [
             edges[-1] - edges[0] + (self.documents_per_row - 1) * (edges[first] - edges[0]) for edges in self.edges
         ]
-        step = 1 if self.documents_per_row > 1 else 2
+        step = self._pieces_a_reply
         replies = [list(zip(edges[1::step], edges[2::step], strict=False)) for edges in self.edges]
         num_labels = [
             len(spans) if self.reads_ends else sum(stop - start for start, stop in spans) for spans in replies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 from open_instruct.data.messages import Message
@@ -39,16 +38,15 @@ class SFTBuilder(RowBuilder):
         messages = parse_sft_row(row)
         replies = [message for message in messages if message["role"] == "assistant"]
         pieces = self.chat.render_turns(messages)
-        given, texts, learned = "", [], []
+        given, texts = "", []
         for prompt, text, reply in zip(pieces[::2], pieces[1::2], replies, strict=True):
             given += prompt
             if reply.get("is_learned", True):
                 texts += [given, text]
-                learned.append(reply["content"])
                 given = ""
             else:
                 given += text
-        return RenderedRow(texts=tuple(texts), replies=tuple(chain.from_iterable((None, reply) for reply in learned)))
+        return RenderedRow(texts=tuple(texts))
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """The conversation is cut on the right, and ends with the last token that is learned."""

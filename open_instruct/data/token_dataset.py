@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 class TokenDataset:

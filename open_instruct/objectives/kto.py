@@ -137,9 +137,8 @@ class UnpairedBuilder(RowBuilder):
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         messages, label = parse_labelled_row(row)
-        reply = messages[-1]["content"]
-        prompt, (text,) = self.chat.render(messages[:-1], (reply,))
-        return RenderedRow(texts=(prompt, text), replies=(None, reply), values=(float(label),))
+        prompt, (text,) = self.chat.render(messages[:-1], messages[-1:])
+        return RenderedRow(texts=(prompt, text), values=(float(label),))
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """The reply is cut on the right, the prompt never."""
@@ -232,7 +231,7 @@ def _both_rows(row: RawRow) -> tuple[RawRow | BadRow, ...]:
     except MalformedRow as error:
         return (error.at(row.file, row.line),) * 2
     return tuple(
-        replace(row, value={"messages": [*pair.prompt, {"role": "assistant", "content": reply}], "label": label})
+        replace(row, value={"messages": [*pair.prompt, reply], "label": label})
         for reply, label in ((pair.chosen, True), (pair.rejected, False))
     )
 

@@ -193,7 +193,8 @@ class StepBuilder(RowBuilder):
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         texts = texts_of_steps(row, self.chat, separator=self.separator, placeholder=self.placeholder)
         if self.placeholder is None:
-            return self._rendered(texts, labels_of(row, "labels", len(texts) - 1, self.reward_tokens))
+            labels = labels_of(row, "labels", len(texts) - 1, self.reward_tokens)
+            return RenderedRow(texts=tuple(texts), values=labels)
         labels = labels_of(row, "label", len(texts), self.reward_tokens)
         pieces = self.chat.tokenize(texts)
         num_found = sum(piece[-1] == self.placeholder_id for piece in pieces)
@@ -205,10 +206,7 @@ class StepBuilder(RowBuilder):
             )
         if len(pieces[0]) < 2:
             raise MalformedRow("no_step", "'input' begins with the placeholder: there is no step before it")
-        return self._rendered(texts, labels)
-
-    def _rendered(self, texts: Sequence[str], labels: tuple[float, ...]) -> RenderedRow:
-        return RenderedRow(texts=tuple(texts), replies=(None,) * len(texts), values=labels)
+        return RenderedRow(texts=tuple(texts), values=labels)
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """Whole steps are cut on the right, with their labels; never the prompt."""

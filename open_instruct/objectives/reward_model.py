@@ -217,7 +217,7 @@ def exported(
     pad, data = tokenizer.pad_token_id, config.data
     chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos))
     try:
-        _, (reply,) = chat.render([{"role": "user", "content": "?"}], ["!"])
+        _, (reply,) = chat.render([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}])
     except MalformedRow as error:
         raise InputError(f"{error.reason}: how it ends a reply cannot be told") from error
     if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:

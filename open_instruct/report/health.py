@@ -188,8 +188,7 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
     if max(run.numbers("reward")) <= 0:
         yield bad(
             "Nothing was right: no step had any reward.",
-            "Use easier prompts, look at completions (--save_traces), or show the model some examples first "
-            "(open-instruct sft).",
+            "Look at completions below, use easier prompts, or show the model some examples first (open-instruct sft).",
         )
     elif silent > 0.7:
         why = "nearly all answers are right: use harder prompts." if late > 0.8 else "use easier prompts."

@@ -20,7 +20,7 @@ from open_instruct.rollout.fleet import Fleet, engine_dtype
 from open_instruct.rollout.learning_signal import CutWatch, SignalWatch, refuse_failed_verdicts
 from open_instruct.rollout.logprob_agreement import check_agreement
 from open_instruct.rollout.samples import work_of_ranks
-from open_instruct.rollout.traces import write_traces
+from open_instruct.rollout.traces import Traces
 from open_instruct.rollout.view import FleetView
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.signals import Noted, noting_signals, stopped_by
@@ -50,6 +50,7 @@ class Driver:
         self.conductor = fleet.new_conductor()
         self.signal_watch, self.cut_watch = SignalWatch(config), CutWatch(config)
         self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
+        self.traces = Traces(run.directory.path, asked=config.run.save_traces, warn=run.console.warn)
         self.view = FleetView(run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats())
         self.step = 0
         self.num_restarts = 0
@@ -108,8 +109,7 @@ class Driver:
         silence = self.signal_watch.after_step(asked, num_samples=len(rollouts.samples))
         for warning in filter(None, (silence, self.cut_watch.after_step(asked))):
             self.console.warn(warning)
-        if config.run.save_traces:
-            write_traces(self.run.directory.path, step, batch, rollouts)
+        self.traces.add(step, batch, rollouts)
         generated_s = time.monotonic()
         with self.fleet.publisher.learners_at_work():
             with self.view.phase("training"):

@@ -23,16 +23,14 @@ class SignalWatch:
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self._silent: list[Sequence[RolloutGroup]] | None = []
+        self._silent: list[Sequence[RolloutGroup]] | None = []  # by step; none after the warning
 
     def after_step(self, groups: Sequence[RolloutGroup], *, num_samples: int) -> str | None:
         """The warning, after the step that makes it due; `num_samples` are trained on."""
         if self._silent is None:
             return None
-        if num_samples and any(has_signal(group.rewards) for group in groups):
-            self._silent = []
-            return None
-        self._silent.append(groups)
+        has_learned = num_samples and any(has_signal(group.rewards) for group in groups)
+        self._silent = [] if has_learned else [*self._silent, groups]
         if len(self._silent) < MAX_SILENT_STEPS:
             return None
         reason = _reason(list(chain.from_iterable(self._silent)), self._config)
@@ -91,8 +89,8 @@ def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
     if not any(score for verdict in verdicts for name, score in verdict.scores.items() if name != "format"):
         return (
             "every answer was wrong. The prompts are too hard for this model, or its answers are not written as the "
-            "verifier reads them: look at some (--save_traces), use easier prompts, or show the model some examples "
-            "first (open-instruct sft)"
+            "verifier reads them: look at some (open-instruct report), use easier prompts, or show the model some "
+            "examples first (open-instruct sft)"
         )
     return (
         "the completions of each prompt all got the same reward. Raise --num_samples_per_prompt_rollout, or use "

@@ -1,9 +1,10 @@
-"""Every step's rollouts on disk, one parquet file a step and one row a completion, and back again without loss."""
+"""Rollouts on disk, one parquet file a step and one row a completion, and back again without loss."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby, repeat
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "traces"
+MOST_BYTES = 2**30  # of the files, where `--save_traces` says nothing
 
 # By column, what pyarrow calls its type; of a column of lists, that of their values.
 COLUMNS: dict[str, str | list[str]] = {
@@ -48,6 +50,47 @@ OF_COMPLETION = {"completion": "text"} | {
 }
 
 
+class Traces:
+    """Writes the rollouts of a run: of every step, of none, or, unasked, of the newest ones, as many as fit MOST_BYTES.
+
+    :param asked: `--save_traces`. What fails ends a run that was asked for its traces, and is a warning of another.
+    """
+
+    def __init__(self, run_folder: Path, *, asked: bool | None, warn: Callable[[str], None]) -> None:
+        self.run_folder = run_folder
+        self.asked = asked
+        self.warn = warn
+        # More than would be kept unasked was asked for, when the run was started before, and stays.
+        sizes = _sizes(run_folder)
+        self._spared = sizes.keys() if sum(sizes.values()) > MOST_BYTES else set()
+
+    def add(self, step: int, batch: RolloutStepBatch, learned: StepSamples) -> None:
+        """Write the rollouts of `step`, the last one that was taken; unasked, the oldest make room for them.
+
+        Raises:
+            RunError: they were asked for, and cannot be written.
+        """
+        if self.asked is False:
+            return
+        try:
+            write_traces(self.run_folder, step, batch, learned)
+            if self.asked is None:
+                self._make_room(step)
+        except Exception as error:  # nobody asked for them: whatever it is costs the run nothing else
+            if self.asked:
+                raise
+            self.warn(f"{one_line(error)}; the run goes on, and writes no more traces")
+            self.asked = False
+
+    def _make_room(self, written: int) -> None:
+        sizes = _sizes(self.run_folder)
+        num_bytes = sizes[written]
+        for step in sorted(sizes.keys() - self._spared - {written}, reverse=True):
+            num_bytes += sizes[step]
+            if num_bytes > MOST_BYTES:
+                trace_file(self.run_folder, step).unlink()
+
+
 def trace_file(run_folder: Path, step: int) -> Path:
     """Where the rollouts of `step` (1-based) are."""
     return run_folder / FOLDER / f"step{step}.parquet"
@@ -72,7 +115,9 @@ def write_traces(run_folder: Path, step: int, batch: RolloutStepBatch, learned: 
         parquet.write_table(table, partial, compression="zstd")
         partial.replace(path)
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror or error}; or leave --save_traces out") from error
+        with suppress(OSError):
+            partial.unlink()  # a full disk has better use for it
+        raise RunError(f"{path} cannot be written: {error.strerror or error}; or give --no_save_traces") from error
     return path
 
 
@@ -155,15 +200,17 @@ def _fields(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _steps_there_are(run_folder: Path) -> str:
-    steps = sorted(
-        int(file.stem.removeprefix("step"))
-        for file in (run_folder / FOLDER).glob("step*.parquet")
-        if file.stem.removeprefix("step").isdecimal()
-    )
+    steps = sorted(_sizes(run_folder))
     if not steps:
-        return "the run has no traces; they are written with --save_traces"
+        return "the run has no traces; it had --no_save_traces, or has taken no step"
     listed = ", ".join(map(str, steps)) if len(steps) <= 10 else f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
     return f"there are traces of steps {listed}"
+
+
+def _sizes(run_folder: Path) -> dict[int, int]:
+    """By step, the bytes of its file."""
+    files = {file.stem.removeprefix("step"): file for file in (run_folder / FOLDER).glob("step*.parquet")}
+    return {int(step): file.lstat().st_size for step, file in files.items() if step.isdecimal()}
 
 
 def _schema() -> pyarrow.Schema:

@@ -71,12 +71,10 @@ class FleetView:
         """Take in the metrics of a step, and of its completions a group to show one of now and then."""
         self._step, self._latest = int(row["step"]), row
         self.rewards.append(row["reward"])
-        line = f"step {self._step}/{self.num_steps}  {step_words(row)}"
         interval = max(1, self.num_steps // 40)
-        if self._live is not None or self._step % interval == 0 or self._step in (1, self.num_steps):
-            self.console.say(line)
-        else:
-            self.console.log(line)
+        is_said = self._live is not None or self._step % interval == 0 or self._step in (1, self.num_steps)
+        say = self.console.say if is_said else self.console.log
+        say(f"step {self._step}/{self.num_steps}  {step_words(row)}")
         if group is not None and time.monotonic() - self._sample_s >= SECONDS_BETWEEN_SAMPLES:
             self._sample, self._sample_s = sample_words(group, self._step), time.monotonic()
             say = self.console.say if self._live is None else self.console.log
@@ -91,7 +89,7 @@ class FleetView:
         if self._latest:
             facts.add_row("last step", step_words(self._latest))
         for name, words in self._sample.items():
-            facts.add_row(name, Text(words, no_wrap=True, overflow="ellipsis"))
+            facts.add_row(name, Text(words))
         parts: list[RenderableType] = [facts]
         if len(self.rewards) > 1:
             width = max(20, self.console.rich.width - 6)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from textwrap import TextWrapper
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,8 +43,7 @@ class Console:
     def say(self, text: str, style: str | None = None) -> None:
         """One line for people."""
         self.log(text := escaped(text, "\n\t"))
-        if self.speaks:
-            self.rich.print(text, style=style, markup=False)
+        self._print(text, style)
 
     def log(self, text: str) -> None:
         """One line for `run.log` alone."""
@@ -52,8 +52,15 @@ class Console:
     def warn(self, text: str) -> None:
         """One line that people should not miss."""
         log.warning(text := escaped(text, "\n\t"))
+        self._print(f"{WARNING}{text}", "yellow")
+
+    def _print(self, text: str, style: str | None) -> None:
+        """On a terminal lines go on at a word; one that is too long itself, such as a path, stays in one piece."""
+        if self.is_live:
+            wrapper = TextWrapper(self.rich.width, break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(map(wrapper.fill, text.split("\n")))
         if self.speaks:
-            self.rich.print(f"{WARNING}{text}", style="yellow", markup=False)
+            self.rich.print(text, style=style, markup=False)
 
     def report(self, title: str, lines: Iterable[str]) -> None:
         """The lines of a `DataReport`, its warnings as what they are."""
@@ -98,10 +105,8 @@ class Console:
             if num_steps > step > first_step + 1:  # the first step is a slow one
                 left_s = (time.monotonic() - began_s) / (step - first_step) * (num_steps - step)
                 detail = f"{detail}  {time_words(left_s)} left"
-            if step == first_step + 1 or step % interval == 0 or step == num_steps:
-                self.say(f"step {step}/{num_steps}  {detail}")
-            else:
-                log.info("step %d/%d  %s", step, num_steps, detail)
+            say = self.say if step in (first_step + 1, num_steps) or step % interval == 0 else self.log
+            say(f"step {step}/{num_steps}  {detail}")
 
         yield line
 
@@ -111,7 +116,7 @@ class Console:
             BarColumn(bar_width=10, table_column=Column(min_width=4)),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
-            # Last, because in a narrow terminal the end of it is what can be missed.
-            TextColumn("{task.fields[detail]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            # In a narrow terminal it is this that goes on in another line; the others stay whole.
+            TextColumn("{task.fields[detail]}", table_column=Column()),
             console=self.rich,
         )

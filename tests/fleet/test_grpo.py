@@ -69,7 +69,6 @@ def undisturbed(variant: Callable[..., GRPOCase]) -> GRPOCase:
     """On-policy, two learners: what disturbed runs are compared with."""
     case = variant(
         num_learners_per_node=2,
-        save_traces="true",
         dataset_mixer_eval_list=[variant().prompts, "2"],
         local_eval_every=2,
     )
@@ -152,6 +151,7 @@ def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None
 
 
 def test_traces_hold_the_version_of_every_token(undisturbed: GRPOCase) -> None:
+    """Those that a run keeps without a flag."""
     for step in range(1, NUM_STEPS + 1):
         versions = {
             version
@@ -308,8 +308,17 @@ def test_a_killed_engine_and_a_killed_learner_are_replaced(
     assert "engine 0 was lost" in said and "starting it again (1 of 3 restarts)" in said
     assert f"learner rank 1 (node 127.0.0.1, pid {killed[0]})" in said
     assert "starting the learners again from the last checkpoint (1 of 3)" in said
-    assert [row["step"] for row in case.rows()] == list(range(1, NUM_STEPS + 1))
+    steps = list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in case.rows()] == steps
     assert_same_weights(case, undisturbed)
+    assert {path.name for path in (case.output_dir / "traces").iterdir()} == {f"step{step}.parquet" for step in steps}
+    for step in steps:  # some of them were taken twice
+        assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
+
+
+def token_ids_of(case: GRPOCase, step: int) -> list[tuple[int, ...]]:
+    groups = read_traces(case.output_dir, step)
+    return [completion.token_ids for group in groups for completion in group.completions]
 
 
 def assert_same_steps(ours: GRPOCase, theirs: GRPOCase) -> None:

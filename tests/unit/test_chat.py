@@ -55,6 +55,10 @@ def chat(tokenizer: PreTrainedTokenizerFast, name: str | None) -> ChatFormat:
     return ChatFormat(tokenizer, choose_chat_template(tokenizer, name))
 
 
+def said(*replies: str) -> list[Message]:
+    return [{"role": "assistant", "content": reply} for reply in replies]
+
+
 def own(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatFormat:
     return ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
 
@@ -116,11 +120,11 @@ def test_every_built_in_template_is_here() -> None:
 def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     form = chat(tokenizer, name)
     messages: list[Message] = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    assert form.render(messages, ["<think>hm</think>hello"]) == (THINKERS[name], (f"hm</think>hello{EOS}",))
+    assert form.render(messages, said("<think>hm</think>hello")) == (THINKERS[name], (f"hm</think>hello{EOS}",))
     document = form.encode([*messages, {"role": "assistant", "content": "<think>hm</think>hello"}])
     assert str(tokenizer.decode(list(document.token_ids))) == f"{THINKERS[name]}hm</think>hello{EOS}"
     with pytest.raises(MalformedRow, match="does not write what it asks for the reply with"):
-        form.render(messages, ["hello"])
+        form.render(messages, said("hello"))
     assert form.turn_end_token_ids() == (tokenizer.eos_token_id,)
 
 
@@ -184,7 +188,7 @@ def test_spans_of_any_text(
 ) -> None:
     form = chat(tokenizer, name)
     prompt = conversation(*turns)
-    prompt_text, reply_texts = form.render(prompt, replies)
+    prompt_text, reply_texts = form.render(prompt, said(*replies))
     documents = [form.encode([*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
     starts = {document.responses[0].start for document in documents}
     assert len(starts) == 1, "one prompt, one boundary"
@@ -216,7 +220,8 @@ def test_a_thinking_block_that_the_template_writes_is_learned(tokenizer: PreTrai
         "{% for m in messages %}<{{ m['role'] }}>"
         "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}" + ASK
     )
-    assert own(tokenizer, text).render(conversation("q"), ["yes"]) == ("<user>q<assistant>", ("<think></think>yes",))
+    rendered = own(tokenizer, text).render(conversation("q"), said("yes"))
+    assert rendered == ("<user>q<assistant>", ("<think></think>yes",))
 
 
 @pytest.mark.parametrize(
@@ -250,16 +255,17 @@ def test_a_tokenizer_that_loses_text_is_a_reason() -> None:
 
 def test_the_day_does_not_matter(tokenizer: PreTrainedTokenizerFast) -> None:
     dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
-    assert own(tokenizer, dated + TURNS + ASK).render(conversation("q"), ["yes"])[0] == "26 Jul 2024<user>q<assistant>"
+    prompt, _ = own(tokenizer, dated + TURNS + ASK).render(conversation("q"), said("yes"))
+    assert prompt == "26 Jul 2024<user>q<assistant>"
 
 
 def test_white_space_after_the_end_of_turn_is_not_learned_but_within_a_reply_it_is(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     form = chat(tokenizer, "chatml")
-    assert form.render(conversation("q"), ["yes\n"])[1] == ("yes\n<|im_end|>",)
+    assert form.render(conversation("q"), said("yes\n"))[1] == ("yes\n<|im_end|>",)
     assert form.ends_turn("yes<|im_end|>") and not form.ends_turn("yes")
-    assert own(tokenizer, TURNS + ASK).render(conversation("q"), ["yes\n"])[1] == ("yes\n",)
+    assert own(tokenizer, TURNS + ASK).render(conversation("q"), said("yes\n"))[1] == ("yes\n",)
 
 
 # --- choosing -------------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ def test_a_file_of_ones_own(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) 
     file.write_text(TURNS + ASK + "{{ eos_token if not add_generation_prompt }}\n")
     form = chat(tokenizer, str(file))
     assert form.template.name == str(file)
-    assert form.render(conversation("q"), ["yes"]) == ("<user>q<assistant>", (f"yes{EOS}",))
+    assert form.render(conversation("q"), said("yes")) == ("<user>q<assistant>", (f"yes{EOS}",))
     file.write_text("{% for m in messages %}")
     with pytest.raises(InputError, match=r"mine\.jinja chat template, line 1"):
         choose_chat_template(tokenizer, str(file))

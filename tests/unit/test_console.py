@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from open_instruct.run.console import Console
+from open_instruct.run.metrics_log import step_words
 
 
 def test_a_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,6 +32,36 @@ def test_a_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: p
     told = capsys.readouterr().out
     assert told.count("a\\x9bb\\u202ec\\ud800\n[red]") == 2
     assert {record.message for record in caplog.records} == {"a\\x9bb\\u202ec\\ud800\n[red]"}
+
+
+def test_a_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
+    path = "/cache" + "/folder" * 15
+    said = (
+        f"a line of words that is longer than the terminal is wide, with a path in it, {path} and  two  blanks\n\there"
+    )
+    for is_terminal in (True, False):
+        console = Console(speaks=True)
+        console.rich = RichConsole(
+            file=io.StringIO(), record=True, force_terminal=is_terminal, width=80, highlight=False, soft_wrap=True
+        )
+        console.say(said)
+        text = console.rich.export_text()
+        lines = text.splitlines()
+        assert text.split() == said.split()
+        assert (len(lines) > 3) == is_terminal and path in text
+        assert not is_terminal or all(len(line) <= 80 or line == path for line in lines)
+
+
+def test_the_bar_of_the_training_shows_all_numbers_in_80_columns() -> None:
+    row = {"loss": 0.6931, "rewards/margin": 0.5, "rewards/accuracy": 0.5, "tokens_per_second": 12345}
+    words = step_words(row | {"peak_memory_gib": 12.25})
+    console = Console(speaks=True)
+    console.rich = RichConsole(file=io.StringIO(), record=True, force_terminal=True, width=80, soft_wrap=True)
+    with console.training(first_step=0, num_steps=1000) as show:
+        show(123, words)
+    text = console.rich.export_text()
+    assert set(words.split()) <= set(text.split())
+    assert "training ━" in text.splitlines()[0] and "123/1000" in text
 
 
 def test_rows_are_counted_below_the_bar_of_the_training() -> None:

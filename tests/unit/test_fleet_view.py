@@ -124,6 +124,20 @@ class TestSample:
         text = view.console.rich.export_text()
         assert "sample" in text and "[red]" in text and max(map(len, text.splitlines())) <= width
 
+    def test_a_terminal_of_80_columns_shows_it_whole(self) -> None:
+        view = view_of(is_terminal=True, width=80)
+        answer = "".join(f"word{n} " for n in range(20))
+        with view.shown():
+            view.finished(row(2), group_of("What is 2 + 3?", answer))
+            text = self.drawn(view)
+        assert set(answer.split()) <= set(text.split())
+        assert len(text.splitlines()) < 24
+
+    def drawn(self, view: FleetView) -> str:
+        view.console.rich.export_text()
+        view.console.rich.print(view._draw())
+        return view.console.rich.export_text()
+
 
 class TestPanel:
     def drawn(self, view: FleetView) -> str:
@@ -152,7 +166,7 @@ class TestPanel:
         assert max(map(len, text.splitlines())) <= width
 
     def test_it_is_live_and_lines_appear_above_it(self) -> None:
-        view = view_of(is_terminal=True)
+        view = view_of(is_terminal=True, width=160)
         with view.shown():
             view.finished(row(1))
             view.finished(row(2))

@@ -83,7 +83,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", PAIRS)
 def test_pairs(form: str) -> None:
     pair = parse_preference_row(PAIRS[form])
-    assert (pair.prompt, pair.chosen, pair.rejected) == ((ASKED,), "a", "b")
+    assert (pair.prompt, pair.chosen, pair.rejected) == ((ASKED,), REPLY, OTHER)
 
 
 def test_a_transcript_of_several_turns_and_a_reply_that_only_looks_like_one() -> None:
@@ -91,7 +91,7 @@ def test_a_transcript_of_several_turns_and_a_reply_that_only_looks_like_one() ->
     pair = parse_preference_row({"chosen": f"{before} a", "rejected": f"{before} b"})
     assert [message["content"] for message in pair.prompt] == ["hi", "hello", "q\nwith two lines"]
     pair = parse_preference_row({"prompt": "Who?", "chosen": "Human: he", "rejected": "she"})
-    assert pair.chosen == "Human: he"
+    assert pair.chosen["content"] == "Human: he"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_a_prompt_that_whole_conversations_do_not_begin_with(prompt: Any) -> Non
 def test_a_prompt_that_replies_repeat_is_cut() -> None:
     row = {"prompt": "What is this?", "chosen": "What is this? A cat.", "rejected": "What is this?\n\nA dog."}
     pair = parse_preference_row(row)
-    assert (pair.chosen, pair.rejected) == ("A cat.", "A dog.")
-    assert parse_preference_row(row | {"rejected": "A dog."}).chosen == row["chosen"]
+    assert (pair.chosen["content"], pair.rejected["content"]) == ("A cat.", "A dog.")
+    assert parse_preference_row(row | {"rejected": "A dog."}).chosen["content"] == row["chosen"]
     short = parse_preference_row({"prompt": "Yes", "chosen": "Yes, sir", "rejected": "Yes, madam"})
-    assert short.chosen == "Yes, sir"
+    assert short.chosen["content"] == "Yes, sir"
 
 
 @pytest.mark.parametrize("key", ["weight", "train"])

@@ -183,7 +183,7 @@ GOOD = {"chosen": turns("q", "yes"), "rejected": turns("q", "no")}
 def test_a_good_row() -> None:
     pair = parse_preference_row({**GOOD, "score": 3, "prompt": "q"})
     assert pair.prompt == ({"role": "user", "content": "q"},)
-    assert (pair.chosen, pair.rejected) == ("yes", "no")
+    assert (pair.chosen["content"], pair.rejected["content"]) == ("yes", "no")
 
 
 def test_system_turn_and_several_turns() -> None:
@@ -257,4 +257,4 @@ def test_any_row_is_a_pair_or_malformed(chosen: Any, rejected: Any) -> None:
         pair = parse_preference_row({"chosen": chosen, "rejected": rejected})
     except MalformedRow:
         return
-    assert pair.chosen.strip() and pair.rejected.strip() and pair.chosen != pair.rejected
+    assert pair.chosen["content"].strip() and pair.rejected["content"].strip() and pair.chosen != pair.rejected

@@ -96,7 +96,7 @@ def test_turns_end_to_end_are_the_conversation(name: str) -> None:
     chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, name))
     messages: list[Message] = [{"role": "system", "content": "be kind"}, *turns("one", "two", "three", "four")]
     pieces = chat.render_turns(messages)
-    prompt, (reply,) = chat.render(messages[:-1], ["four"])
+    prompt, (reply,) = chat.render(messages[:-1], messages[-1:])
     assert "".join(pieces) == prompt + reply
     assert len(pieces) == 4
     assert ["two" in piece for piece in pieces] == [False, True, False, False]

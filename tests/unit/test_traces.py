@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from open_instruct.config.parser import parse
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples, training_samples
-from open_instruct.rollout.traces import read_traces, trace_file, write_traces
+from open_instruct.rollout.traces import Traces, read_traces, trace_file, write_traces
 
 REQUIRED = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
 CONFIG = parse(GRPOConfig, REQUIRED).rollout
@@ -140,7 +142,7 @@ def test_a_step_that_is_taken_again_replaces_its_file(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_trace_names_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no traces; they are written with --save_traces"):
+    with pytest.raises(InputError, match="no traces; it had --no_save_traces, or has taken no step"):
         read_traces(tmp_path, 1)
     for step in (2, 10):
         write(tmp_path, step, batch_of(group_of(0, 1.0)))
@@ -159,3 +161,78 @@ def test_a_folder_that_cannot_be_written_is_a_failure_of_the_run(tmp_path: Path)
     trace_file(tmp_path, 1).parent.write_text("in the way")
     with pytest.raises(RunError, match="cannot be written"):
         write(tmp_path, 1, batch_of(group_of(0, 1.0)))
+
+
+# --- how many are kept ----------------------------------------------------------------------------------
+
+
+def take_steps(folder: Path, *steps: int, asked: bool | None = None) -> list[str]:
+    """A run, or one that goes on, with those steps; what it warned of."""
+    told: list[str] = []
+    traces = Traces(folder, asked=asked, warn=told.append)
+    batch = batch_of(group_of(0, 1.0, 0.0))
+    for step in steps:
+        traces.add(step, batch, training_samples(batch, config=CONFIG, version=step - 1))
+    return told
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(file.stem.removeprefix("step")) for file in (folder / "traces").glob("step*.parquet"))
+
+
+@pytest.fixture
+def room_for_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(group_of(0, 1.0, 0.0))
+    (tmp_path / "one").mkdir()
+    size = write(tmp_path / "one", 1, batch).stat().st_size
+    monkeypatch.setattr("open_instruct.rollout.traces.MOST_BYTES", 3 * size + size // 2)
+
+
+def test_unasked_the_newest_that_fit_are_kept(room_for_three: None, tmp_path: Path) -> None:
+    assert take_steps(tmp_path, *range(1, 12)) == []
+    assert steps_in(tmp_path) == [9, 10, 11]
+    assert len(read_traces(tmp_path, 9)) == 1
+
+
+def test_the_newest_is_kept_however_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("open_instruct.rollout.traces.MOST_BYTES", 1)
+    take_steps(tmp_path, 1, 2)
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_run_that_goes_on_from_an_earlier_step(room_for_three: None, tmp_path: Path) -> None:
+    """Steps that are taken again replace their files, also where later ones are still there."""
+    take_steps(tmp_path, *range(1, 6))
+    take_steps(tmp_path, 4)
+    assert steps_in(tmp_path) == [3, 4, 5]
+    take_steps(tmp_path, 2)
+    assert steps_in(tmp_path) == [2, 4, 5]
+    take_steps(tmp_path, *range(3, 7))
+    assert steps_in(tmp_path) == [4, 5, 6]
+
+
+def test_asked_for_all_are_kept_and_asked_for_none_none_is_written(room_for_three: None, tmp_path: Path) -> None:
+    take_steps(tmp_path, *range(1, 8), asked=True)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    take_steps(tmp_path, 8, asked=False)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_was_asked_for_stays_where_the_run_goes_on_unasked(room_for_three: None, tmp_path: Path) -> None:
+    take_steps(tmp_path, *range(1, 6), asked=True)
+    take_steps(tmp_path, *range(6, 12))
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 9, 10, 11]
+
+
+def test_a_full_disk_ends_only_a_run_that_was_asked_for_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(table: Any, where: Path, **_: Any) -> None:
+        where.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(parquet, "write_table", write_half)
+    (told,) = take_steps(tmp_path, 1, 2, 3)
+    assert "step1.parquet cannot be written: No space left on device" in told
+    assert told.endswith("the run goes on, and writes no more traces")
+    with pytest.raises(RunError, match="No space left on device; or give --no_save_traces"):
+        take_steps(tmp_path, 1, asked=True)
+    assert list((tmp_path / "traces").iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from open_instruct.data.prompts import load_prompt_dataset
 from open_instruct.data.report import DataReport
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.errors import InputError
 from open_instruct.objectives.kto import UnpairedBuilder
 from open_instruct.toys.tiny import train_tokenizer
 
@@ -107,20 +109,77 @@ FORMS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "asked, question": ("prompts", {"question": "q", "system_prompt": "s", **JUDGED}, [PROMPT_WITH_SYSTEM]),
 }
 
+# With Qwen 3's way of writing what was thought, which leaves that of earlier replies out.
+THOUGHT = REPLY | {"reasoning_content": "Hm."}
+THINKS = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.reasoning_content is string and loop.last -%}
+        <assistant><think>{{ m.reasoning_content }}</think>{{ m.content }}{{ eos_token }}
+    {%- elif m.role == 'assistant' -%}
+        <assistant>{{ m.content }}{{ eos_token }}
+    {%- else -%}
+        <user>{{ m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+ONE_SAID = "<user>q<assistant>[a]"
+ONE_THOUGHT, TWO_THOUGHT = "<user>q<assistant>[<think>Hm.</think>a]", "<user>q<assistant>[<think>Hm.</think>b]"
+THOUGHTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "messages": ("sft", {"messages": [ASKED, THOUGHT]}, [ONE_THOUGHT]),
+    "messages, parts": (
+        "sft",
+        {"messages": [ASKED, REPLY | {"reasoning_content": [{"type": "text", "text": "Hm."}]}]},
+        [ONE_THOUGHT],
+    ),
+    "messages, nothing thought": (
+        "sft",
+        {"messages": [ASKED, REPLY | {"reasoning_content": ""}]},
+        [ONE_SAID],
+    ),
+    "sharegpt": (
+        "sft",
+        {"conversations": [said("human", "q"), said("gpt", "a") | {"reasoning_content": "Hm."}]},
+        [ONE_THOUGHT],
+    ),
+    "pair": (
+        "pairs",
+        {"prompt": [ASKED], "chosen": [THOUGHT], "rejected": [OTHER | {"reasoning_content": "Hm."}]},
+        [ONE_THOUGHT, TWO_THOUGHT],
+    ),
+    "pair, one thought": (
+        "pairs",
+        {"prompt": "q", "chosen": [THOUGHT], "rejected": "a"},
+        [ONE_THOUGHT, ONE_SAID],
+    ),
+    "label": ("kto", {"messages": [ASKED, THOUGHT], "label": True}, [ONE_THOUGHT]),
+    "label, pairs": (
+        "kto",
+        {"prompt": "q", "chosen": [THOUGHT], "rejected": "a"},
+        [ONE_THOUGHT, ONE_SAID],
+    ),
+    "asked, after a reply": (
+        "prompts",
+        {"messages": [ASKED, THOUGHT, AGAIN[0]], **JUDGED},
+        ["<user>q<assistant>a<eos><user>r<assistant>"],
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer([""], vocab_size=262)
 
 
-def load(kind: str, row: dict[str, Any], tokenizer: Any, folder: Path) -> tuple[TokenDataset, DataReport]:
+def load(
+    kind: str, row: dict[str, Any], tokenizer: Any, folder: Path, *, template: str = "simple_chat"
+) -> tuple[TokenDataset, DataReport]:
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps(row))
     common: dict[str, Any] = {
         "mixer_list": [str(rows), "1.0"],
         "splits": ["train"],
         "tokenizer": tokenizer,
-        "chat_template_name": "simple_chat",
+        "chat_template_name": template,
         "on_bad_row": "error",
         "seed": 0,
         "cache_dir": folder / "cache",
@@ -131,10 +190,8 @@ def load(kind: str, row: dict[str, Any], tokenizer: Any, folder: Path) -> tuple[
     return load_token_dataset(BUILDERS[kind], max_seq_length=128, **common)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_a_form_teaches(form: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    kind, row, expected = FORMS[form]
-    dataset, report = load(kind, row, tokenizer, tmp_path)
+def check(loaded: tuple[TokenDataset, DataReport], expected: list[str], tokenizer: Any) -> None:
+    dataset, report = loaded
     documents = [document for index in range(len(dataset)) for document in dataset[index]]
     eos = str(tokenizer.eos_token)
     for document, text in zip(documents, expected, strict=True):
@@ -147,6 +204,39 @@ def test_what_a_form_teaches(form: str, tokenizer: PreTrainedTokenizerFast, tmp_
         assert list(document.token_ids) == ids
         assert [place for span in document.responses for place in range(span.start, span.stop)] == learned
     assert report.warnings == ()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_form_teaches(form: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    kind, row, expected = FORMS[form]
+    check(load(kind, row, tokenizer, tmp_path), expected, tokenizer)
+
+
+@pytest.mark.parametrize("form", THOUGHTS)
+def test_what_was_thought_is_learned_where_the_template_writes_it(
+    form: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    kind, row, expected = THOUGHTS[form]
+    template = tmp_path / "thinks.jinja"
+    template.write_text(THINKS)
+    check(load(kind, row, tokenizer, tmp_path, template=str(template)), expected, tokenizer)
+
+
+def test_a_template_that_reads_what_was_thought_and_leaves_it_out_is_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    template = tmp_path / "cuts.jinja"
+    template.write_text(THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content[:1] }}"))
+    with pytest.raises(InputError, match="leaves out part of the reasoning_content of the reply 'a'"):
+        load("sft", {"messages": [ASKED, THOUGHT]}, tokenizer, tmp_path, template=str(template))
+
+
+def test_what_was_thought_is_named_where_the_template_does_not_read_it(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    dataset, report = load("sft", {"messages": [ASKED, THOUGHT]}, tokenizer, tmp_path)
+    assert report.warnings == ("'reasoning_content of messages' of 1 row: nothing reads what is there",)
+    check((dataset, replace(report, warnings=())), [ONE], tokenizer)
 
 
 def test_what_nothing_reads_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
