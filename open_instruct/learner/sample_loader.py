@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from open_instruct.records import StepBatch
 class SampleLoader:
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
-    The last batch of an epoch is the shorter rest: every sample is seen once an epoch. `scores` are frozen values of
-    the samples that the loss is given; see `collate`.
+    The last batch of an epoch is the shorter rest: every sample is seen once an epoch. A sample is a row, or one of
+    `packs`. `scores` are frozen values of the rows that the loss is given; see `collate`.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class SampleLoader:
         dataset: TokenDataset,
         *,
         scores: Mapping[str, np.ndarray] | None = None,
+        packs: Sequence[Sequence[int]] | None = None,
         shape: BatchShape,
         seed: int,
         dp_group: dist.ProcessGroup | None,
@@ -34,6 +35,8 @@ class SampleLoader:
         self.dp_world_size, self.dp_rank = dist.get_world_size(dp_group), dist.get_rank(dp_group)
         self.dataset = dataset
         self.scores = scores
+        self.packs = packs
+        self.num_samples = len(dataset if packs is None else packs)
         self.shape = shape
         self.seed = seed
         self.num_samples_per_step = shape.max_samples_per_rank * self.dp_world_size
@@ -47,7 +50,7 @@ class SampleLoader:
 
     def rest_of_epoch(self) -> Iterator[StepBatch]:
         """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_samples)
 
         def build(start: int) -> StepBatch:
             return step_batch(
@@ -57,11 +60,12 @@ class SampleLoader:
                 rank=self.dp_rank,
                 num_ranks=self.dp_world_size,
                 scores=self.scores,
+                packs=self.packs,
             )
 
         size = self.num_samples_per_step
         # What a thread has built of the next step is not given out, so a checkpoint knows nothing of it.
-        for step in built_ahead(build, range(self.batches_processed * size, len(self.dataset), size)):
+        for step in built_ahead(build, range(self.batches_processed * size, self.num_samples, size)):
             self.batches_processed += 1
             yield step
 

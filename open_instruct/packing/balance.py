@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 
 Microbatches = tuple[tuple[int, ...], ...]
@@ -46,6 +47,27 @@ def first_fit(samples: Sequence[int], num_tokens_of_sample: Sequence[int], capac
             microbatches.append([sample])
             room.append(capacity - num_tokens)
     return microbatches
+
+
+def best_fit(num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: each sample, longest first, into the pack that it leaves the least room in.
+
+    Of packs with as much room the one that has had it longest is taken (2404.10830). Equal lengths keep their order.
+
+    Example: samples of 3, 9, 5 and 2 tokens in packs of 10 are [[1], [2, 0, 3]].
+    """
+    packs: list[list[int]] = []
+    by_room: list[tuple[int, int, int]] = []  # of each pack its room, since which turn, and its index; ascending
+    longest_first = sorted(range(len(num_tokens_of_sample)), key=lambda sample: (-num_tokens_of_sample[sample], sample))
+    for turn, sample in enumerate(longest_first):
+        at = bisect_left(by_room, (num_tokens_of_sample[sample],))
+        if at == len(by_room):
+            by_room.append((capacity, turn, len(packs)))
+            packs.append([])
+        room, _, pack = by_room.pop(at)
+        packs[pack].append(sample)
+        insort(by_room, (room - num_tokens_of_sample[sample], turn, pack))
+    return packs
 
 
 def balanced(

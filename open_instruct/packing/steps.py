@@ -1,12 +1,14 @@
 """One global batch: which rank takes which samples in which microbatch, and this rank's part of it as tensors.
 
-A sample is what a row of the data set became: a preference pair (two documents), a conversation (one).
+A sample is what a row of the data set became: a preference pair (two documents), a conversation (one); or a pack of
+several such rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -131,19 +133,23 @@ def step_batch(
     rank: int,
     num_ranks: int,
     scores: Mapping[str, np.ndarray] | None = None,
+    packs: Sequence[Sequence[int]] | None = None,
 ) -> StepBatch:
     """Cut the samples `indices` (one global batch) into microbatches and build those of `rank`; see `collate`.
 
-    Every rank computes the same plan from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`,
-    `labels` (tokens that are learned) and `tokens`.
+    `indices` are of rows of the data set, or of `packs`, whose rows stay together. Every rank computes the same plan
+    from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`, `labels` (tokens that are learned)
+    and `tokens`.
     """
-    rows = list(indices)
+    samples = [(row,) for row in indices] if packs is None else [packs[index] for index in indices]
+    rows = list(chain.from_iterable(samples))
     num_tokens = dataset.num_tokens[rows].tolist()
+    in_row = iter(
+        num_packed_tokens(*lengths, dataset.documents_per_row, shape.prefix_sharing)
+        for lengths in zip(num_tokens, dataset.prompt_lengths[rows].tolist(), strict=True)
+    )
     plan = plan_step(
-        [
-            num_packed_tokens(*lengths, dataset.documents_per_row, shape.prefix_sharing)
-            for lengths in zip(num_tokens, dataset.prompt_lengths[rows].tolist(), strict=True)
-        ],
+        [sum(islice(in_row, len(sample))) for sample in samples],
         num_ranks=num_ranks,
         max_samples_per_microbatch=shape.max_samples_per_microbatch,
         max_tokens_per_microbatch=shape.max_tokens_per_microbatch,
@@ -152,7 +158,7 @@ def step_batch(
     )
     microbatches = []
     for microbatch in plan[rank]:
-        of_microbatch = [rows[sample] for sample in microbatch]
+        of_microbatch = [row for sample in microbatch for row in samples[sample]]
         microbatches.append(
             collate(
                 [dataset[row] for row in of_microbatch],

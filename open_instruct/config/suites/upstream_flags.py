@@ -71,9 +71,9 @@ def upstream_reasons() -> dict[str, str]:
 
 
 @cache
-def upstream_behaviours(command: str) -> dict[str, list[str]]:
-    """What differs by no flag: how it is upstream, and here."""
-    return dict(_read("defaults.yaml")["behaviours"][command])
+def upstream_behaviours(of: str) -> dict[str, list[str]]:
+    """What differs by no flag for a command, or for one trainer of upstream's: how it is there, and here."""
+    return dict(_read("defaults.yaml")["behaviours"].get(of, {}))
 
 
 @cache
