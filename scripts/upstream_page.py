@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
+
+import yaml
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.suites.upstream_flags import Entry, upstream_behaviours, upstream_reasons, upstream_table
+from open_instruct.config.suites.upstream_flags import Entry, upstream_behaviours, upstream_table
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import migrate
 
@@ -86,6 +89,12 @@ FLAGS = """
 
 `every` are those of all commands; where another section has the same flag, that counts for its command.
 """
+
+
+def upstream_reasons() -> dict[str, str]:
+    """Of each flag of ours with another default than upstream's, why."""
+    text = (files("open_instruct.config.suites") / "defaults.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text)["reasons"])
 
 
 def page() -> str:

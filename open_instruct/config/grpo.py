@@ -279,6 +279,7 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     yield from learner_warnings(config)
     yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
     yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
+    yield from mixer_warnings("sft_mixer_list", config.data.sft_mixer_list)
     if config.loss.loss_fn == "cispo" and not config.loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):
             yield f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to clamp it from below too"

@@ -35,8 +35,7 @@ class SampleLoader:
         self.dp_world_size, self.dp_rank = dist.get_world_size(dp_group), dist.get_rank(dp_group)
         self.dataset = dataset
         self.scores = scores
-        self.packs = packs
-        self.num_samples = len(dataset if packs is None else packs)
+        self.samples = [(row,) for row in range(len(dataset))] if packs is None else packs
         self.shape = shape
         self.seed = seed
         self.num_samples_per_step = shape.max_samples_per_rank * self.dp_world_size
@@ -50,22 +49,21 @@ class SampleLoader:
 
     def rest_of_epoch(self) -> Iterator[StepBatch]:
         """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_samples)
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
 
         def build(start: int) -> StepBatch:
             return step_batch(
                 self.dataset,
-                order[start : start + self.num_samples_per_step].tolist(),
+                [self.samples[index] for index in order[start : start + self.num_samples_per_step].tolist()],
                 shape=self.shape,
                 rank=self.dp_rank,
                 num_ranks=self.dp_world_size,
                 scores=self.scores,
-                packs=self.packs,
             )
 
         size = self.num_samples_per_step
         # What a thread has built of the next step is not given out, so a checkpoint knows nothing of it.
-        for step in built_ahead(build, range(self.batches_processed * size, self.num_samples, size)):
+        for step in built_ahead(build, range(self.batches_processed * size, len(self.samples), size)):
             self.batches_processed += 1
             yield step
 

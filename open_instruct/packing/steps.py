@@ -127,21 +127,18 @@ class BatchShape:
 
 def step_batch(
     dataset: TokenDataset,
-    indices: Sequence[int],
+    samples: Sequence[Sequence[int]],
     *,
     shape: BatchShape,
     rank: int,
     num_ranks: int,
     scores: Mapping[str, np.ndarray] | None = None,
-    packs: Sequence[Sequence[int]] | None = None,
 ) -> StepBatch:
-    """Cut the samples `indices` (one global batch) into microbatches and build those of `rank`; see `collate`.
+    """Cut `samples` (one global batch, of each its rows) into microbatches and build those of `rank`; see `collate`.
 
-    `indices` are of rows of the data set, or of `packs`, whose rows stay together. Every rank computes the same plan
-    from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`, `labels` (tokens that are learned)
-    and `tokens`.
+    Every rank computes the same plan from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`,
+    `labels` (tokens that are learned) and `tokens`.
     """
-    samples = [(row,) for row in indices] if packs is None else [packs[index] for index in indices]
     rows = list(chain.from_iterable(samples))
     num_tokens = dataset.num_tokens[rows].tolist()
     in_row = iter(

@@ -251,8 +251,7 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
 
 
 def test_rows_that_are_only_tokenised_are_found_by_the_run(case: TrainCase) -> None:
-    cache = ["--cache_dir", str(case.folder / "other_cache")]
-    command = [*case.command("tokenised", eval_steps=0, max_train_steps=1), *cache]
+    command = case.command("tokenised", eval_steps=0, max_train_steps=1, cache_dir=case.folder / "other_cache")
     only = programs.start(["open_instruct/sft.py", *command, "--cache_dataset_only"])
     said, _ = only.communicate(timeout=100)
     assert only.returncode == 0 and said.count("kept in ") == 2, said
