@@ -148,11 +148,12 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             pad_token_id=pretrained.pad_token_id,
             prefix_sharing=objective.prefix_sharing(config),
         )
-        packs = best_fit(rows.num_tokens.tolist(), shape.max_seq_length) if objective.fills_packs(config) else None
-        num_samples = len(rows if packs is None else packs)
-        num_steps = shape.num_steps(num_samples, optim=config.optim, layout=run.layout)
+        samples: Sequence[Sequence[int]] = [(row,) for row in range(len(rows))]
+        if objective.fills_packs(config):
+            samples = best_fit(range(len(rows)), rows.num_tokens.tolist(), shape.max_seq_length)
+        num_steps = shape.num_steps(len(samples), optim=config.optim, layout=run.layout)
         num_rows_per_step = shape.max_samples_per_rank * run.layout.data_parallel_world_size
-        save_interval = config.run.checkpointing_steps or shape.num_steps_per_epoch(num_samples, layout=run.layout)
+        save_interval = config.run.checkpointing_steps or shape.num_steps_per_epoch(len(samples), layout=run.layout)
         for warning in (*pretrained.warnings, *objective.check_rows(rows, num_rows_per_step, config)):
             run.console.warn(warning)
 
@@ -184,8 +185,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             policy.reference = backend.moving_reference(policy, pretrained, run=run, config=config, **moves)
         loader = SampleLoader(
             rows,
+            samples,
             scores=scores,
-            packs=packs,
             shape=shape,
             seed=config.optim.seed,
             dp_group=policy.dp_process_group,

@@ -18,16 +18,16 @@ from open_instruct.records import StepBatch
 class SampleLoader:
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
-    The last batch of an epoch is the shorter rest: every sample is seen once an epoch. A sample is a row, or one of
-    `packs`. `scores` are frozen values of the rows that the loss is given; see `collate`.
+    The last batch of an epoch is the shorter rest: every one of `samples`, which are rows that stay together, is seen
+    once an epoch. `scores` are frozen values of the rows that the loss is given; see `collate`.
     """
 
     def __init__(
         self,
         dataset: TokenDataset,
+        samples: Sequence[Sequence[int]],
         *,
         scores: Mapping[str, np.ndarray] | None = None,
-        packs: Sequence[Sequence[int]] | None = None,
         shape: BatchShape,
         seed: int,
         dp_group: dist.ProcessGroup | None,
@@ -35,7 +35,7 @@ class SampleLoader:
         self.dp_world_size, self.dp_rank = dist.get_world_size(dp_group), dist.get_rank(dp_group)
         self.dataset = dataset
         self.scores = scores
-        self.samples = [(row,) for row in range(len(dataset))] if packs is None else packs
+        self.samples = samples
         self.shape = shape
         self.seed = seed
         self.num_samples_per_step = shape.max_samples_per_rank * self.dp_world_size

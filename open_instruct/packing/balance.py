@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 Microbatches = tuple[tuple[int, ...], ...]
 """`[microbatch]`: indices of samples, ascending."""
@@ -28,37 +28,17 @@ def deal_to_ranks(num_tokens_of_sample: Sequence[int], num_ranks: int) -> list[l
     return samples_of_rank
 
 
-def first_fit(samples: Sequence[int], num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: each sample, longest first, into the first microbatch with room for it.
+def best_fit(samples: Iterable[int], num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: each sample, longest first, into the pack that it leaves the least room in (2404.10830).
 
-    Where `capacity` holds m of the longest sample, a microbatch that turned one away holds at least m of them,
-    so n * m samples never need more than n microbatches.
-    """
-    microbatches: list[list[int]] = []
-    room: list[int] = []
-    for sample in samples:
-        num_tokens = num_tokens_of_sample[sample]
-        for index, free in enumerate(room):
-            if num_tokens <= free:
-                microbatches[index].append(sample)
-                room[index] -= num_tokens
-                break
-        else:
-            microbatches.append([sample])
-            room.append(capacity - num_tokens)
-    return microbatches
-
-
-def best_fit(num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample, longest first, into the pack that it leaves the least room in.
-
-    Of packs with as much room the one that has had it longest is taken (2404.10830). Equal lengths keep their order.
+    Of packs with as much room it takes the one that has had that the longest. Where `capacity` holds m of the longest
+    sample, a pack that has no room for one holds at least m of them, so n * m samples never need more than n packs.
 
     Example: samples of 3, 9, 5 and 2 tokens in packs of 10 are [[1], [2, 0, 3]].
     """
     packs: list[list[int]] = []
     by_room: list[tuple[int, int, int]] = []  # of each pack its room, since which turn, and its index; ascending
-    longest_first = sorted(range(len(num_tokens_of_sample)), key=lambda sample: (-num_tokens_of_sample[sample], sample))
+    longest_first = sorted(samples, key=lambda sample: (-num_tokens_of_sample[sample], sample))
     for turn, sample in enumerate(longest_first):
         at = bisect_left(by_room, (num_tokens_of_sample[sample],))
         if at == len(by_room):

@@ -15,7 +15,7 @@ import torch
 
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.packing.balance import Microbatches, balanced, first_fit
+from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import groups_that_share, pays
 from open_instruct.records import ROW_VALUES, Batch, Document, ShardLayout, StepBatch
@@ -58,7 +58,7 @@ def plan_step(
 
     def cut(samples: list[int]) -> list[list[int]]:
         if packing:
-            return first_fit(samples, num_tokens_of_sample, max_tokens_per_microbatch)
+            return best_fit(samples, num_tokens_of_sample, max_tokens_per_microbatch)
         starts = range(0, len(samples), max_samples_per_microbatch)
         return [samples[start : start + max_samples_per_microbatch] for start in starts]
 

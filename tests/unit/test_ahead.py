@@ -80,7 +80,7 @@ def test_packs_stay_together_and_each_row_is_seen_once_an_epoch(join_as: JoinAs,
         join_as(rank, num_ranks)
         # Packs have room for 8 tokens of each row of these, however many rows that are.
         shape = shape_of(max_seq_length=64, max_samples_per_microbatch=1, max_microbatches=2 // num_ranks)
-        loader = SampleLoader(pairs, packs=packs, shape=shape, seed=3, dp_group=None)
+        loader = SampleLoader(pairs, packs, shape=shape, seed=3, dp_group=None)
         steps = list(loader.rest_of_epoch())
         seen.append([row for step in steps for row in rows_of(step)])
         order = np.random.default_rng([3, 1]).permutation(7).tolist()
@@ -101,7 +101,7 @@ def test_a_loader_that_goes_on_gives_what_was_not_given_out(join_as: JoinAs) -> 
     join_as(0, 1)
 
     def loader() -> SampleLoader:
-        return SampleLoader(make_pairs(18), shape=shape_of(), seed=3, dp_group=None)
+        return SampleLoader(make_pairs(18), [(row,) for row in range(18)], shape=shape_of(), seed=3, dp_group=None)
 
     whole = list(loader().rest_of_epoch())
     assert len(whole) == 5 and len(whole[-1].microbatches[0].row_ids) == 2

@@ -447,7 +447,7 @@ def plain_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @given(lengths=st.lists(st.integers(1, 24), max_size=60), capacity=st.integers(24, 50))
 def test_best_fit_is_the_papers(lengths: list[int], capacity: int) -> None:
-    assert best_fit(lengths, capacity) == plain_best_fit(lengths, capacity)
+    assert best_fit(range(len(lengths)), lengths, capacity) == plain_best_fit(lengths, capacity)
 
 
 @given(lengths=st.lists(st.integers(1, 32), min_size=1, max_size=60))
@@ -456,4 +456,4 @@ def test_best_fit_is_what_olmo_core_packs(lengths: list[int]) -> None:
     bounds = np.array([(0, length) for length in lengths])
     packs, longest_first, _ = InstancePacker(32).pack_documents(bounds)
     theirs = [[int(longest_first[document, 1]) for document in pack] for pack in packs]
-    assert [[lengths[sample] for sample in pack] for pack in best_fit(lengths, 32)] == theirs
+    assert [[lengths[sample] for sample in pack] for pack in best_fit(range(len(lengths)), lengths, 32)] == theirs
