@@ -213,7 +213,17 @@ def test_flags_that_cannot_work(words: list[str], told: str) -> None:
 
 
 def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
-    words = "--model_name_or_path m --mixer_list rows.jsonl 1.0 --output_dir o --packing_strategy bfd".split()
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--mixer_list",
+        "rows.jsonl",
+        "1.0",
+        "--output_dir",
+        "o",
+        "--packing_strategy",
+        "bfd",
+    ]
     assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(parse(SFT.config_class, words[:-2]))
     with pytest.raises(InputError, match="--packing_strategy bfd is read only with --packing"):
         SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))
