@@ -76,7 +76,7 @@ def main() -> None:
     )
     size = shape.max_samples_per_rank
     asked_for = (
-        step_batch(rows, range(start, start + size), shape=shape, rank=0, num_ranks=1)
+        step_batch(rows, [(row,) for row in range(start, start + size)], shape=shape, rank=0, num_ranks=1)
         for start in range(0, len(rows), size)
     )
     ahead = SampleLoader(rows, shape=shape, seed=0, dp_group=None).rest_of_epoch()

@@ -112,6 +112,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.learner.teacher import OpenedTeacher
     from open_instruct.learner.teacher_rows import compare_with
     from open_instruct.models.lora.adapters import adapters_off
+    from open_instruct.packing.balance import best_fit
     from open_instruct.packing.steps import BatchShape
     from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
@@ -128,16 +129,19 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     with open_run(config, objective.name) as run:
         pretrained = open_pretrained(config, run.directory.hf_model, layout=run.layout, head=objective.head)
         more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
+        form, own = objective.rows_of(config), objective.row_arguments(config)
+        read = partial(load_datasets, form, config, pretrained=pretrained, console=run.console, own=own)
+        if config.data.cache_dataset_only:
+            read()
+            return 0
         config = planned_run(config, run, pretrained.folder)
         loss = objective.bound(config, pretrained.tokenizer)
         if pretrained.adapter is not None:
             loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
         start_model = start_model_of(pretrained, run)
-        form = objective.rows_of(config)
         taught = objective.teacher(config)
         teacher = None if taught is None else OpenedTeacher.of(taught, pretrained, config=config, layout=run.layout)
-        own = objective.row_arguments(config)
-        rows, heldout_rows = load_datasets(form, config, pretrained=pretrained, console=run.console, own=own)
+        rows, heldout_rows = read()
         shape = BatchShape.of(
             config.optim,
             config.data,
@@ -146,9 +150,12 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             pad_token_id=pretrained.pad_token_id,
             prefix_sharing=objective.prefix_sharing(config),
         )
-        num_steps = shape.num_steps(len(rows), optim=config.optim, layout=run.layout)
+        samples: Sequence[Sequence[int]] = [(row,) for row in range(len(rows))]
+        if objective.fills_packs(config):
+            samples = best_fit(range(len(rows)), rows.num_tokens.tolist(), shape.max_seq_length)
+        num_steps = shape.num_steps(len(samples), optim=config.optim, layout=run.layout)
         num_rows_per_step = shape.max_samples_per_rank * run.layout.data_parallel_world_size
-        save_interval = config.run.checkpointing_steps or shape.num_steps_per_epoch(len(rows), layout=run.layout)
+        save_interval = config.run.checkpointing_steps or shape.num_steps_per_epoch(len(samples), layout=run.layout)
         for warning in (*pretrained.warnings, *objective.check_rows(rows, num_rows_per_step, config)):
             run.console.warn(warning)
 
@@ -180,6 +187,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
             policy.reference = backend.moving_reference(policy.backend, pretrained, run=run, config=config, **moves)
         loader = SampleLoader(
             rows,
+            samples,
             scores=scores,
             shape=shape,
             seed=config.optim.seed,

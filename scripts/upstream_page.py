@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
+
+import yaml
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.suites.upstream_flags import Entry, upstream_behaviours, upstream_reasons, upstream_table
+from open_instruct.config.suites.upstream_flags import Entry, upstream_behaviours, upstream_table
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import migrate
 
@@ -39,7 +42,8 @@ open-instruct migrate-args dpo -- --model_name_or_path allenai/OLMo-2-1124-7B-SF
 - It prints the command here, with the flags that bring upstream's defaults; what is called otherwise; what is left out,
   and why nothing is learned differently; what cannot be had; and every default that differs.
 - The exit code is 0 where the run is the same, 2 where something cannot be had. The same means: the same rows, loss,
-  schedule and rewards. Order of rows, rounding and sampled tokens differ.
+  schedule and rewards, but for what differs by no flag, which is printed and in the second table below. Order of
+  rows, rounding and sampled tokens differ.
 - Where the launch names a stage of DeepSpeed, the command is for FSDP2, and a second line has the words that make it a
   run on DeepSpeed ([backends.md](backends.md)).
 - Of a model the name is looked at: one of a family that cannot be loaded is refused.
@@ -60,8 +64,24 @@ which one line says. One that cannot be had is refused with its sentence.
 BEHAVIOURS = """
 By no flag:
 
-| command | what | upstream | here |
+| command, or upstream's trainer | what | upstream | here |
 |---|---|---|---|
+"""
+
+ROWS_OF_TOKENS = """
+## Rows of tokens
+
+`olmo_core_finetune.py` fills rows of `--max_seq_length` tokens with whole conversations before it trains, longest
+first, each into the fullest row that still takes it; its batches count those rows. `--packing_strategy bfd` is the same
+([packing.md](packing.md#rows-that-are-filled-once)). No conversation is cut at the end of a row, and none sees another.
+
+Of its eight launches, all in scripts/train/debug (August 2026), four are the same run here: `oc_sft.sh`,
+`oc_sft_cache.sh`, `oc_sft_multinode.sh` and the first of `oc_sft_olmo3_7b_1node.sh`, which tokenises. Not the same are
+
+- the second of `oc_sft_olmo3_7b_1node.sh`, and `oc_sft_olmo3_7b_full.sh`: they scale RoPE by a flag. Write
+  `rope_scaling` into the checkpoint's config.json and leave `--rope_scaling_factor` out. The latter starts from a
+  checkpoint of OLMo-core: convert that to a Hugging Face one before.
+- both of `oc_sft_olmo_hybrid_7b_1node.sh`: OLMo Hybrid cannot be loaded.
 """
 
 FLAGS = """
@@ -69,6 +89,12 @@ FLAGS = """
 
 `every` are those of all commands; where another section has the same flag, that counts for its command.
 """
+
+
+def upstream_reasons() -> dict[str, str]:
+    """Of each flag of ours with another default than upstream's, why."""
+    text = (files("open_instruct.config.suites") / "defaults.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text)["reasons"])
 
 
 def page() -> str:
@@ -81,10 +107,10 @@ def page() -> str:
             cells = f"`{theirs}` | `{ours}`"
             parts.append(f"| `--{name}` ({', '.join(commands)}) | {cells} | {reasons[name]} |\n")
     parts.append(BEHAVIOURS)
-    for command in TRAINERS:
-        for what, (theirs, ours) in upstream_behaviours(command).items():
-            parts.append(f"| {command} | {what} | {theirs} | {ours} |\n")
-    parts.append(FLAGS)
+    for of in dict.fromkeys(name for command, trainers in TRAINERS.items() for name in (command, *trainers)):
+        for what, (theirs, ours) in upstream_behaviours(of).items():
+            parts.append(f"| {of} | {what} | {theirs} | {ours} |\n")
+    parts += [ROWS_OF_TOKENS, FLAGS]
     for section in ("every", *TRAINERS):
         parts.append(f"\n### {section}\n\n| flag | |\n|---|---|\n")
         parts += [f"| `--{name}` | {_told(entry)} |\n" for name, entry in sorted(upstream_table(section).items())]
@@ -99,7 +125,8 @@ def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
             rows = "mixer_list" if trainer.startswith(("dpo", "olmo")) else "dataset_mixer_list"
             words = [f"open_instruct/{trainer}.py", f"--{rows}", "r", "1.0", *ALL_SECTIONS_READ]
             migration = migrate(command, read_launch(command, words))
-            for name in migration.defaults.keys() - upstream_behaviours(command).keys():
+            by_no_flag = upstream_behaviours(command) | upstream_behaviours(trainer)
+            for name in migration.defaults.keys() - by_no_flag.keys():
                 theirs, ours = map(spelled, migration.defaults[name].values())
                 trainers_of = found.setdefault(name, {}).setdefault((theirs, ours), [])
                 trainers_of += (

@@ -277,8 +277,8 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
     yield from learner_warnings(config)
-    yield from mixer_warnings("dataset_mixer_list", config.data.dataset_mixer_list)
-    yield from mixer_warnings("dataset_mixer_eval_list", config.data.dataset_mixer_eval_list)
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list", "sft_mixer_list"):
+        yield from mixer_warnings(flag, getattr(config.data, flag))
     if config.loss.loss_fn == "cispo" and not config.loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):
             yield f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to clamp it from below too"

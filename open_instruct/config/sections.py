@@ -95,6 +95,8 @@ class DataSection:
         None,
     )
 
+    cache_dataset_only: bool = free_flag("tokenise and store the rows, then stop; no GPU is needed", False)
+
     length_flags: ClassVar[str] = "--max_seq_length"
 
 
@@ -104,6 +106,17 @@ class PreferenceDataSection(DataSection):
 
     prefix_sharing: PrefixSharing = free_flag(
         "compute the prompt of a pair once for both replies; 'auto' where that saves at least 5% of the tokens", "auto"
+    )
+
+
+@dataclass(kw_only=True)
+class SFTDataSection(DataSection):
+    """Data"""
+
+    packing_strategy: Literal["step", "bfd"] = flag(
+        "what a batch counts: 'step' counts conversations, and packs those of each step; 'bfd' counts rows of "
+        "--max_seq_length that are filled once with whole conversations, best fit first",
+        "step",
     )
 
 

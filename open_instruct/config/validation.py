@@ -26,6 +26,7 @@ READ_ONLY_WITH = {
     "tokenizer_name_or_path": ("tokenizer_revision",),
     "activation_checkpointing selected_modules": ("activation_checkpointing_modules",),
     "eval_mixer_list": ("eval_mixer_list_splits", "eval_steps"),
+    "packing": ("packing_strategy",),
     "ref_policy_update_freq": ("alpha",),
     "f_divergence_type alpha_divergence": ("f_alpha_divergence_coef",),
     "kd_loss jsd": ("kd_beta",),
@@ -197,8 +198,8 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     for given in changed(config, "weight_decay_on"):
         if not config.optim.weight_decay or config.optim.optimizer == "muon":
             yield f"{given} is read only with a --weight_decay above 0, and by AdamW; leave it out"
-    if config.run.push_to_hub and "cache_logprobs_only" in flags_of(type(config)):
-        for given in changed(config, "cache_logprobs_only"):
+    if config.run.push_to_hub:
+        for given in changed(config, *flags_of(type(config)).keys() & {"cache_dataset_only", "cache_logprobs_only"}):
             yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
         yield "--output_dir is empty: name a folder"

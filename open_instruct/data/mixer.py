@@ -31,13 +31,6 @@ class MixerEntry:
     split: str
     flag: str = "--mixer_list"
 
-    @property
-    def warning(self) -> str | None:
-        """What is allowed but is seldom meant."""
-        if isinstance(self.amount, int) and self.amount == 1:
-            return f"{self.flag}: {self.name} 1 takes one row; did you mean 1.0, all of its rows?"
-        return None
-
     def count(self, num_rows: int) -> int:
         """Rows to take out of `num_rows`, rounded half up; more than `num_rows` when it upsamples.
 

@@ -171,7 +171,7 @@ class RowBuilder(ABC):
 
         order_N = np.concatenate(kept_of_N)
         arrays = self._arrays(order_N)
-        warnings = [entry.warning for entry in entries if entry.warning]
+        warnings: list[str] = []
         if self.num_without_end:
             warnings.append(
                 f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "

@@ -79,8 +79,8 @@ class Scorer:
         size = self.shape.max_samples_per_rank * num_ranks
 
         def build(start: int) -> StepBatch:
-            indices = [rows[j] for j in order[start : start + size]]
-            return step_batch(dataset, indices, shape=self.shape, rank=rank, num_ranks=num_ranks)
+            samples = [(rows[j],) for j in order[start : start + size]]
+            return step_batch(dataset, samples, shape=self.shape, rank=rank, num_ranks=num_ranks)
 
         with self.console.counting(title) as on_progress:
             for done, step in enumerate(built_ahead(build, range(0, len(order), size)), start=1):

@@ -20,7 +20,7 @@ from open_instruct.models.hf_config import load_hf_config
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
 from open_instruct.models.names import Head, TensorNames
 from open_instruct.objectives.prm import REWARD_TOKENS
-from open_instruct.packing.balance import first_fit
+from open_instruct.packing.balance import best_fit
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Document
 
@@ -80,9 +80,8 @@ class ScoringModel:
     def scores(self, documents: Sequence[Document], *, batch_tokens: int) -> list[list[float]]:
         """What the model says at each place of each document; packed, documents of like length together."""
         lengths = list(map(len, documents))
-        longest_first = sorted(range(len(documents)), key=lambda document: -lengths[document])
         scores: list[list[float]] = [[] for _ in documents]
-        for batch in first_fit(longest_first, lengths, max(batch_tokens, max(lengths, default=0))):
+        for batch in best_fit(range(len(lengths)), lengths, max(batch_tokens, max(lengths, default=0))):
             packed = pack_documents([documents[document] for document in batch])
             said = token_logprobs(self.model, packed, device=self.device, classes=self.classes)
             values_N = said.logprobs_N.exp() if self.classes else said.logprobs_N

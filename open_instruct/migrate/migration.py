@@ -66,7 +66,7 @@ def migrate(command: str, sheet: Sheet) -> Migration:
         elif source != ours:
             renamed[source] = f"is --{' '.join([ours, *words])} here"
         arguments += [f"--{ours}", *words]
-    for what, (theirs, here) in upstream_behaviours(command).items():
+    for what, (theirs, here) in (upstream_behaviours(command) | upstream_behaviours(sheet.trainer)).items():
         defaults[what] = {"upstream": theirs, "here": here}
     # What a run would refuse is not had.
     for line in [] if sheet.refused else _problems(command, config_class, arguments):

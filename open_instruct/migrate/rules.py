@@ -123,11 +123,6 @@ def _memory(sheet: Sheet) -> None:
 
 
 def _rows(command: str, sheet: Sheet) -> None:
-    if sheet.trainer == "olmo_core_finetune":
-        sheet.refused["per_device_train_batch_size"] = (
-            "counts windows of --max_seq_length tokens, full of conversations, in olmo_core_finetune.py, and "
-            "conversations here; the rows of a step are others"
-        )
     if command != "reward_model" and sheet.word("max_seq_length") == "none":
         sheet.refuse("max_seq_length", "is left out, so upstream cuts nothing; give the longest that is to be learned")
     sheet.drop("is worked out anew by upstream, from --num_evals", "eval_freq")

@@ -167,6 +167,7 @@ class Objective:
         teacher: the frozen model, under these flags, that the policy is compared with; None where there is none.
         bind: the loss under the flags of a run.
         prefix_sharing: whether, under these flags, the documents of a row share their prompt.
+        fills_packs: whether, under these flags, a step counts packs of rows, filled before training, in place of rows.
         evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher (N, 2D): behind them
             the sums of what was compared) and the reference's; None where there is nothing to tell of them.
         head: what the model says at a position; its first head is drawn where the start model has another.
@@ -188,6 +189,7 @@ class Objective:
     only_scores: Callable[[Any], bool] = lambda config: False
     teacher: Callable[[Any], Teacher | None] = lambda config: None
     prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
+    fills_packs: Callable[[Any], bool] = lambda config: False
     evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
     head: Head = "vocabulary"
     row_arguments: Callable[[Any], Mapping[str, Any]] = lambda config: {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from open_instruct.config.sections import SFTOptimSection
+from open_instruct.config.sections import SFTDataSection, SFTOptimSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.mean_metrics import mean_metrics
@@ -29,6 +29,7 @@ class SFTConfig(TrainingConfig):
         "open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm",
     )
 
+    data: SFTDataSection
     optim: SFTOptimSection
 
 
@@ -57,5 +58,6 @@ SFT = Objective(
     config_class=SFTConfig,
     rows=SFTBuilder,
     bind=lambda config: BoundLoss(function=cross_entropy),
+    fills_packs=lambda config: config.data.packing_strategy == "bfd",
     evaluate=evaluate,
 )

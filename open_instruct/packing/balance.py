@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 
 Microbatches = tuple[tuple[int, ...], ...]
 """`[microbatch]`: indices of samples, ascending."""
@@ -27,25 +28,26 @@ def deal_to_ranks(num_tokens_of_sample: Sequence[int], num_ranks: int) -> list[l
     return samples_of_rank
 
 
-def first_fit(samples: Sequence[int], num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: each sample, longest first, into the first microbatch with room for it.
+def best_fit(samples: Iterable[int], num_tokens_of_sample: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: each sample, longest first, into the pack that it leaves the least room in (2404.10830).
 
-    Where `capacity` holds m of the longest sample, a microbatch that turned one away holds at least m of them,
-    so n * m samples never need more than n microbatches.
+    Of packs with as much room it takes the one that has had that the longest. Where `capacity` holds m of the longest
+    sample, a pack that has no room for one holds at least m of them, so n * m samples never need more than n packs.
+
+    Example: samples of 3, 9, 5 and 2 tokens in packs of 10 are [[1], [2, 0, 3]].
     """
-    microbatches: list[list[int]] = []
-    room: list[int] = []
-    for sample in samples:
-        num_tokens = num_tokens_of_sample[sample]
-        for index, free in enumerate(room):
-            if num_tokens <= free:
-                microbatches[index].append(sample)
-                room[index] -= num_tokens
-                break
-        else:
-            microbatches.append([sample])
-            room.append(capacity - num_tokens)
-    return microbatches
+    packs: list[list[int]] = []
+    by_room: list[tuple[int, int, int]] = []  # of each pack its room, since which turn, and its index; ascending
+    longest_first = sorted(samples, key=lambda sample: (-num_tokens_of_sample[sample], sample))
+    for turn, sample in enumerate(longest_first):
+        at = bisect_left(by_room, (num_tokens_of_sample[sample],))
+        if at == len(by_room):
+            by_room.append((capacity, turn, len(packs)))
+            packs.append([])
+        room, _, pack = by_room.pop(at)
+        packs[pack].append(sample)
+        insort(by_room, (room - num_tokens_of_sample[sample], turn, pack))
+    return packs
 
 
 def balanced(

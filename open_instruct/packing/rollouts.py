@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from open_instruct.config.sections import PrefixSharing
-from open_instruct.packing.balance import Microbatches, balanced, first_fit
+from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import pays, runs_of_one_prompt
 from open_instruct.records import USUAL_WEIGHTS, Batch, Document, RolloutSample, StepBatch
@@ -138,7 +138,7 @@ def _plan_chunks(chunks: Sequence[Chunk], *, num_ranks: int, capacity: int) -> t
     """Tokens of the busiest rank, and the samples of each rank's microbatches."""
     num_tokens = [chunk.num_tokens for chunk in chunks]
     plan = balanced(
-        num_tokens, num_ranks=num_ranks, cut=partial(first_fit, num_tokens_of_sample=num_tokens, capacity=capacity)
+        num_tokens, num_ranks=num_ranks, cut=partial(best_fit, num_tokens_of_sample=num_tokens, capacity=capacity)
     )
     busiest = max(sum(num_tokens[i] for microbatch in microbatches for i in microbatch) for microbatches in plan)
     samples = tuple(

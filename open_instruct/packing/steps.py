@@ -1,19 +1,21 @@
 """One global batch: which rank takes which samples in which microbatch, and this rank's part of it as tensors.
 
-A sample is what a row of the data set became: a preference pair (two documents), a conversation (one).
+A sample is what a row of the data set became: a preference pair (two documents), a conversation (one); or a pack of
+several such rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
 
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.packing.balance import Microbatches, balanced, first_fit
+from open_instruct.packing.balance import Microbatches, balanced, best_fit
 from open_instruct.packing.documents import lay_out
 from open_instruct.packing.prefixes import groups_that_share, pays
 from open_instruct.records import ROW_VALUES, Batch, Document, ShardLayout, StepBatch
@@ -56,7 +58,7 @@ def plan_step(
 
     def cut(samples: list[int]) -> list[list[int]]:
         if packing:
-            return first_fit(samples, num_tokens_of_sample, max_tokens_per_microbatch)
+            return best_fit(samples, num_tokens_of_sample, max_tokens_per_microbatch)
         starts = range(0, len(samples), max_samples_per_microbatch)
         return [samples[start : start + max_samples_per_microbatch] for start in starts]
 
@@ -125,25 +127,26 @@ class BatchShape:
 
 def step_batch(
     dataset: TokenDataset,
-    indices: Sequence[int],
+    samples: Sequence[Sequence[int]],
     *,
     shape: BatchShape,
     rank: int,
     num_ranks: int,
     scores: Mapping[str, np.ndarray] | None = None,
 ) -> StepBatch:
-    """Cut the samples `indices` (one global batch) into microbatches and build those of `rank`; see `collate`.
+    """Cut `samples` (one global batch, of each its rows) into microbatches and build those of `rank`; see `collate`.
 
     Every rank computes the same plan from lengths alone, so nothing is exchanged. The counts are of all ranks: `rows`,
     `labels` (tokens that are learned) and `tokens`.
     """
-    rows = list(indices)
+    rows = list(chain.from_iterable(samples))
     num_tokens = dataset.num_tokens[rows].tolist()
+    in_row = iter(
+        num_packed_tokens(*lengths, dataset.documents_per_row, shape.prefix_sharing)
+        for lengths in zip(num_tokens, dataset.prompt_lengths[rows].tolist(), strict=True)
+    )
     plan = plan_step(
-        [
-            num_packed_tokens(*lengths, dataset.documents_per_row, shape.prefix_sharing)
-            for lengths in zip(num_tokens, dataset.prompt_lengths[rows].tolist(), strict=True)
-        ],
+        [sum(islice(in_row, len(sample))) for sample in samples],
         num_ranks=num_ranks,
         max_samples_per_microbatch=shape.max_samples_per_microbatch,
         max_tokens_per_microbatch=shape.max_tokens_per_microbatch,
@@ -152,7 +155,7 @@ def step_batch(
     )
     microbatches = []
     for microbatch in plan[rank]:
-        of_microbatch = [rows[sample] for sample in microbatch]
+        of_microbatch = [row for sample in microbatch for row in samples[sample]]
         microbatches.append(
             collate(
                 [dataset[row] for row in of_microbatch],

@@ -339,6 +339,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     has_scores = objective.needs_reference(config) and not moves
     loader = SampleLoader(
         rows,
+        [(row,) for row in range(len(rows))],
         scores={REFERENCE: np.zeros((len(rows), form.documents_per_row), np.float32)} if has_scores else {},
         shape=BatchShape.of(
             config.optim,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -122,12 +123,15 @@ def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
         assert_same(one_process, name)
 
 
-def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase) -> None:
-    """An implementation of nobody here: its own model, its own template, its own cross-entropy."""
-    tokenizer = AutoTokenizer.from_pretrained(one_process.model)
-    model = AutoModelForCausalLM.from_pretrained(one_process.model, dtype=torch.float32)
-    total, num_labels = 0.0, 0
-    for row in read(one_process.rows):
+def sums_of_transformers(case: TrainCase, *, max_seq_length: int) -> list[tuple[int, float, int]]:
+    """Of each row that is learned: its tokens, the sum of -log p over those of its replies, and how many these are.
+
+    An implementation of nobody here: its own model, its own template, its own cross-entropy.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(case.model)
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+    sums = []
+    for row in read(case.rows):
         ids, is_reply = [], []
         for turn in range(len(row["messages"])):
             if row["messages"][turn]["role"] != "assistant":
@@ -143,16 +147,55 @@ def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase)
                 piece = tokenizer(text, add_special_tokens=False)["input_ids"]
                 ids += piece
                 is_reply += [learned] * len(piece)
-        ids, is_reply = ids[:192], is_reply[:192]
+        ids, is_reply = ids[:max_seq_length], is_reply[:max_seq_length]
         if not any(is_reply):  # a prompt that fills the length is left out
             continue
-        labels = [token if learned else -100 for token, learned in zip(ids, is_reply, strict=True)]
+        ids = ids[: max(place for place, learned in enumerate(is_reply) if learned) + 1]
+        labels = [token if learned else -100 for token, learned in zip(ids, is_reply, strict=False)]
         with torch.no_grad():
             mean = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
-        total += float(mean) * sum(is_reply)
-        num_labels += sum(is_reply)
+        sums.append((len(ids), float(mean) * sum(is_reply), sum(is_reply)))
+    return sums
+
+
+def test_the_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase) -> None:
+    sums = sums_of_transformers(one_process, max_seq_length=192)
     (first,) = one_process.metrics("whole_data")
-    assert first["loss"] == pytest.approx(total / num_labels, rel=1e-5)
+    assert first["loss"] == pytest.approx(sum(loss for _, loss, _ in sums) / sum(n for *_, n in sums), rel=1e-5)
+
+
+def test_a_batch_of_rows_that_conversations_fill(one_process: TrainCase, run_ranks: RunRanks) -> None:
+    """Each step is the mean over the replies in its rows, on any number of ranks; an epoch has all conversations."""
+    sums = sums_of_transformers(one_process, max_seq_length=512)
+    filled: list[list[int]] = []
+    for row in sorted(range(len(sums)), key=lambda row: -sums[row][0]):
+        rooms = [512 - sum(sums[other][0] for other in others) for others in filled]
+        room = min((room for room in rooms if room >= sums[row][0]), default=None)
+        if room is None:
+            filled.append([row])
+        else:
+            filled[rooms.index(room)].append(row)
+    num_steps = -(-len(filled) // 2)
+    assert num_steps > 1 and len(filled) < len(sums) / 2
+    flags: dict[str, Any] = {"packing_strategy": "bfd", "max_train_steps": num_steps, "learning_rate": 1e-9}
+    flags |= {"eval_steps": 0, "per_device_train_batch_size": 1, "max_seq_length": 512}
+    own = [one_process.command("filled", **flags, gradient_accumulation_steps=2)]
+    start(1, JOB, commands=own, ports=free_ports(1), entry="sft")
+    split = [one_process.command("filled_2", **flags, gradient_accumulation_steps=1)]
+    run_ranks(2, JOB, commands=split, ports=free_ports(1), entry="sft")
+
+    order = np.random.default_rng([42, 1]).permutation(len(filled)).tolist()
+    num_tokens = 0
+    for name in ("filled", "filled_2"):
+        assert len(one_process.metrics(name)) == num_steps
+    for step, start_of_step in enumerate(range(0, len(filled), 2)):
+        rows = [row for one in order[start_of_step : start_of_step + 2] for row in filled[one]]
+        loss = sum(sums[row][1] for row in rows) / sum(sums[row][2] for row in rows)
+        num_tokens += sum(sums[row][0] for row in rows)
+        for name in ("filled", "filled_2"):
+            found = one_process.metrics(name)[step]
+            assert found["loss"] == pytest.approx(loss, rel=1e-5) and found["num_tokens"] == num_tokens
+    assert num_tokens == sum(length for length, *_ in sums)
 
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
@@ -172,14 +215,19 @@ def test_a_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
     Nor do held-out rows, scored after every step of the one and around the other, change what is learned.
     """
     flags: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2, "eval_steps": 1}
+    filled = {"packing_strategy": "bfd", "gradient_accumulation_steps": 2, "batch": 1}
     commands = [
         one_process.command("undisturbed", **flags | {"eval_steps": 0}),
         one_process.command("resumed", **flags, max_train_steps=2),
         one_process.command("resumed", **flags),
+        one_process.command("undisturbed_filled", **flags | {"eval_steps": 0} | filled),
+        one_process.command("resumed_filled", **flags | filled, max_train_steps=2),
+        one_process.command("resumed_filled", **flags | filled),
     ]
-    start(1, JOB, commands=commands, ports=free_ports(3), entry="sft")
-    assert one_process.trajectory("resumed") == one_process.trajectory("undisturbed")
-    assert one_process.weights_digest("resumed") == one_process.weights_digest("undisturbed")
+    start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="sft")
+    for ended in ("", "_filled"):
+        assert one_process.trajectory(f"resumed{ended}") == one_process.trajectory(f"undisturbed{ended}")
+        assert one_process.weights_digest(f"resumed{ended}") == one_process.weights_digest(f"undisturbed{ended}")
     held_out = read(one_process.folder / "resumed" / "eval.jsonl")
     assert [row["step"] for row in held_out] == [0, 1, 2, 3]
     assert [held_out[0], held_out[3]] == read(one_process.folder / "undisturbed" / "eval.jsonl")
@@ -200,3 +248,14 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
     model, report = AutoModelForCausalLM.from_pretrained(case.folder / "cli" / "hf_model", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
+
+
+def test_rows_that_are_only_tokenised_are_found_by_the_run(case: TrainCase) -> None:
+    command = case.command("tokenised", eval_steps=0, max_train_steps=1, cache_dir=case.folder / "other_cache")
+    only = programs.start(["open_instruct/sft.py", *command, "--cache_dataset_only"])
+    said, _ = only.communicate(timeout=100)
+    assert only.returncode == 0 and said.count("kept in ") == 2, said
+    assert not {"metrics.jsonl", "hf_model"} & {path.name for path in (case.folder / "tokenised").iterdir()}
+    run = programs.start(["open_instruct/sft.py", *command])
+    said, _ = run.communicate(timeout=100)
+    assert run.returncode == 0 and said.count("read from ") == 2, said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,12 +72,36 @@ def rows_of(step: StepBatch) -> list[tuple[int, ...]]:
     return [batch.row_ids for batch in step.microbatches]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_packs_stay_together_and_each_row_is_seen_once_an_epoch(join_as: JoinAs, num_ranks: int) -> None:
+    pairs, packs = make_pairs(18), [[3, 1, 0], [2], [4, 5], [6, 7, 8, 9], [10, 11], [12, 13], [14, 15, 16, 17]]
+    seen: list[list[tuple[int, ...]]] = []
+    for rank in range(num_ranks):
+        join_as(rank, num_ranks)
+        # Packs have room for 8 tokens of each row of these, however many rows that are.
+        shape = shape_of(max_seq_length=64, max_samples_per_microbatch=1, max_microbatches=2 // num_ranks)
+        loader = SampleLoader(pairs, packs, shape=shape, seed=3, dp_group=None)
+        steps = list(loader.rest_of_epoch())
+        seen.append([row for step in steps for row in rows_of(step)])
+        order = np.random.default_rng([3, 1]).permutation(7).tolist()
+        for step, start in zip(steps, range(0, 7, 2), strict=True):
+            rows = [row for pack in order[start : start + 2] for row in packs[pack]]
+            assert step.counts == {
+                "rows": len(rows),
+                "labels": int(pairs.num_label_tokens[rows].sum()),
+                "tokens": int(pairs.num_tokens[rows].sum()),
+            }
+    microbatches = [set(batch) for of_rank in seen for batch in of_rank]
+    assert sorted(row for batch in microbatches for row in batch) == list(range(18))
+    assert all(any(set(pack) <= batch for batch in microbatches) for pack in packs)
+
+
 def test_a_loader_that_goes_on_gives_what_was_not_given_out(join_as: JoinAs) -> None:
     """Not what follows the step that was built ahead when the state was saved."""
     join_as(0, 1)
 
     def loader() -> SampleLoader:
-        return SampleLoader(make_pairs(18), shape=shape_of(), seed=3, dp_group=None)
+        return SampleLoader(make_pairs(18), [(row,) for row in range(18)], shape=shape_of(), seed=3, dp_group=None)
 
     whole = list(loader().rest_of_epoch())
     assert len(whole) == 5 and len(whole[-1].microbatches[0].row_ids) == 2

@@ -481,6 +481,7 @@ class TestValidation:
             (["--label_smoothing", "0.1", "--loss_type", "hinge"], "dpo, dpo_norm, simpo, wpo"),
             (["--gamma_beta_ratio", "0.5"], "only --loss_type simpo has a target margin"),
             (["--cache_logprobs_only", "--loss_type", "simpo"], "simpo has no reference"),
+            (["--cache_dataset_only", "--push_to_hub"], "true trains nothing that could be uploaded"),
             (["--cache_logprobs_only", "--loss_type", "sft", "cpo"], "sft cpo has no reference"),
             (
                 ["--loss_type", "dpo", "sft", "--loss_weights", "1"],

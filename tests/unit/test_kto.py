@@ -359,7 +359,9 @@ def step_of(
     filled(policy)  # the train module empties what it is given
     scores = {REFERENCE: reference_ND}
     module.zero_grads()
-    rows = step_batch(dataset, range(len(dataset)), shape=batch_shape, rank=0, num_ranks=1, scores=scores)
+    rows = step_batch(
+        dataset, [(row,) for row in range(len(dataset))], shape=batch_shape, rank=0, num_ranks=1, scores=scores
+    )
     metrics = dict(module.policy.forward_backward(rows))
     gradient = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
     return metrics, gradient

@@ -79,7 +79,10 @@ class TestDefaults:
         assert of("sft", SFT).defaults["num_epochs"] == {"upstream": 2, "here": 1}
         other = of("sft", f"open_instruct/olmo_core_finetune.py {DPO}")
         assert other.defaults["num_epochs"] == {"upstream": 3, "here": 1}
-        assert "counts windows" in other.refused["per_device_train_batch_size"]
+        assert other.is_equivalent and other.defaults["packing_strategy"] == {"upstream": "bfd", "here": "step"}
+        assert "rank" in other.defaults["denominators"]["upstream"] and "documents" in other.defaults
+        assert "microbatch" in of("sft", SFT).defaults["denominators"]["upstream"]
+        assert "documents" not in of("sft", SFT).defaults and "documents" not in of("dpo", DPO).defaults
         assert of("sft", DPO).defaults["num_epochs"]["upstream"] == 3  # by the name of its mixer list
 
     @pytest.mark.parametrize(
@@ -141,6 +144,12 @@ class TestFlags:
             ("grpo", f"{GRPO} --load_ref_policy false --beta 0.0", "beta", 0.0),
             ("grpo", f"{GRPO} --backend_timeout 60", "dist_timeout_s", 3600),
             ("reward_model", f"{SFT} --max_token_length 64", "max_seq_length", 64),
+            ("grpo", f"{GRPO} --masked_mean_axis 1", "loss_denominator", "token"),
+            ("grpo", f"{GRPO} --masked_mean_axis none", "loss_denominator", "token"),
+            ("sft", f"{DPO} --per_device_train_batch_size 1", "packing_strategy", "bfd"),
+            ("sft", f"{SFT} --per_device_train_batch_size 1", "packing_strategy", "step"),
+            ("sft", f"{DPO} --cache_dataset_only", "cache_dataset_only", True),
+            ("dpo", f"{DPO} --cache_dataset_only", "cache_dataset_only", True),
             ("reward_model", SFT, "adam_epsilon", 1e-5),
             ("reward_model", SFT, "weight_decay", 0.01),
             ("reward_model", SFT, "weight_decay_on", "all"),
@@ -210,6 +219,8 @@ class TestFlags:
             ("dpo", f"{DPO} --model_name_or_path EleutherAI/pythia-14m", "model_name_or_path", "the family Pythia"),
             ("grpo", f"{GRPO} --llm_judge_model gpt", "llm_judge_model", "not had yet"),
             ("grpo", f"{GRPO} --loss_denominator 4096", "loss_denominator", "use token"),
+            ("grpo", f"{GRPO} --masked_mean_axis 0", "masked_mean_axis", "any other axis"),
+            ("grpo", f"{GRPO} --cache_dataset_only", "cache_dataset_only", "at the start of a run"),
             ("grpo", f"{GRPO} --vllm_top_p 0.9", "vllm_top_p", "biased"),
             ("grpo", f"{GRPO} --remap_verifier general_rubric=rubric", "remap_verifier", "not had yet"),
         ],

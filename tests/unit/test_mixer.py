@@ -55,12 +55,6 @@ def test_lists_that_are_refused(words: list[str], message: str) -> None:
     assert str(caught.value).startswith("--mixer_list")
 
 
-def test_a_count_of_one_warns_and_a_fraction_of_one_does_not() -> None:
-    one, whole, two = parse_mixer_list(["a", "1", "b", "1.0", "c", "2"])
-    assert one.warning is not None and "did you mean 1.0" in one.warning
-    assert whole.warning is None and two.warning is None
-
-
 @pytest.mark.parametrize(
     ("amount", "num_rows", "expected"),
     [

@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from olmo_core.data.utils import InstancePacker
 
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs, preference_loss
+from open_instruct.packing.balance import best_fit
 from open_instruct.packing.documents import empty_batch, kept_positions, pack_documents, pad_documents
 from open_instruct.packing.steps import collate, plan_step
 from open_instruct.records import IGNORE_INDEX, ROW_VALUES, Batch, Document, PackedBatch, Span
@@ -421,3 +423,37 @@ def test_numbers_that_came_with_the_rows_follow_them() -> None:
     batch = collate(rows, (4, 2), packing=True, pad_token_id=PAD, row_values=values)
     assert batch.values[ROW_VALUES].tolist() == [0.5, 1.0, 2.0]
     assert collate([], (), packing=True, pad_token_id=PAD, row_values=[]).values[ROW_VALUES].tolist() == []
+
+
+# --- packs -----------------------------------------------------------------------------------------
+
+
+def plain_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """The paper's sentence, carried out: every pack is looked at."""
+    packs: list[list[int]] = []
+    waiting_since: list[int] = []
+    for turn, sample in enumerate(sorted(range(len(lengths)), key=lambda sample: -lengths[sample])):
+        rooms = [capacity - sum(lengths[other] for other in pack) for pack in packs]
+        fitting = [pack for pack in range(len(packs)) if rooms[pack] >= lengths[sample]]
+        if fitting:
+            chosen = min(fitting, key=lambda pack: (rooms[pack], waiting_since[pack]))
+            packs[chosen].append(sample)
+            waiting_since[chosen] = turn
+        else:
+            packs.append([sample])
+            waiting_since.append(turn)
+    return packs
+
+
+@given(lengths=st.lists(st.integers(1, 24), max_size=60), capacity=st.integers(24, 50))
+def test_best_fit_is_the_papers(lengths: list[int], capacity: int) -> None:
+    assert best_fit(range(len(lengths)), lengths, capacity) == plain_best_fit(lengths, capacity)
+
+
+@given(lengths=st.lists(st.integers(1, 32), min_size=1, max_size=60))
+def test_best_fit_is_what_olmo_core_packs(lengths: list[int]) -> None:
+    """Which of several conversations of one length goes where is not settled there."""
+    bounds = np.array([(0, length) for length in lengths])
+    packs, longest_first, _ = InstancePacker(32).pack_documents(bounds)
+    theirs = [[int(longest_first[document, 1]) for document in pack] for pack in packs]
+    assert [[lengths[sample] for sample in pack] for pack in best_fit(range(len(lengths)), lengths, 32)] == theirs

@@ -146,12 +146,6 @@ def test_a_change_of_the_mixture_keeps_the_keys_of_rows(load: Load, tmp_path: Pa
     assert {half.key(i) for i in range(len(half))} < {more.key(i) for i in range(len(more))}
 
 
-def test_a_count_of_one_is_in_the_report(load: Load, tmp_path: Path) -> None:
-    _, report = load(numbered(tmp_path / "rows.jsonl", 4), "1")
-    assert report.num_pairs == 1
-    assert any("did you mean 1.0" in line for line in report.lines())
-
-
 # --- truncation and filtering ---------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def step_of(microbatches: int, folder: Path) -> tuple[Centered, float, torch.Ten
     module._trainer = recorder = Recorder(folder)  # type: ignore[assignment]
     shape = shape_of(max_samples_per_microbatch=4 // microbatches, max_microbatches=microbatches, packing=False)
     module.zero_grads()
-    module.train_batch({"step": step_batch(make_pairs(4), range(4), shape=shape, rank=0, num_ranks=1)})
+    module.train_batch({"step": step_batch(make_pairs(4), [(0,), (1,), (2,), (3,)], shape=shape, rank=0, num_ranks=1)})
     gradients = [parameter.grad.flatten() for parameter in module.model.parameters() if parameter.grad is not None]
     return loss, recorder.metrics["loss"], torch.cat(gradients)
 

@@ -172,7 +172,7 @@ def test_a_cut_takes_whole_steps_with_their_labels(folder: Path, tmp_path: Path,
         packing=True,
         pad_token_id=0,
     )
-    step = step_batch(dataset, [0, 1], shape=shape, rank=0, num_ranks=1)
+    step = step_batch(dataset, [(0,), (1,)], shape=shape, rank=0, num_ranks=1)
     assert step.counts["labels"] == 2 and step.microbatches[0].values[ROW_VALUES].tolist() == [1, 1]
 
 

@@ -18,6 +18,7 @@ from open_instruct.data.rows import MalformedRow
 from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError
+from open_instruct.objectives.registry import objective_named
 from open_instruct.objectives.sft import SFT, SFTConfig
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import IGNORE_INDEX, Document
@@ -209,3 +210,23 @@ def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
 def test_flags_that_cannot_work(words: list[str], told: str) -> None:
     with pytest.raises(InputError, match=told):
         SFT.validate(parse(SFTConfig, [*WORDS, *words]))
+
+
+def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--mixer_list",
+        "rows.jsonl",
+        "1.0",
+        "--output_dir",
+        "o",
+        "--packing_strategy",
+        "bfd",
+    ]
+    assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(parse(SFT.config_class, words[:-2]))
+    with pytest.raises(InputError, match="--packing_strategy bfd is read only with --packing"):
+        SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))
+    for name in ("dpo", "kto", "reward_model", "prm", "distill"):
+        with pytest.raises(InputError, match="--packing_strategy is called --packing here"):
+            parse(objective_named(name).config_class, words)

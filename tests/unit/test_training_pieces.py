@@ -114,7 +114,7 @@ class TestLoading:
     def test_ranks_share_a_global_batch(self, num_ranks: int) -> None:
         pairs = make_pairs(4)
         steps = [
-            step_batch(pairs, [3, 1, 0, 2], shape=shape_of(), rank=rank, num_ranks=num_ranks)
+            step_batch(pairs, [(3,), (1,), (0,), (2,)], shape=shape_of(), rank=rank, num_ranks=num_ranks)
             for rank in range(num_ranks)
         ]
         rows = [row for step in steps for batch in step.microbatches for row in batch.row_ids]
@@ -126,7 +126,7 @@ class TestLoading:
     def test_reference_follows_its_rows(self) -> None:
         pairs = make_pairs(4)
         scores = {"reference_logps": np.array([[row, 10 + row] for row in range(4)], dtype=np.float32)}
-        step = step_batch(pairs, [2, 0, 3], shape=shape_of(), rank=0, num_ranks=1, scores=scores)
+        step = step_batch(pairs, [(2,), (0,), (3,)], shape=shape_of(), rank=0, num_ranks=1, scores=scores)
         for batch in step.microbatches:
             expected = [*batch.row_ids, *(10 + row for row in batch.row_ids)]
             assert batch.values["reference_logps_S"].tolist() == expected

@@ -65,15 +65,9 @@ def upstream_defaults(trainer: str) -> dict[str, list[str]]:
 
 
 @cache
-def upstream_reasons() -> dict[str, str]:
-    """Of each flag of ours with another default than upstream's, why."""
-    return dict(_read("defaults.yaml")["reasons"])
-
-
-@cache
-def upstream_behaviours(command: str) -> dict[str, list[str]]:
-    """What differs by no flag: how it is upstream, and here."""
-    return dict(_read("defaults.yaml")["behaviours"][command])
+def upstream_behaviours(of: str) -> dict[str, list[str]]:
+    """What differs by no flag for a command, or for one trainer of upstream's: how it is there, and here."""
+    return dict(_read("defaults.yaml")["behaviours"].get(of, {}))
 
 
 @cache

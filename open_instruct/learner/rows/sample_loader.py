@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ from open_instruct.records import StepBatch
 class SampleLoader:
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
-    The last batch of an epoch is the shorter rest: every sample is seen once an epoch. `scores` are frozen values of
-    the samples that the loss is given; see `collate`.
+    The last batch of an epoch is the shorter rest: every one of `samples`, which are rows that stay together, is seen
+    once an epoch. `scores` are frozen values of the rows that the loss is given; see `collate`.
     """
 
     def __init__(
         self,
         dataset: TokenDataset,
+        samples: Sequence[Sequence[int]],
         *,
         scores: Mapping[str, np.ndarray] | None = None,
         shape: BatchShape,
@@ -34,6 +35,7 @@ class SampleLoader:
         self.dp_world_size, self.dp_rank = dist.get_world_size(dp_group), dist.get_rank(dp_group)
         self.dataset = dataset
         self.scores = scores
+        self.samples = samples
         self.shape = shape
         self.seed = seed
         self.num_samples_per_step = shape.max_samples_per_rank * self.dp_world_size
@@ -47,12 +49,12 @@ class SampleLoader:
 
     def rest_of_epoch(self) -> Iterator[StepBatch]:
         """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
 
         def build(start: int) -> StepBatch:
             return step_batch(
                 self.dataset,
-                order[start : start + self.num_samples_per_step].tolist(),
+                [self.samples[index] for index in order[start : start + self.num_samples_per_step].tolist()],
                 shape=self.shape,
                 rank=self.dp_rank,
                 num_ranks=self.dp_world_size,
@@ -61,7 +63,7 @@ class SampleLoader:
 
         size = self.num_samples_per_step
         # What a thread has built of the next step is not given out, so a checkpoint knows nothing of it.
-        for step in built_ahead(build, range(self.batches_processed * size, len(self.dataset), size)):
+        for step in built_ahead(build, range(self.batches_processed * size, len(self.samples), size)):
             self.batches_processed += 1
             yield step
 
