@@ -29,7 +29,7 @@ from gpu_check.runner import check_environment
 from open_instruct.data.chat import load_tokenizer
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.toys.synthetic import write_synthetic_preferences
 from open_instruct.toys.tiny import SIZES, write_tiny_model
 

@@ -134,10 +134,10 @@ class Learner:
         import torch
 
         from open_instruct.models.build import build_model, materialize
-        from open_instruct.models.checkpoint_files import CheckpointFiles
-        from open_instruct.models.hf_config import load_hf_config
+        from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+        from open_instruct.models.hf.hf_config import load_hf_config
+        from open_instruct.models.hf.names import TensorNames
         from open_instruct.models.load import stream_load
-        from open_instruct.models.names import TensorNames
         from open_instruct.weights.sender import WeightSender
         from open_instruct.weights.ways import choose_backend
 

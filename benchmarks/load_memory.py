@@ -75,12 +75,12 @@ def worker(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
     from transformers import AutoModelForCausalLM, Olmo2ForCausalLM
 
     from open_instruct.models.build import build_model
-    from open_instruct.models.checkpoint_files import CheckpointFiles
     from open_instruct.models.export import export_hf
     from open_instruct.models.family import transformer_config
-    from open_instruct.models.hf_config import load_hf_config
+    from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+    from open_instruct.models.hf.hf_config import load_hf_config
+    from open_instruct.models.hf.names import TensorNames
     from open_instruct.models.load import check_cover, parameter_shapes, stream_load
-    from open_instruct.models.names import TensorNames
 
     del AutoModelForCausalLM, Olmo2ForCausalLM  # imported so that nobody's time includes the import
     dist.init_process_group("gloo")
@@ -202,7 +202,7 @@ def main() -> None:
         task, way, checkpoint, scratch = arguments.worker
         return worker(task, way, Path(checkpoint), Path(scratch))
 
-    from open_instruct.models.checkpoint_files import CheckpointFiles
+    from open_instruct.models.hf.checkpoint_files import CheckpointFiles
     from open_instruct.toys.tiny import write_tiny_model
 
     with tempfile.TemporaryDirectory(dir=arguments.scratch_dir) as folder:

@@ -319,8 +319,8 @@ def track(case: Case) -> int:
     from open_instruct.config.sections import MemorySection, OptimSection
     from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
     from open_instruct.learner.optim.optimizers import build_optimizer_config
-    from open_instruct.models.attention import SegmentAttention, attend_by_document
-    from open_instruct.models.segments import QKV
+    from open_instruct.models.attention.attention import SegmentAttention, attend_by_document
+    from open_instruct.models.attention.segments import QKV
     from open_instruct.parallel.data_parallel import build_data_parallel_config
     from open_instruct.parallel.layout import resolve_layout
 

@@ -35,7 +35,7 @@ from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.families import FAMILIES
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.packing.prefixes import groups_that_share
 from open_instruct.records import Document, PackedBatch, Span

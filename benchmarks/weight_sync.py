@@ -54,8 +54,8 @@ def learner(backend: str, size: str, dtype: str, repeat: int, folder: Path, lora
 
     from open_instruct.config.lora import LoRASection
     from open_instruct.models.build import build_model
+    from open_instruct.models.hf.names import TensorNames
     from open_instruct.models.lora.adapters import adapt
-    from open_instruct.models.names import TensorNames
     from open_instruct.toys.tiny import SIZES, tiny_config
     from open_instruct.weights.sender import WeightSender
 

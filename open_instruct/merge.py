@@ -46,13 +46,13 @@ def main(words: Sequence[str]) -> int:
     import torch
 
     from open_instruct.models.build import build_model
-    from open_instruct.models.checkpoint_files import CheckpointFiles
     from open_instruct.models.export import export_hf
-    from open_instruct.models.hf_config import load_hf_config
+    from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+    from open_instruct.models.hf.hf_config import load_hf_config
+    from open_instruct.models.hf.names import TensorNames
     from open_instruct.models.load import check_cover, parameter_shapes
     from open_instruct.models.lora.adapters import MergedWeights
     from open_instruct.models.lora.files import check_base, open_adapter, read_settings
-    from open_instruct.models.names import TensorNames
     from open_instruct.models.shards import held
     from open_instruct.run.first_look import local_folder
 

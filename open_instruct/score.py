@@ -27,8 +27,8 @@ from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.files.opening import open_rows
+from open_instruct.data.files.rows import BadRow, MalformedRow
 from open_instruct.data.row_forms import conversation_of
-from open_instruct.data.rows import BadRow, MalformedRow
 from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import InputError
 from open_instruct.objectives.prm import IS_PLACEHOLDER, STEP_END, places, texts_of_steps

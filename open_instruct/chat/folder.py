@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_instruct.data.foreign_json import read_object
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import config_fields
+from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.run.first_look import given_folder, local_folder
 from open_instruct.run.run_directory import RunDirectory
 

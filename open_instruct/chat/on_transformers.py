@@ -18,12 +18,12 @@ from open_instruct.engines.requests import Dtype, SamplingSettings
 from open_instruct.errors import InputError
 from open_instruct.learner.scoring_model import DTYPES
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.adapters import MergedWeights
 from open_instruct.models.lora.files import open_adapter, read_settings
-from open_instruct.models.names import TensorNames
 from open_instruct.models.shards import held
 
 

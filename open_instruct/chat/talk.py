@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
-from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
 from open_instruct.parallel.wording import escaped

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from open_instruct.models.checkpoint_files import DTYPE_NAMES, DTYPES
+from open_instruct.models.hf.checkpoint_files import DTYPE_NAMES, DTYPES
 
 ARRAY_KINDS = "biufc"  # numpy's kinds that are numbers
 

@@ -12,7 +12,7 @@ import torch
 from open_instruct.checkpoints.step_folder import INDEX
 from open_instruct.errors import InputError
 from open_instruct.models.box_files import part_of, read_parts
-from open_instruct.models.checkpoint_files import DTYPES
+from open_instruct.models.hf.checkpoint_files import DTYPES
 from open_instruct.models.shards import Held, held
 
 # Before the names of weights: in checkpoints of FSDP2, and of DeepSpeed, where each is flat.

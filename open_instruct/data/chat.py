@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.data.chat_templates import built_in_templates, required_tokens, template_text
+from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.data.files.names import near_files
-from open_instruct.data.foreign_json import check_files, one_line, read_object
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
-from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.records import Document, Span
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
-from open_instruct.data.foreign_json import kind_of
-from open_instruct.data.rows import MalformedRow
+from open_instruct.data.files.foreign_json import kind_of
+from open_instruct.data.files.rows import MalformedRow
 
 ROLES = ("system", "user", "assistant")
 # What the roles are called by ShareGPT, of some of the programs that its conversations were had with, and by OpenAI.

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from open_instruct.data.foreign_json import shortened
+from open_instruct.data.files.foreign_json import shortened
+from open_instruct.data.files.rows import BadRow
 from open_instruct.data.row_forms import guessed_columns
-from open_instruct.data.rows import BadRow
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 

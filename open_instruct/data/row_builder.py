@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, ReadRow, RowSource
 from open_instruct.data.messages import unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, ReadRow, RowSource
 from open_instruct.errors import InputError
 from open_instruct.parallel.wording import counted
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from open_instruct.data.foreign_json import kind_of
+from open_instruct.data.files.foreign_json import kind_of
+from open_instruct.data.files.rows import MalformedRow, reach, says
 from open_instruct.data.messages import Message, keys_of, parse_conversation, role_of
-from open_instruct.data.rows import MalformedRow, reach, says
 
 # Under which keys rows have turns; the second and the third are ShareGPT's.
 _TURNS = ("messages", "conversations", "conversation")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from open_instruct.config.sections import RunSection
-from open_instruct.data.foreign_json import one_line
+from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel.peers import doing
 

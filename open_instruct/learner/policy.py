@@ -27,8 +27,8 @@ from open_instruct.learner.measure.step_metrics import WeightedSums, memory_so_f
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.learner.reference import Reference
 from open_instruct.learner.teacher import Comparison
+from open_instruct.models.attention.context_parallel import context_of
 from open_instruct.models.compiled import FALLBACKS
-from open_instruct.models.context_parallel import context_of
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard

@@ -14,11 +14,11 @@ from open_instruct.data.chat import single_token_id
 from open_instruct.errors import InputError
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.heads.value_head import is_classifier
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
-from open_instruct.models.names import Head, TensorNames
 from open_instruct.objectives.prm import REWARD_TOKENS
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.documents import pack_documents

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from open_instruct.models.build import local_part
-from open_instruct.models.checkpoint_files import DTYPE_NAMES, CheckpointFiles, header_of, read_header
+from open_instruct.models.hf.checkpoint_files import DTYPE_NAMES, CheckpointFiles, header_of, read_header
 from open_instruct.models.shards import own_box
 
 PIECE_BYTES = 16 * 2**20  # hashed while it is still in the processor's cache

@@ -12,15 +12,15 @@ from olmo_core.utils import get_default_device
 from torch.distributed import DeviceMesh
 from transformers import PretrainedConfig
 
-from open_instruct.models.attention import install_segment_attention
+from open_instruct.models.attention.attention import install_segment_attention
+from open_instruct.models.attention.context_parallel import apply_context_parallel
+from open_instruct.models.attention.segments import install_segments
 from open_instruct.models.compiled import apply_compile
-from open_instruct.models.context_parallel import apply_context_parallel
 from open_instruct.models.family import transformer_config
 from open_instruct.models.heads.logprob_head import install_logprob_head
 from open_instruct.models.heads.value_head import install_value_head
-from open_instruct.models.names import Head
+from open_instruct.models.hf.names import Head
 from open_instruct.models.on_cpu.products import install_products
-from open_instruct.models.segments import install_segments
 from open_instruct.models.shards import held_of, local_part
 
 

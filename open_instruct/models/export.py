@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from open_instruct.data.foreign_json import one_line, read_object
+from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError, RunError
 from open_instruct.models.export_files import (
     CARD_NAME,
@@ -41,9 +41,9 @@ from open_instruct.models.export_files import (
     write_texts,
     writing_rounds,
 )
-from open_instruct.models.hf_config import without_code
+from open_instruct.models.hf.hf_config import without_code
+from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
-from open_instruct.models.names import HF_LM_HEAD, TensorNames
 from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.wording import counted

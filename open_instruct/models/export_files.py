@@ -19,9 +19,9 @@ from typing import IO
 
 import torch
 
-from open_instruct.models.checkpoint_files import header_of
-from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME
-from open_instruct.models.names import TensorNames
+from open_instruct.models.hf.checkpoint_files import header_of
+from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
+from open_instruct.models.hf.names import TensorNames
 
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 CARD_NAME = "README.md"

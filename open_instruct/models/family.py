@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 
 from open_instruct.errors import InputError
 from open_instruct.families import Family, family_of
-from open_instruct.models.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
+from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, check_size
 
 MAX_NUMBER = 1e12  # of RoPE's parameters; float32 can still tell the frequencies apart
 FULL, SLIDING = "full_attention", "sliding_attention"

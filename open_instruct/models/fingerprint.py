@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 from olmo_core.distributed.utils import get_rank, get_world_size
 
-from open_instruct.models.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 64 * 2**20

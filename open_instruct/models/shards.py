@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from open_instruct.models.names import clean_name, is_of_adapter
+from open_instruct.models.hf.names import clean_name, is_of_adapter
 
 Box = tuple[slice, ...]
 """One range for every dim of a tensor."""

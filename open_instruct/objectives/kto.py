@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing, flag, free_flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import sharing_problems, validated
-from open_instruct.data.foreign_json import kind_of
+from open_instruct.data.files.foreign_json import kind_of
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.data.messages import Message, check_is_learned
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.row_forms import conversation_of
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.errors import InputError
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (

@@ -13,10 +13,10 @@ from open_instruct.config.sections import OptimSection, PreferenceDataSection, f
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import sharing_problems, validated
 from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
-from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs

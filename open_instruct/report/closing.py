@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.data.foreign_json import read_object
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.metric_table import followed, in_order
 from open_instruct.parallel.wording import counted
 from open_instruct.run.console import Console, time_words

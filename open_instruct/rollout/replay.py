@@ -9,7 +9,7 @@ from pathlib import Path
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
-from open_instruct.data.foreign_json import read_object
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.records import RolloutGroup
 from open_instruct.run.metrics_log import MetricsLog

@@ -10,7 +10,7 @@ from itertools import groupby, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.foreign_json import one_line
+from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.samples import RolloutStepBatch, StepSamples

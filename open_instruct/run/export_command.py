@@ -18,7 +18,7 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import COMMAND, parse
 from open_instruct.config.sections import flag
 from open_instruct.config.training import LearnerConfig
-from open_instruct.data.foreign_json import one_line
+from open_instruct.data.files.foreign_json import one_line
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.run.run_directory import RunDirectory, card_of
@@ -64,8 +64,8 @@ def export_command(words: Sequence[str]) -> int:
     from open_instruct.checkpoints.saved_weights import SavedWeights
     from open_instruct.checkpoints.step_folder import refuse_another_start_model, step_of
     from open_instruct.models.export import export_hf
+    from open_instruct.models.hf.names import LM_HEAD, clean_name
     from open_instruct.models.lora.adapters import MergedWeights, adapt
-    from open_instruct.models.names import LM_HEAD, clean_name
     from open_instruct.models.shards import Held, held
     from open_instruct.run.pretrained import open_pretrained
     from open_instruct.run.start_model import fingerprint_of

@@ -20,12 +20,12 @@ from open_instruct.data.chat_templates import template_text
 from open_instruct.data.files.names import refuse_missing_file
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.renamed import Renamed
+from open_instruct.data.files.rows import BadRow, MalformedRow
 from open_instruct.data.mixer import parse_mixer_list, select_rows
 from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.rows import BadRow, MalformedRow
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import config_fields, weights_file
+from open_instruct.models.hf.hf_config import config_fields, weights_file
 from open_instruct.whole_file import read_whole
 
 # Of larger files, and of further rows, the run itself tells, a little later.

@@ -19,15 +19,15 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import choose_chat_template, load_tokenizer
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_destination, check_exportable
 from open_instruct.models.family import unknown_fields
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.heads.value_head import open_score_files
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.names import Head, TensorNames
 from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import open_adapter
-from open_instruct.models.names import Head, TensorNames
 from open_instruct.parallel.layout import check_heads
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout

@@ -29,9 +29,9 @@ from torch import nn
 
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.errors import InputError, RunError
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
-from open_instruct.models.names import TensorNames
 from open_instruct.models.shards import held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.weights.manifest import WeightManifest

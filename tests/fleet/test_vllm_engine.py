@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.build import build_model, materialize
-from open_instruct.models.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
-from open_instruct.models.names import TensorNames
 from open_instruct.packing.documents import pack_documents
 from open_instruct.records import Completion, Document, Span
 from open_instruct.toys.tiny import write_tiny_model

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from open_instruct.models.names import TensorNames
+from open_instruct.models.hf.names import TensorNames
 from tests.fleet.learners import Recruit
 
 TIMEOUT_S = 300.0

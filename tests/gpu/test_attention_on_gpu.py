@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from open_instruct.models.attention import attend_over_segments
-from open_instruct.models.segments import QKV, Segments
+from open_instruct.models.attention.attention import attend_over_segments
+from open_instruct.models.attention.segments import QKV, Segments
 
 pytestmark = pytest.mark.gpu
 

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from open_instruct import merge
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.fingerprint import weights_fingerprint
-from open_instruct.models.hf_config import SINGLE_NAME, load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import SINGLE_NAME, load_hf_config
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapters_off, fill_adapter
 from open_instruct.models.lora.files import CONFIG_NAME, OF_BASE, WEIGHTS_NAME, open_adapter
-from open_instruct.models.names import TensorNames
 from tests.ranks.grpo_case import GRPOCase, RunRanks
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.shallow import write_shallow_model

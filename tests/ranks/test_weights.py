@@ -16,13 +16,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model, materialize
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.export_files import partial_folder_of, prepare_folder
 from open_instruct.models.fingerprint import weights_fingerprint
-from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes
-from open_instruct.models.names import TensorNames
 from open_instruct.models.shards import box_shape, shard_box
 from tests.ranks.shallow import write_shallow_model
 

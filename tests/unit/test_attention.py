@@ -13,16 +13,16 @@ from olmo_core.nn.attention.backend import AttentionBackendName
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
-from open_instruct.models import attention
-from open_instruct.models.attention import (
+from open_instruct.models.attention import attention
+from open_instruct.models.attention.attention import (
     SegmentAttention,
     attend_by_document,
     attend_in_window,
     install_segment_attention,
 )
+from open_instruct.models.attention.segments import QKV
 from open_instruct.models.build import build_model
 from open_instruct.models.family import transformer_config
-from open_instruct.models.segments import QKV
 from tests.unit.small_models import (
     CPU,
     VOCAB_SIZE,

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer, squeezed
 from open_instruct.data.chat_templates import built_in_templates, template_text
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
-from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError
 
 CHATML = ["<|im_start|>", "<|im_end|>"]

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from open_instruct.checkpoints.background import in_background
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.fingerprint import weights_fingerprint
-from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
+from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import check_cover
-from open_instruct.models.names import TensorNames, clean_name
 
 HIDDEN, MLP, VOCAB = 4, 6, 8
 LLAMA = SimpleNamespace(model_type="llama", num_hidden_layers=1, tie_word_embeddings=False)

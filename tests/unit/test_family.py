@@ -21,8 +21,8 @@ from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, Family
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.family import transformer_config, unknown_fields
-from open_instruct.models.hf_config import load_hf_config
-from open_instruct.models.names import TensorNames
+from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.names import TensorNames
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ from open_instruct.data.files import opening
 from open_instruct.data.files.lists import json_list
 from open_instruct.data.files.names import looks_like_a_file
 from open_instruct.data.files.opening import open_rows
-from open_instruct.data.rows import BadRow, RawRow
+from open_instruct.data.files.rows import BadRow, RawRow
 from open_instruct.errors import InputError
 from tests.unit.mutations import mutated_bytes
 
@@ -208,7 +208,7 @@ def test_a_folder_without_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("rows.json", "rows.csv", "rows.jsonl.gz", "rows.jsonl.zst", "rows.txt", "data.zip", "data/rows.JSONL"),
+        *("rows.json", "rows.csv", "rows.jsonl.gz", "rows.jsonl.zst", "rows.txt", "data.zip", "data/files/rows.JSONL"),
         *("./owner/set", "/owner/set", "~/set", "../set", "a/b/c", "here/set", r"data\rows"),
     ],
 )

@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
-from open_instruct.data.rows import MalformedRow
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_exportable, export_hf
 from open_instruct.models.family import transformer_config
-from open_instruct.models.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes, stream_load
-from open_instruct.models.names import TensorNames
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.run.first_look import look_at
 from open_instruct.run.pretrained import open_pretrained

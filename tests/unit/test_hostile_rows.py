@@ -16,7 +16,7 @@ from open_instruct.data import chat
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template, load_tokenizer
 from open_instruct.data.files import columnar
 from open_instruct.data.files.opening import open_rows
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow
 from open_instruct.errors import InputError
 from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.rollout.replay import check_trace_fits

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.data.rows import MalformedRow
 from open_instruct.verifiers.constraints import RELATIONS, has_postscript, num_sentences
 from open_instruct.verifiers.ifeval import IFEVAL, RLVR_IFEVAL, IFEval, parse
 from open_instruct.verifiers.registry import known_verifiers

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import OptimSection
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.report import DataReport
-from open_instruct.data.rows import MalformedRow
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError, RunError
 from open_instruct.learner.optim.optimizers import build_optimizer_config

@@ -15,6 +15,7 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
+from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.lora.adapters import (
     adapt,
     adapters_off,
@@ -24,7 +25,6 @@ from open_instruct.models.lora.adapters import (
     whole_adapter,
 )
 from open_instruct.models.lora.files import CONFIG_NAME, WEIGHTS_NAME, file_name_of, open_adapter
-from open_instruct.models.names import TensorNames, clean_name
 from open_instruct.models.shards import held_of, held_run
 from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
 

@@ -10,9 +10,9 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.models import attention
-from open_instruct.models.on_cpu import blocks, products
-from open_instruct.models.segments import Segment, documents_of
+from open_instruct.models.attention import attention, blocks
+from open_instruct.models.attention.segments import Segment, documents_of
+from open_instruct.models.on_cpu import products
 from open_instruct.packing.documents import pack_documents, pad_documents
 from open_instruct.records import Document, PackedBatch, Span
 from tests.unit.small_models import CPU, VOCAB_SIZE, random_model

@@ -18,12 +18,12 @@ from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.models.attention import blocks
+from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.on_cpu import blocks
-from open_instruct.models.segments import Segments
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import MAX_LOGITS_BYTES, Pass, profile_of

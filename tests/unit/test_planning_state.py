@@ -24,9 +24,9 @@ from open_instruct.families import FAMILIES
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.models.build import build_model
+from open_instruct.models.hf.names import clean_name
 from open_instruct.models.load import parameter_shapes
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.names import clean_name
 from open_instruct.parallel.data_parallel import build_data_parallel_config, build_tensor_parallel_config
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import Moments, memory_by_phase

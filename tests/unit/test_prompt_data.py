@@ -17,11 +17,11 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
 from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat, choose_chat_template
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset, row_changes
 from open_instruct.data.report import DataReport
-from open_instruct.data.rows import MalformedRow
 from open_instruct.errors import InputError, RunError
 from open_instruct.records import Check, Prompt
 from open_instruct.toys.tiny import train_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from open_instruct.data.files.rows import MalformedRow, ReadRow
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.data.rows import MalformedRow, ReadRow
 from open_instruct.errors import InputError
 from open_instruct.records import Check
 from open_instruct.verifiers.pool import VerifierPool

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_forms import conversation_of, guessed_columns, prompt_of
-from open_instruct.data.rows import MalformedRow
 from open_instruct.objectives.kto import parse_labelled_row
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from open_instruct.data.files.opening import open_rows
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, parse_json_object
 from open_instruct.data.preference_rows import parse_preference_row
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, parse_json_object
 from open_instruct.errors import InputError
 
 ROWS = [{"n": i, "chosen": [{"role": "user", "content": f"q{i}"}]} for i in range(5)]

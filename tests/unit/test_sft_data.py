@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.parser import parse
 from open_instruct.data.chat import ChatFormat, ChatTemplate, choose_chat_template
+from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.report import DataReport
-from open_instruct.data.rows import MalformedRow
 from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import InputError

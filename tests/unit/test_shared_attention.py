@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_instruct.models.on_cpu import blocks
-from open_instruct.models.segments import QKV, Segments, documents_of, segments_of
-from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly, tile_batches
+from open_instruct.models.attention import blocks
+from open_instruct.models.attention.segments import QKV, Segments, documents_of, segments_of
+from open_instruct.models.attention.shared_attention import attend_in_tiles, attend_plainly, tile_batches
 
 CPU = torch.device("cpu")
 LEFTS = (-1, 0, 1, 3, 6, 40)

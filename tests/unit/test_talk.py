@@ -19,8 +19,8 @@ from open_instruct.chat.folder import TalkingFolder, talking_folder
 from open_instruct.chat.talk import answer_one, converse
 from open_instruct.cli import main
 from open_instruct.data.chat import ChatFormat, choose_chat_template
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.lora.files import OF_BASE
 from open_instruct.parallel import peers
 from open_instruct.toys.tiny import write_tiny_model

@@ -17,7 +17,7 @@ from open_instruct.cli import main
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.families import FAMILIES
 from open_instruct.models.family import transformer_config
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.toys.tiny import SIZES, built_in_corpus, tiny_config, train_tokenizer, write_tiny_model
 from open_instruct.toys.tiny_command import tiny_model_command
 

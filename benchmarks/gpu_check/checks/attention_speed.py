@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from gpu_check.devices import device_of, median_seconds, peak_flops
 from gpu_check.findings import Findings
-from open_instruct.models.attention import attend_over_segments
-from open_instruct.models.segments import QKV, Segments, segments_of
+from open_instruct.models.attention.attention import attend_over_segments
+from open_instruct.models.attention.segments import QKV, Segments, segments_of
 
 # Of a product forward, its two products backward; of attention backward five products, where forward has two.
 BACKWARD_OF_PRODUCT, BACKWARD_OF_ATTENTION = 2.0, 2.5

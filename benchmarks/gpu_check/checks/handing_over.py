@@ -57,7 +57,7 @@ def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
     import torch.distributed as dist
 
     from open_instruct.models.build import build_model
-    from open_instruct.models.names import TensorNames
+    from open_instruct.models.hf.names import TensorNames
     from open_instruct.parallel.process import start_process, stop_process
     from open_instruct.toys.tiny import SIZES, tiny_config
     from open_instruct.weights.sender import WeightSender

@@ -91,7 +91,7 @@ def version_of(name: str) -> str | None:
 
 
 def varlen_takes_windows() -> bool:
-    """Without windows `models/attention.py` does not use it."""
+    """Without windows `models/attention/attention.py` does not use it."""
     import inspect
 
     if find_spec("torch.nn.attention.varlen") is None:

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from open_instruct.data.foreign_json import one_line
-from open_instruct.data.rows import BadRow, RawRow
+from open_instruct.data.files.foreign_json import one_line
+from open_instruct.data.files.rows import BadRow, RawRow
 from open_instruct.errors import InputError
 
 _ROWS_AT_ONCE = 1024

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from open_instruct.data.rows import BadRow, MalformedRow, RawRow, parse_json_object
+from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, parse_json_object
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

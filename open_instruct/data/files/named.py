@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from open_instruct.data.files.names import near_files
-from open_instruct.data.rows import BadRow, RawRow
+from open_instruct.data.files.rows import BadRow, RawRow
 from open_instruct.errors import InputError
 
 _ROWS_AT_ONCE = 1024

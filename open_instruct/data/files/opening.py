@@ -15,8 +15,8 @@ from open_instruct.data.files.json_rows import json_lines
 from open_instruct.data.files.lists import is_json_lines, json_list
 from open_instruct.data.files.named import NamedRows
 from open_instruct.data.files.names import SUFFIXES, refuse_missing_file, suffix_of
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource
 from open_instruct.data.files.tables import TextTable
-from open_instruct.data.rows import BadRow, RawRow, RowSource
 from open_instruct.errors import InputError
 
 # Files that the datasets library, or the hub, left in a folder: it knows what belongs together.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from open_instruct.data.rows import BadRow, RawRow, RowSource, reach
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource, reach
 
 
 class Renamed:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from open_instruct.data.rows import BadRow, RawRow
+from open_instruct.data.files.rows import BadRow, RawRow
 from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"

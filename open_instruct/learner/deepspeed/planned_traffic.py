@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from open_instruct.learner.deepspeed.planned_memory import UNSHARED_BUCKET, SplitShape, ZeroMoments
-from open_instruct.models.names import is_of_adapter
+from open_instruct.models.hf.names import is_of_adapter
 from open_instruct.planning.memory.activations import logit_chunks
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic.collectives import Collective, Exchange, exchange_in

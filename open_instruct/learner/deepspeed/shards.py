@@ -20,7 +20,7 @@ from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.tensor_parallel import UNCUT, Cut, split_matrices
 from open_instruct.models.box_files import Part
 from open_instruct.models.build import warm_up_rope
-from open_instruct.models.names import clean_name
+from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import held_run
 from open_instruct.parallel.process import gathered
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from open_instruct.models.segments import segments_of
+from open_instruct.models.attention.segments import segments_of
 from open_instruct.records import Metric, PackedBatch
 
 GIB = 1024**3

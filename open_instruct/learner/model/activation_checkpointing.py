@@ -11,7 +11,7 @@ from olmo_core.train.train_module import TransformerActivationCheckpointingConfi
 
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
-from open_instruct.models.names import names_module
+from open_instruct.models.hf.names import names_module
 
 
 def build_activation_checkpointing(

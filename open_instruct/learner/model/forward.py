@@ -12,9 +12,9 @@ import torch
 from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
-from open_instruct.models.context_parallel import ContextGroup, context_of
+from open_instruct.models.attention.context_parallel import ContextGroup, context_of
+from open_instruct.models.attention.segments import Segments
 from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, Measure, head_of, head_settings
-from open_instruct.models.segments import Segments
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.packing.documents import kept_positions
 from open_instruct.packing.on_device import on_device

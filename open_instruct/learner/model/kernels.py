@@ -16,8 +16,8 @@ from torch.nn import attention as torch_attention
 
 from open_instruct.config.sections import MemorySection
 from open_instruct.errors import InputError
-from open_instruct.models.attention import attend_varlen
-from open_instruct.models.segments import QKV
+from open_instruct.models.attention.attention import attend_varlen
+from open_instruct.models.attention.segments import QKV
 from open_instruct.records import ShardLayout
 
 FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"

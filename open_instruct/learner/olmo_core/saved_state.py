@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from open_instruct.models.names import clean_name
+from open_instruct.models.hf.names import clean_name
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig
 
-from open_instruct.models.checkpoint_files import CheckpointFiles
-from open_instruct.models.names import HF_LM_HEAD, HF_SCORE
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.names import HF_LM_HEAD, HF_SCORE
 
 
 class ValueHead(LMHead):

@@ -24,7 +24,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
-from open_instruct.models.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
+from open_instruct.models.hf.names import ADAPTER, LM_HEAD, clean_name, is_of_adapter
 from open_instruct.models.on_cpu.products import ChoosingLinear
 from open_instruct.models.shards import Held, held, held_of, local_part, reshard, whole_of
 

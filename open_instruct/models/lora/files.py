@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
-from open_instruct.data.foreign_json import read_object
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError, RunError
-from open_instruct.models.checkpoint_files import CheckpointFiles, read_header
 from open_instruct.models.export_files import (
     CARD_NAME,
     CHAT_TEMPLATE_NAME,
@@ -31,9 +30,10 @@ from open_instruct.models.export_files import (
     write_texts,
 )
 from open_instruct.models.fingerprint import weights_fingerprint
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
+from open_instruct.models.hf.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
 from open_instruct.models.load import MAX_NAMED
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
 from open_instruct.parallel.process import on_main_process
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"

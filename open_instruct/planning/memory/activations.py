@@ -2,7 +2,7 @@
 
 Sources, in OLMo-core 3.0 and PyTorch 2.13: `TransformerBlock` and `ReorderedNormTransformerBlock`, `Attention`,
 `RotaryEmbedding`, `RMSNorm`, `QwenRMSNorm` and `FeedForward` for the operations; `derivatives.yaml` of PyTorch for
-what each saves; `models/attention.py` and `models/heads/logprob_head.py` here for attention over documents
+what each saves; `models/attention/attention.py` and `models/heads/logprob_head.py` here for attention over documents
 and for the head.
 
 Norms, and RoPE for OLMo, are computed in float32 whatever the rest is computed in, and keep float32 copies of what they
@@ -34,7 +34,7 @@ from open_instruct.records import ShardLayout
 FLOAT32 = 4
 # `models.heads.logprob_head.MAX_LOGITS_BYTES`, which cannot be imported without torch; a test holds the two equal.
 MAX_LOGITS_BYTES = 1 << 30
-# `FEWEST_KEYS`, `MOST_KEYS` and `MOST_QUERIES` of `models.on_cpu.blocks`, likewise.
+# `FEWEST_KEYS`, `MOST_KEYS` and `MOST_QUERIES` of `models.attention.blocks`, likewise.
 BLOCKS = (320, 1024, 192)
 
 # Chunks of the head are alike, and the second is the first that finds a gradient of the matrix in place.

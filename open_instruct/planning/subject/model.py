@@ -9,11 +9,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from open_instruct.data.foreign_json import read_object
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES, Family, QKNorm, family_of
-from open_instruct.models.hf_config import MAX_POSITIONS, MAX_SIZE, SIZES, check_size
-from open_instruct.models.names import ADAPTER, LM_HEAD, is_of_adapter
+from open_instruct.models.hf.hf_config import MAX_POSITIONS, MAX_SIZE, SIZES, check_size
+from open_instruct.models.hf.names import ADAPTER, LM_HEAD, is_of_adapter
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -13,7 +13,7 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.sections import MemorySection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.errors import InputError
-from open_instruct.models.names import names_module
+from open_instruct.models.hf.names import names_module
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
 from open_instruct.objectives.registry import OBJECTIVES, objective_named

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from types import SimpleNamespace
 
-from open_instruct.models.names import TensorNames, is_of_adapter
+from open_instruct.models.hf.names import TensorNames, is_of_adapter
 from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.state import chunk_rows, gathered_params, local_size, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit

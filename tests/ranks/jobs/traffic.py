@@ -28,8 +28,8 @@ from open_instruct.learner.reference_policy import build_reference
 from open_instruct.learner.teacher import OpenedTeacher
 from open_instruct.learner.teacher_rows import compare_with
 from open_instruct.models.heads.logprob_head import LogprobHead
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
-from open_instruct.models.names import TensorNames
 from open_instruct.objectives.objective import REFERENCE, BoundLoss, Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.packing.steps import collate

@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from open_instruct.config.lora import LoRASection
 from open_instruct.errors import InputError, RunError
 from open_instruct.models.build import build_model
-from open_instruct.models.checkpoint_files import CheckpointFiles
 from open_instruct.models.export import check_exportable, export_hf
 from open_instruct.models.fingerprint import weights_fingerprint
-from open_instruct.models.hf_config import load_hf_config
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.names import TensorNames, clean_name
 from open_instruct.models.shards import held_of, held_run, own_box
 
 CPU = torch.device("cpu")

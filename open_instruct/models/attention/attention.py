@@ -24,10 +24,10 @@ from olmo_core.nn.attention.backend import AttentionBackend
 from olmo_core.nn.transformer import Transformer
 from torch.nn.attention.varlen import varlen_attn
 
-from open_instruct.models.context_parallel import ContextGroup
-from open_instruct.models.on_cpu.blocks import attend_in_blocks, can_pay, pays
-from open_instruct.models.segments import QKV, Segment, Segments, documents_of
-from open_instruct.models.shared_attention import attend_in_tiles, attend_plainly
+from open_instruct.models.attention.blocks import attend_in_blocks, can_pay, pays
+from open_instruct.models.attention.context_parallel import ContextGroup
+from open_instruct.models.attention.segments import QKV, Segment, Segments, documents_of
+from open_instruct.models.attention.shared_attention import attend_in_tiles, attend_plainly
 
 MAX_CACHED_MASKS = 4
 

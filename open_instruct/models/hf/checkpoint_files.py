@@ -22,9 +22,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from open_instruct.data.foreign_json import parse_object, read_object
+from open_instruct.data.files.foreign_json import parse_object, read_object
 from open_instruct.errors import InputError
-from open_instruct.models.hf_config import INDEX_NAME, weights_file
+from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
 
 MAX_HEADER_BYTES = 100_000_000
 

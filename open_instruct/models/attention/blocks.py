@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from open_instruct.models.segments import QKV, Segment
+from open_instruct.models.attention.segments import QKV, Segment
 
 # Of a block: so few that its scores stay in the cache, and that little is computed of what causality hides.
 MOST_QUERIES, FEWEST_TOKENS = 192, 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.foreign_json import check_files, one_line, read_object
+from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.families import family_of
 

@@ -18,7 +18,7 @@ from olmo_core.nn.attention import Attention
 from olmo_core.nn.transformer import Transformer
 from torch.distributed import DeviceMesh
 
-from open_instruct.models.segments import QKV
+from open_instruct.models.attention.segments import QKV
 
 
 class ContextGroup:

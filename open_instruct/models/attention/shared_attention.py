@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from open_instruct.models.segments import QKV, Segment, Segments, documents_of, segments_of
+from open_instruct.models.attention.segments import QKV, Segment, Segments, documents_of, segments_of
 
 MAX_CACHED_TILINGS = 4
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from open_instruct.data.foreign_json import kind_of, unique_keys
+from open_instruct.data.files.foreign_json import kind_of, unique_keys
 
 
 class MalformedRow(ValueError):
