@@ -1,25 +1,17 @@
 """Who can hold the shards of a run: what `--backend` names, as it is asked before there is a model.
 
-A package that is installed brings a backend by an entry point of the group `open_instruct.backends`, whose name is the
-flag's value and whose object is a `BackendRecord`. Ours stand in pyproject.toml.
+Which there are `config/installed_backends.py` knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from open_instruct.config.parser import nearest
-from open_instruct.errors import InputError
-
-if TYPE_CHECKING:
-    from open_instruct.config.sections import ParallelSection
-    from open_instruct.config.training import LearnerConfig
-    from open_instruct.records import ShardLayout
-
-GROUP = "open_instruct.backends"
+from open_instruct.config.installed_backends import installed_backend
+from open_instruct.config.sections import ParallelSection
+from open_instruct.config.training import LearnerConfig
+from open_instruct.records import ShardLayout
 
 
 class BackendRecord(Protocol):
@@ -56,17 +48,7 @@ class BackendRecord(Protocol):
         """The `learner.reference.Reference` that begins as what was built, and follows it. Collective."""
 
 
-@cache
-def _backends() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=GROUP)}
-
-
-@cache
 def backend_named(name: str) -> BackendRecord:
     """:raises InputError: none that is installed has this name."""
-    if not (known := _backends()):
-        raise InputError("no backend is installed: run `make install`, or `pip install .`, once more")
-    if name not in known:
-        raise InputError(f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}")
-    record: BackendRecord = known[name].load()
+    record: BackendRecord = installed_backend(name)
     return record

@@ -253,7 +253,7 @@ class ParallelSection:
     )
     dist_timeout_s: int = free_flag("seconds a rank waits for the others before it gives up", 1800, minimum=1)
     backend: str = flag(
-        "who holds the shards and steps the optimizer: OLMo-core on FSDP2, or DeepSpeed's ZeRO over all ranks",
+        "who holds the shards and steps the optimizer: olmo_core (FSDP2), or deepspeed (ZeRO over all ranks)",
         "olmo_core",
     )
     deepspeed_stage: int = free_flag(

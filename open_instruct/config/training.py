@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from open_instruct.config.backends import backend_named
+from open_instruct.config.installed_backends import installed_backend
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import (
@@ -39,7 +39,7 @@ class LearnerConfig:
         return self.lora if self.lora.use_lora else None
 
     def __post_init__(self) -> None:
-        backend_named(self.parallel.backend).settle(self)
+        installed_backend(self.parallel.backend).settle(self)
 
 
 @dataclass(kw_only=True)

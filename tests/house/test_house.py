@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tokenize
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -38,6 +39,12 @@ from flags_page import commands_with_flags, markdown  # noqa: E402
 
 PACKAGE = REPOSITORY / "open_instruct"
 FILES = sorted(PACKAGE.rglob("*.py"))
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# The files of the records that `--backend` names.
+BACKENDS = [
+    REPOSITORY / f"{where.partition(':')[0].replace('.', '/')}.py"
+    for where in PROJECT["entry-points"]["open_instruct.backends"].values()
+]
 DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 # From the ground up; a room imports from itself and from floors below it. docs/architecture.md draws them.
@@ -98,7 +105,8 @@ WITHOUT_TORCH = [
         "parallel/layout.py",
     ),
     *("parallel/layout_warnings.py", "run/first_look.py", "parallel/processes.py", "parallel/training_state.py"),
-    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions")),
+    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions", "record")),
+    "learner/olmo_core/record.py",
     *(f"learner/deepspeed/{name}.py" for name in ("planned_memory", "planned_traffic", "grpo_flags")),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
@@ -205,6 +213,21 @@ class TestFiles:
         fleet = ("cluster", "engines", "weights", "rollout", "grpo_olmo_core_actor")
         outside = [path for path in FILES if room_of(path) not in fleet]
         assert not those(outside, lambda path: libraries_of(path) & FLEET_LIBRARIES)
+
+    def test_backends_do_not_know_each_other(self) -> None:
+        folders = {path.parent for path in BACKENDS}
+        assert len(folders) == 2
+        for folder in folders:
+            others = tuple(f"open_instruct.learner.{other.name}." for other in folders - {folder})
+            names = [name for path in folder.glob("*.py") for name in imports_of(path)]
+            assert not [name for name in names if name.startswith(others)]
+
+    def test_none_of_ours_is_imported_by_a_string(self) -> None:
+        """But commands and objectives, from the tables that name them; and a user's own file."""
+        may = {PACKAGE / name for name in ("cli.py", "objectives/registry.py", "users_code.py")}
+        asking = [path for path in FILES if path not in may and "import_module(" in text_of(path)]
+        assert [ids(path) for path in asking] == ["open_instruct/learner/deepspeed/library.py"]
+        assert 'import_module("deepspeed")' in text_of(asking[0])
 
     def test_deepspeed_stays_in_its_folder(self) -> None:
         """Where one file loads it, once it is known to be one that will do."""
@@ -324,22 +347,38 @@ def test_families_are_told_apart_in_one_file() -> None:
 
 def test_no_two_files_import_each_other() -> None:
     """Nor any circle of more: what can be reached from a file never leads back to it."""
-    reached = {
+    assert in_circles(imported_files()) == []
+
+
+def test_no_two_folders_of_a_room_import_each_other() -> None:
+    folders: dict[Path, set[Path]] = {path.parent: set() for path in FILES if path.parent != PACKAGE}
+    for path, imported in imported_files().items():
+        own = {other.parent for other in imported if room_of(other) == room_of(path)}
+        folders.get(path.parent, set()).update(own - {path.parent})
+    assert in_circles(folders) == []
+
+
+def imported_files() -> dict[Path, set[Path]]:
+    return {
         path: {other for name in imports_of(path, for_types=True) if (other := file_of(name))} - {path}
         for path in FILES
     }
-    for middle in FILES:
-        for path in FILES:
-            if middle in reached[path]:
-                reached[path] |= reached[middle]
-    assert [ids(path) for path in FILES if path in reached[path]] == []
+
+
+def in_circles(reached: dict[Path, set[Path]]) -> list[str]:
+    """Those that are reached from themselves."""
+    for middle in reached:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    return [ids(path) for path, others in reached.items() if path in others]
 
 
 @cache
 def files_behind(script: str) -> frozenset[Path]:
-    """The script, and what it imports of the package, now or once it runs."""
+    """The script, and what it and the backends import of the package, now or once it runs."""
     found: set[Path] = set()
-    left = [REPOSITORY / script]
+    left = [REPOSITORY / script, *BACKENDS]
     while left:
         path = left.pop()
         if path in found:

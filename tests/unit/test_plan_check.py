@@ -89,7 +89,7 @@ def test_a_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
     monkeypatch.setenv("FORCE_COLOR", "1")
     rows = ["--per_device_train_batch_size", "64", "--max_seq_length", "1024"]
     start_on_host(folder, 4 * 20, (4,), *rows, monkeypatch=monkeypatch)  # states need 4.3 of 20 GiB
-    said, yellow = capsys.readouterr().out, "\x1b[33m"
+    said, yellow = " ".join(capsys.readouterr().out.split()), "\x1b[33m"  # lines go on at a word
     assert said.startswith(f"{yellow}plan: needs ")
     _, warning = said.split(
         f"{yellow}warning: the plan does not fit: memory will most likely run out. The smallest change that fits: "
