@@ -11,7 +11,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.learner.deepspeed.choice import backend_of
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.reference_policy import Reference, build_reference, build_teacher, open_teacher
-from open_instruct.objectives.policy_gradient import bind
+from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -54,7 +54,7 @@ class GRPOLearner:
             run=run,
             config=config,
             num_steps=config.num_steps,
-            loss=bind(config.loss, temperature=config.rollout.temperature, response_length=config.data.response_length),
+            loss=GRPO.bind(config),
         )
         start, moves = reference or pretrained, {"update_freq": config.loss.ref_policy_update_freq}
         if config.loss.beta > 0 and config.adapters is not None:
