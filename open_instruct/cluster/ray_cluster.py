@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -170,6 +171,15 @@ def _own_token(folder: Path) -> Iterator[None]:
 def _token() -> str:
     """One for this process: Ray reads its token once."""
     return secrets.token_hex(32)
+
+
+def refuse_imported_ray() -> None:
+    """:raises InputError: Ray was imported before the first run of this process, and has read who may talk to it."""
+    if "ray" in sys.modules and _token.cache_info().currsize == 0:
+        raise InputError(
+            "ray was imported in this process before a run began, and has settled then with which token it talks: "
+            "restart the process (the notebook's kernel), and import ray after the first run, or not at all"
+        )
 
 
 def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:

@@ -1,6 +1,6 @@
 """docs/notebook.md, run as a notebook: every cell in order in one kernel, in an empty folder, GRPO's with Ray and vLLM.
 
-Between the page's cells one of ours runs, which interrupts a run of GRPO: the page's comes after it in the same process.
+Between the page's cells one of ours runs, which interrupts a run of GRPO: the page's comes after it in that process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 600
 INTERRUPTED = """
-import os, ray, signal
+import os, signal
 
 class Interrupting(Callback):
     steps = []
@@ -37,6 +37,7 @@ try:
     fit(GRPO, prompts=prompts, reward=digits, model_name_or_path="tiny", output_dir="interrupted",
         callbacks={"at once": Interrupting()}, param_dtype="float32", **sizes, **lengths)
 except KeyboardInterrupt:
+    import ray
     print("INTERRUPTED", Interrupting.steps, ray.is_initialized())
 assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 """

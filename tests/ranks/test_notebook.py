@@ -46,7 +46,7 @@ refused_grpo(reward=lambda completions: [len(prompts)])
 refused_grpo(reward="maths")
 refused_grpo(num_samples_per_prompt_rollout=1)
 refused_grpo(verifier=["math"])
-refused_grpo([{"question": "Hi."}])
+refused_grpo([{"prompt": 3}])
 refused_grpo(total_episodes=32, num_unique_prompts_rollout=8, num_samples_per_prompt_rollout=4, report_to=["pigeon"])
 class Hooks(Curve):
     def post_step(self): ...
@@ -54,6 +54,8 @@ refused_grpo(callbacks={"mine": Hooks()})
 Path("own/reward.py").write_text("mine")
 Path("own/rows.jsonl").unlink()
 refused_grpo(output_dir="own")
+import ray
+refused_grpo()
 Path("own/rows.jsonl").write_text("mine")
 flags = {"max_seq_length": 128, "per_device_train_batch_size": 4, "max_train_steps": 1}
 evaluated = {"eval_mixer_list": ["out/rows.jsonl", 1.0]}
@@ -95,10 +97,11 @@ def test_the_page_trains_a_model_and_says_what_a_row_lacks(tmp_path: Path) -> No
         "verifier maths",
         "num_samples_per_prompt_rollout 1",
         "verifier",
-        "1 row of 1 cannot be used (prompt_missing 1)",
+        "1 row of 1 cannot be used (not_messages 1)",
         "report_to pigeon",
         "callbacks",
         "own/reward.py has another reward",
+        "ray was imported in this process before a run began, and has settled then with which token it talks",
     ]
     assert "AGAIN again/hf_model" in done.stdout and "HELD OUT" in done.stdout
     left = {path.name: path.read_bytes() for path in (tmp_path / "again" / "hf_model").iterdir()}

@@ -153,13 +153,6 @@ def closure() -> Callable[..., list[float]]:
     return scaled
 
 
-def shadowing() -> Callable[..., list[float]]:
-    """A function of a notebook in which somebody has a `sum` of his own."""
-    scope: dict[str, Any] = {}
-    exec(compile(Path(__file__).read_text(), __file__, "exec"), {"__name__": "notebook", "sum": len}, scope)
-    return scope["alone"]
-
-
 @pytest.mark.parametrize(
     ("function", "told"),
     [
@@ -182,6 +175,7 @@ def test_one_that_does_not_is_refused_with_what_it_lacks(function: Callable[...,
     assert "write it to a file, and pass reward='mine.py:" in str(refused.value)
 
 
-def test_a_name_that_hides_a_built_in_one_is_seen() -> None:
+def test_a_name_that_hides_a_built_in_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(alone.__globals__, "sum", len)
     with pytest.raises(InputError, match="alone uses sum,"):
-        file_with(shadowing())
+        file_with(alone)
