@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
@@ -44,6 +44,7 @@ from open_instruct.parallel.wording import escaped
 from open_instruct.report.closing import say_what_happened
 from open_instruct.run import run_lock
 from open_instruct.run.run_directory import exported_by
+from open_instruct.run.signals import set_handler
 
 # Most errors are met by every rank at once, and rank 0 tells of them. torchrun ends all ranks as soon as one
 # has failed, so the others wait for this long, or rank 0 might be ended before it has spoken. A rank that
@@ -185,8 +186,8 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
         except BaseException as error:
             with _last_words:
                 # The launcher ends the other ranks of one that failed: not before the reason is told.
-                _on_signal(signal.SIGTERM, signal.SIG_IGN)
-                _on_signal(signal.SIGHUP, signal.SIG_IGN)
+                set_handler(signal.SIGTERM, signal.SIG_IGN)
+                set_handler(signal.SIGHUP, signal.SIG_IGN)
                 return teller.tell(error)
 
 
@@ -198,7 +199,7 @@ def _signals_raise() -> Iterator[None]:
         return
     before = {number: signal.getsignal(number) for number in stop_signals()}
     for number in before:
-        _on_signal(number, _raise_stop)
+        set_handler(number, _raise_stop)
     say_unraisable = sys.unraisablehook
     # A stop that comes in a finaliser or a callback of C is dropped there with a traceback; it is raised again soon.
     sys.unraisablehook = lambda ignored: None if ignored.exc_value is peers.stop else say_unraisable(ignored)
@@ -207,7 +208,7 @@ def _signals_raise() -> Iterator[None]:
     finally:
         sys.unraisablehook = say_unraisable
         for number, handler in before.items():
-            _on_signal(number, handler)
+            set_handler(number, handler)
         peers.stop = None
 
 
@@ -215,15 +216,10 @@ def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     if number != signal.SIGINT:
         # A second one waits for nothing.
-        _on_signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_PREEMPTED))
-        _on_signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes tells of it twice
+        set_handler(signal.SIGTERM, lambda number, frame: os._exit(EXIT_PREEMPTED))
+        set_handler(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes tells of it twice
     peers.stop = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
     raise peers.stop
-
-
-def _on_signal(number: int, handler: Any) -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(number, handler)
 
 
 class _Teller:
@@ -326,7 +322,7 @@ def _tell_of_failure(*lines: str, known_to_all: bool = False) -> None:
     peers.leave(" ".join(lines))
     if rank > 0:
         # Where rank 0 has told of it, the launcher ends this rank here.
-        _on_signal(signal.SIGTERM, signal.SIG_DFL)
+        set_handler(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(OTHER_RANKS_WAIT_S)
         if known_to_all:
             return

@@ -10,7 +10,8 @@ an actor of `PolicyTrainerOLMoCoreProcess`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from open_instruct.run.first_look import look_at, look_at_rows
 from open_instruct.verifiers.registry import known_verifiers
 
 if TYPE_CHECKING:
+    from olmo_core.train.callbacks import Callback
+
     from open_instruct.cluster.learner_process import LearnerProcess
     from open_instruct.packing.rollouts import RankStep
 
@@ -47,12 +50,13 @@ def run_grpo(
         program=program,
         validate=validate_grpo,
         gpus_per_node=lambda config: config.parallel.num_learners_per_node,
-        look=_look,
+        look=look_at_run,
     )
 
 
 # What users have written is loaded before torch is, so that a slip in a name is told at once.
-def _look(config: GRPOConfig) -> None:
+def look_at_run(config: GRPOConfig) -> None:
+    """:raises InputError: what the flags name, or the first of the prompts, will not do."""
     verifiers = known_verifiers(config.reward.verifier)
     look_at(config)
     data, said = config.data, row_changes(config)
@@ -65,19 +69,29 @@ def _look(config: GRPOConfig) -> None:
         look_at_rows(PromptBuilder, config, flag, listed, splits, check=check)
 
 
-def train(config: GRPOConfig, *, learner_class: type[LearnerProcess]) -> int:
-    """The whole run, as the driver walks it. Returns the exit code."""
+def train(
+    config: GRPOConfig,
+    *,
+    learner_class: type[LearnerProcess] | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+) -> int:
+    """The whole run, as the driver walks it, which tells `callbacks` of every step. Returns the exit code."""
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
+    from open_instruct.cluster.ray_cluster import refuse_imported_ray
+    from open_instruct.rollout.callbacks import Listener
     from open_instruct.rollout.checked_run import open_rollout_run
     from open_instruct.rollout.driver import Driver
     from open_instruct.rollout.finished import export_finished
     from open_instruct.rollout.fleet import start_fleet
 
+    listening = [Listener(*each) for each in (callbacks or {}).items()]
+    if config.fleet.ray_address is None:
+        refuse_imported_ray()
     with open_rollout_run(config) as run:
         if export_finished(run):
             return 0
-        with start_fleet(learner_class, run) as fleet:
-            return Driver(run, fleet).fit()
+        with start_fleet(learner_class or PolicyTrainerOLMoCoreProcess, run) as fleet:
+            return Driver(replace(run, trackers=(*run.trackers, *listening)), fleet).fit()
 
 
 class PolicyTrainerOLMoCoreProcess:

@@ -1,30 +1,36 @@
 """A whole run from a notebook or a script: rows in memory, metrics through a callback, a model on disk.
 
-The same walk as the commands', on one device; docs/notebook.md shows it.
+The same walks as the commands': on one device, or with the learners and engines of GRPO; docs/notebook.md shows them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct import grpo_olmo_core_actor
 from open_instruct.config.parser import parse
 from open_instruct.errors import InputError, RunError
 from open_instruct.hub.upload import open_repository, upload
 from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
 from open_instruct.train import look_at_run, train
+from open_instruct.verifiers.function import file_with
 from open_instruct.whole_file import replace_text
 
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
 
 ROWS = "rows.jsonl"
+REWARD = "reward.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,44 +47,59 @@ class Fitted:
 
 def fit(
     objective: Objective,
-    rows: str | Path | Iterable[Mapping[str, Any]],
+    rows: str | Path | Iterable[Mapping[str, Any]] | None = None,
     *,
     output_dir: str | Path,
+    prompts: str | Path | Iterable[Mapping[str, Any]] | None = None,
+    reward: str | Callable[..., Any] | None = None,
     callbacks: Mapping[str, Callback] | None = None,
     **flags: Any,
 ) -> Fitted:
     """Train `objective` on `rows`.
 
-    Rows that are no file are kept as `rows.jsonl` in `output_dir`, so that the run can be given again, or gone on with,
-    from the command line. Nothing in that folder is touched before flags and rows are known to be good.
+    Rows that are no file are kept as `rows.jsonl` in `output_dir`, and a reward as `reward.py`, so that the run can be
+    given again, or gone on with, from the command line. Nothing in that folder is touched before flags, rows and reward
+    are known to be good.
 
     Args:
-        objective: as those in `open_instruct/objectives/`.
+        objective: as those in `open_instruct/objectives/`; or `GRPO`.
         rows: of the form that the objective reads: a list, a `datasets.Dataset`, or the path of a file.
         output_dir: of the run.
-        callbacks: OLMo-core's, by a name of your own; `log_metrics(step, metrics)` is called after every step.
+        prompts: another name for the rows of `GRPO`.
+        reward: of `GRPO`: a function that stands alone, `FILE.py:NAME` of one in a file, or the name of a verifier. It
+            judges the rows that name no verifier.
+        callbacks: OLMo-core's, by a name of your own; `log_metrics(step, metrics)` is called after every step, and
+            nothing else in a run of `GRPO`, whose learners are other processes.
         flags: the command's, without dashes; `docs/flags.md` lists them.
 
     Raises:
         InputError: an argument or a row cannot work, or the folder has a run on other rows; says what would.
         RunError: the run failed, or a signal stopped it.
     """
-    with _speaking_of_arguments(), _rows_file(rows, Path(output_dir)) as file:
+    look: Callable[[Any], None] = partial(look_at_run, objective=objective)
+    run: Callable[..., int] = partial(train, objective=objective)
+    if objective is GRPO:
+        look, run = grpo_olmo_core_actor.look_at_run, grpo_olmo_core_actor.train
+    with _speaking_of_arguments():
+        given, texts = _named(objective, rows if prompts is None else prompts, reward, Path(output_dir))
+        if twice := sorted(given.keys() & flags.keys()):
+            raise InputError(f"{', '.join(twice)}: rows and reward say that; leave it out")
         words: list[str] = []
-        for name, value in ({"mixer_list": [file, 1.0], "output_dir": output_dir} | flags).items():
+        for name, value in (given | {"output_dir": output_dir} | flags).items():
             words += [f"--{name}", *(str(each) for each in (value if isinstance(value, list | tuple) else [value]))]
-        config: Any = parse(objective.config_class, words)
-        for warning in objective.validate(config):
-            print(f"warning: {warning}")
-        look_at_run(config, objective=objective)
-        if config.run.push_to_hub:
-            open_repository(config.run)
-        try:
-            code = train(config, objective=objective, callbacks=callbacks)
-        finally:
-            from open_instruct.parallel.process import stop_process
+        with _keeping(texts):
+            config: Any = parse(objective.config_class, words)
+            for warning in objective.validate(config):
+                print(f"warning: {warning}")
+            look(config)
+            if config.run.push_to_hub:
+                open_repository(config.run)
+            try:
+                code = run(config, callbacks=callbacks)
+            finally:
+                from open_instruct.parallel.process import stop_process
 
-            stop_process()  # the next cell may start another run
+                stop_process()  # the next cell may start another run
         if code != 0:
             raise RunError(
                 f"the run was stopped; give the same again to go on from the last checkpoint in {output_dir}"
@@ -93,29 +114,45 @@ def fit(
     )
 
 
+def _named(objective: Objective, rows: Any, reward: Any, folder: Path) -> tuple[dict[str, Any], dict[Path, str]]:
+    """The flags that name rows and reward; and of those that are no file yet, the text of one in the run's folder."""
+    rows_flag = "dataset_mixer_list" if objective is GRPO else "mixer_list"
+    flags, texts = {rows_flag: [rows, 1.0]}, dict[Path, str]()
+    if not isinstance(rows, str | Path):
+        try:
+            texts[folder / ROWS] = "".join(f"{json.dumps(row)}\n" for row in rows)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"rows: they cannot be written as JSON: {error}") from None
+        flags[rows_flag] = [folder / ROWS, 1.0]
+    if reward is not None and objective is not GRPO:
+        raise InputError("reward: GRPO alone has one; leave it out")
+    if callable(reward):
+        texts[folder / REWARD] = file_with(reward)
+        flags["verifier"] = [f"{folder / REWARD}:{reward.__name__}"]
+    elif reward is not None:
+        flags["verifier"] = [reward]
+    return flags, texts
+
+
 @contextmanager
-def _rows_file(rows: str | Path | Iterable[Mapping[str, Any]], folder: Path) -> Iterator[Path]:
-    """The file that has the rows; a new one is taken away again where the run is refused."""
-    if isinstance(rows, str | Path):
-        yield Path(rows)
-        return
-    file = folder / ROWS
+def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
+    """Files with these texts; those that are new are taken away again where the run is refused."""
+    new = [file for file in texts if not file.exists()]
+    for file in texts.keys() - new:
+        if file.read_text(encoding="utf-8") != texts[file]:
+            other = "another reward" if file.name == REWARD else "other rows"
+            raise InputError(f"{file} has {other}: choose another output_dir, or move what is there away")
+    for file in new:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, texts[file])
+        sys.modules.pop(str(file.resolve()), None)  # a reward that was there, and was refused or moved away
     try:
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"rows: one cannot be written as JSON: {error}") from None
-    if is_new := not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(file, text)
-    elif file.read_text(encoding="utf-8") != text:
-        raise InputError(f"{file} has other rows: choose another output_dir, or move what is there away")
-    try:
-        yield file
+        yield
     except InputError:
-        if is_new and not RunDirectory(path=folder).metrics.exists():
+        for file in [file for file in new if not RunDirectory(path=file.parent).metrics.exists()]:
             file.unlink(missing_ok=True)
             with suppress(OSError):  # there is something else in it
-                folder.rmdir()
+                file.parent.rmdir()
         raise
 
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.errors import InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.parallel.listening import LOOPBACK
+from open_instruct.run.signals import set_handler
 
 if TYPE_CHECKING:
     from ray.job_config import JobConfig
@@ -57,9 +59,8 @@ def start_cluster(
 ) -> Iterator[Cluster]:
     """Join the cluster of `--ray_address`, or start a local one with room for `shape`.
 
-    Call it from the main thread: a local Ray ends with the thread that started it. Whatever ends the
-    driver, `kill -9` included, ends the local Ray with all its actors; nothing stays in shared memory or
-    on the disk but the workers' logs, in `logs_folder`. A cluster that was joined is left running.
+    Whatever ends the driver, `kill -9` included, ends the local Ray with all its actors; nothing stays in shared
+    memory or on the disk but the workers' logs, in `logs_folder`. A cluster that was joined is left running.
 
     Raises:
         InputError: there is no cluster at the address, or the dashboard cannot be started.
@@ -172,6 +173,15 @@ def _token() -> str:
     return secrets.token_hex(32)
 
 
+def refuse_imported_ray() -> None:
+    """:raises InputError: Ray was imported before the first run of this process, and has read who may talk to it."""
+    if "ray" in sys.modules and _token.cache_info().currsize == 0:
+        raise InputError(
+            "ray was imported in this process before a run began, and has settled then with which token it talks: "
+            "restart the process (the notebook's kernel), and import ray after the first run, or not at all"
+        )
+
+
 def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
     # Ray takes its node's outward address for the loopback one, and then listens on every interface, unless
     # this says that there is to be no cluster of several machines. It is read when Ray is imported.
@@ -209,8 +219,7 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
     finally:
         # Ray would end the process at SIGTERM; what happens then is the run's to say.
-        if handler is not None:  # one that was not set from Python
-            signal.signal(signal.SIGTERM, handler)
+        set_handler(signal.SIGTERM, handler)
 
 
 def _imports() -> JobConfig:

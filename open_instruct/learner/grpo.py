@@ -13,7 +13,7 @@ from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
 from open_instruct.learner.reference import Reference
 from open_instruct.learner.reference_policy import build_reference, build_teacher, open_teacher
-from open_instruct.objectives.policy_gradient import bind
+from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.packing.rollouts import RankStep, rollout_minibatches
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -52,9 +52,7 @@ class GRPOLearner:
         self.drivers = DriversState()
         backend = backend_named(config.parallel.backend)
         held = backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
-        response_length = config.data.response_length
-        loss = bind(config.loss, temperature=config.rollout.temperature, response_length=response_length)
-        self.policy = Policy(held, loss)
+        self.policy = Policy(held, GRPO.bind(config))
         start, moves = reference or pretrained, {"update_freq": config.loss.ref_policy_update_freq}
         if config.loss.beta > 0 and config.adapters is not None:
             self.policy.reference = Reference(model=self.policy.computing_model)  # with its adapters off

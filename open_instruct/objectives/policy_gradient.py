@@ -22,10 +22,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.losses import POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.data.prompts import PromptBuilder
 from open_instruct.objectives.mean_metrics import mean_metrics
-from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
+from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, Objective, TokenLogprobs
 from open_instruct.objectives.streams import Stream
 from open_instruct.records import Batch, Metric, StepBatch
 from open_instruct.users_code import own_function
@@ -207,3 +209,15 @@ def choose_tokens(
 def _largest(values_N: torch.Tensor) -> Metric:
     """The largest of numbers that are never negative; an empty microbatch has 0."""
     return Metric(value=values_N.max() if values_N.numel() else 0.0, reduction="max")
+
+
+# Its own engines write what it learns from, so what walks with it is grpo_olmo_core_actor.py.
+GRPO = Objective(
+    name="grpo",
+    config_class=GRPOConfig,
+    validate=validate_grpo,
+    rows=PromptBuilder,
+    bind=lambda config: bind(
+        config.loss, temperature=config.rollout.temperature, response_length=config.data.response_length
+    ),
+)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from open_instruct.errors import EXIT_OF_SIGNAL, stop_signals
 
@@ -45,12 +47,19 @@ def noting_signals(
         if on_first is not None:
             on_first(name)
 
-    before = {number: signal.signal(number, note) for number in stop_signals()}
+    before = {number: set_handler(number, note) for number in stop_signals()}
     try:
         yield noted
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            set_handler(number, handler)
+
+
+def set_handler(number: int, handler: Any) -> Any:
+    """As `signal.signal`; nothing where the handler is None, one not set from Python, or outside the main thread."""
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(number, handler)
 
 
 def stopped_by(number: int, *, step: int, folder: Path) -> tuple[str, int]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, ClassVar
 
+from open_instruct.errors import InputError
 from open_instruct.verifiers.verifier import Verifier
+
+ABOVE = '"""The reward of this run, as it was given to fit()."""\n\nfrom __future__ import annotations\n\n\n'
 
 
 class RewardFunction(Verifier):
@@ -39,3 +46,38 @@ class RewardFunction(Verifier):
         if len(rewards) != 1:
             raise ValueError(f"{len(rewards)} rewards for one completion: return a list with one for each")
         return float(rewards[0])
+
+
+def file_with(function: Callable[..., Any]) -> str:
+    """The text of a file that has this function and nothing else: verifiers run in processes of their own.
+
+    Raises:
+        InputError: its source cannot be read, or has not all that it uses.
+    """
+    name = getattr(function, "__name__", repr(function))
+    way_out = f"write it to a file, and pass reward='mine.py:{name}'"
+    try:
+        text = ABOVE + textwrap.dedent(inspect.getsource(function.__code__))
+        file = compile(text, "reward.py", "exec")
+    except (AttributeError, OSError, SyntaxError) as error:
+        raise InputError(f"reward: {name} has no source of its own ({error}); {way_out}") from error
+    if name not in file.co_names:
+        raise InputError(f"reward: {name} is not what its source defines; {way_out}")
+    own = function.__globals__
+    if missing := sorted(each for each in _names_read(file) if each in own or not hasattr(builtins, each)):
+        raise InputError(
+            f"reward: {name} uses {', '.join(missing)}, which the function alone does not have: import or define that "
+            f"inside it; or {way_out}"
+        )
+    return text
+
+
+def _names_read(file: CodeType) -> set[str]:
+    """Names that its code reads, at any depth, and does not define; all of a function's own scope are no names here."""
+    codes = [file]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    done = [(each.opname, each.argval) for code in codes for each in dis.get_instructions(code)]
+    defined = {name for what, name in done if what == "STORE_NAME"}
+    read = {name for what, name in done if what in ("LOAD_NAME", "LOAD_GLOBAL")}
+    return {name for name in read - defined if not name.startswith("__")}

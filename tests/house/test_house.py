@@ -139,7 +139,7 @@ FOREIGN_FLAGS = {
         "rdzv_id",
     ),
     *("nodes", "signal", "index_url", "extra_index_url", "require_hashes", "no_deps", "no_index", "target"),
-    *("help", "version", "no_build_isolation"),
+    *("help", "version", "no_build_isolation", "from"),
     *("model", "host", "model_args", "tasks", "apply_chat_template", "batch_size"),
 }
 PLACEHOLDERS = {"flag"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from open_instruct.data.files.rows import MalformedRow, ReadRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
 from open_instruct.records import Check
+from open_instruct.users_code import load_named
+from open_instruct.verifiers.function import file_with
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import judges_named, known_verifiers
 
@@ -92,3 +96,86 @@ def test_one_may_not_have_the_name_of_a_verifier(tmp_path: Path) -> None:
     (tmp_path / "clash.py").write_text("def gsm8k(completions):\n    return [0.0]\n")
     with pytest.raises(InputError, match="is called 'gsm8k', as another verifier is"):
         known_verifiers([f"{tmp_path}/clash.py:gsm8k"])
+
+
+# --- a function that is in no file ------------------------------------------------------------------
+
+WEIGHT = 2.0
+
+
+def alone(completions: list[str], answer: list[Any], *, power: float = 2.0, **columns: Any) -> list[float]:
+    """What it needs is in it, but for types, which are not evaluated."""
+    import math
+
+    class Counted:
+        kind = __name__
+
+        def of(self, text: str) -> float:
+            return math.pow(sum(letter.isdigit() for letter in text), power)
+
+    return [Counted().of(text) for text in completions]
+
+
+def reads_a_global(completions: list[str]) -> list[float]:
+    return [WEIGHT * len(json.loads(text)) for text in completions]
+
+
+def counts_calls(completions: list[str]) -> list[float]:
+    global calls
+    calls += 1
+    return [float(calls)]
+
+
+def has_a_default(completions: list[str], weight: float = WEIGHT) -> list[float]:
+    return [weight]
+
+
+def wrapped(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    @functools.wraps(function)
+    def doubled(completions: list[str]) -> list[float]:
+        return [2 * reward for reward in function(completions)]
+
+    return doubled
+
+
+def test_a_function_that_stands_alone_becomes_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(file_with(alone))
+    assert load_named(f"{file}:alone", origin="", what="NAME")(["a12", "b"], [1, 2]) == [4.0, 0.0]
+
+
+def closure() -> Callable[..., list[float]]:
+    scale = 3.0
+
+    def scaled(completions: list[str]) -> list[float]:
+        return [scale for _ in completions]
+
+    return scaled
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (reads_a_global, "reads_a_global uses WEIGHT, json, which the function alone does not have"),
+        (closure(), "scaled uses scale,"),
+        (counts_calls, "counts_calls uses calls,"),
+        (has_a_default, "has_a_default uses WEIGHT,"),
+        (wrapped(alone), "alone is not what its source defines"),
+        (lambda completions: [1.0], "<lambda> "),
+        (len, "len has no source of its own"),
+        (VerifierPool, "VerifierPool has no source of its own"),
+        (eval("lambda completions: [1.0]"), "<lambda> has no source of its own"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_one_that_does_not_is_refused_with_what_it_lacks(function: Callable[..., Any], told: str) -> None:
+    with pytest.raises(InputError) as refused:
+        file_with(function)
+    assert f"reward: {told}" in str(refused.value)
+    assert "write it to a file, and pass reward='mine.py:" in str(refused.value)
+
+
+def test_a_name_that_hides_a_built_in_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(alone.__globals__, "sum", len)
+    with pytest.raises(InputError, match="alone uses sum,"):
+        file_with(alone)
