@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from open_instruct.models.attention.attention import attend_by_document, blocks
+from open_instruct.models.attention import blocks
+from open_instruct.models.attention.attention import attend_by_document
 from open_instruct.models.attention.segments import QKV, Segments, documents_of
 from open_instruct.models.attention.shared_attention import attend_in_tiles
 from open_instruct.models.on_cpu import products

@@ -132,7 +132,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from open_instruct.learner.model.inputs_on_host import InputsOnHost
-    from open_instruct.models.attention.attention import attention
+    from open_instruct.models.attention import attention
     from open_instruct.parallel.layout import layout_of
     from open_instruct.parallel.process import Process
     from open_instruct.run.console import Console

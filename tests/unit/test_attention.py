@@ -13,11 +13,11 @@ from olmo_core.nn.attention.backend import AttentionBackendName
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
+from open_instruct.models.attention import attention
 from open_instruct.models.attention.attention import (
     SegmentAttention,
     attend_by_document,
     attend_in_window,
-    attention,
     install_segment_attention,
 )
 from open_instruct.models.attention.segments import QKV

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from open_instruct.families import FAMILIES
-from open_instruct.models.attention.attention import attend_over_segments, attention
+from open_instruct.models.attention import attention
+from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV
 from open_instruct.models.attention.shared_attention import attend_plainly
 from open_instruct.packing.documents import pack_documents

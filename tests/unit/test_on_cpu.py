@@ -10,7 +10,7 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.families import FAMILIES
 from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.models.attention.attention import attention, blocks
+from open_instruct.models.attention import attention, blocks
 from open_instruct.models.attention.segments import Segment, documents_of
 from open_instruct.models.on_cpu import products
 from open_instruct.packing.documents import pack_documents, pad_documents

@@ -18,7 +18,7 @@ from open_instruct.config.sections import MemorySection, OptimSection
 from open_instruct.learner.model.activation_checkpointing import build_activation_checkpointing
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.optim.optimizers import build_optimizer_config
-from open_instruct.models.attention.attention import blocks
+from open_instruct.models.attention import blocks
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import MAX_LOGITS_BYTES as REAL_MAX_LOGITS_BYTES

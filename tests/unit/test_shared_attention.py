@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_instruct.models.attention.attention import blocks
+from open_instruct.models.attention import blocks
 from open_instruct.models.attention.segments import QKV, Segments, documents_of, segments_of
 from open_instruct.models.attention.shared_attention import attend_in_tiles, attend_plainly, tile_batches
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from open_instruct.models.attention.attention import attention
+from open_instruct.models.attention import attention
 
 Pieces = Iterator[tuple[slice, slice, torch.Tensor]]
 
