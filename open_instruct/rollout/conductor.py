@@ -13,54 +13,48 @@ sync waits for running completions or reaches into them (`inflight_updates`): a 
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.episodes.requests import samples_of
+from open_instruct.episodes.walk import Answer, Episodes, group_of
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
 from open_instruct.rollout.samples import RolloutStepBatch
 
 if TYPE_CHECKING:
     from open_instruct.data.prompts import PromptStream
     from open_instruct.engines.engine_pool import EnginePool
-    from open_instruct.verifiers.reward import RewardModel
+    from open_instruct.verifiers.reward import RewardManager
 
-NUM_JUDGING_THREADS = 16
 STALL_TIMEOUT_S = 3600.0
 # Groups that a step may reject for each that it needs, before the run is told that it learns nothing.
 MAX_REJECTED_PER_PROMPT = 50
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenGroup:
-    """A group on its way: what was asked, and by sample what came of it. Guarded by the conductor's lock."""
+    """A group on its way: what was asked, and a future a sample."""
 
     ticket: int
     prompt: Prompt
-    num_samples: int
     version: int  # of the weights that were published when it was asked
-    futures: list[Future[Completion]] = field(default_factory=list)
-    answers: dict[int, tuple[Completion, Verdict]] = field(default_factory=dict)
+    answers: Sequence[Future[Answer]]
 
     @property
     def num_missing(self) -> int:
-        return self.num_samples - len(self.answers)
-
-    def complete(self) -> RolloutGroup:
-        completions, verdicts = zip(*(self.answers[index] for index in range(self.num_samples)), strict=True)
-        return RolloutGroup(ticket=self.ticket, prompt=self.prompt, completions=completions, verdicts=verdicts)
+        return sum(not answer.done() for answer in self.answers)
 
 
 class Conductor:
@@ -69,14 +63,13 @@ class Conductor:
     Args:
         prompts: the endless stream of tickets; nobody else may draw from it.
         pool: where requests go.
-        reward: judges completions, on threads of the conductor's.
+        rewards: judges completions.
         config: of the run, after whose last step no prompt is asked.
     """
 
-    def __init__(self, prompts: PromptStream, pool: EnginePool, reward: RewardModel, *, config: GRPOConfig) -> None:
+    def __init__(self, prompts: PromptStream, pool: EnginePool, rewards: RewardManager, *, config: GRPOConfig) -> None:
         self._prompts = prompts
-        self._pool = pool
-        self._reward = reward
+        self._episodes = Episodes(pool, rewards)
         self._config = config.rollout
         self._num_steps = config.num_steps
         self._requests_of = partial(requests_of, config=config)
@@ -89,9 +82,7 @@ class Conductor:
         self._num_at_verifiers = 0
         self._num_verified = 0
         self._failure: RunError | None = None
-        self._is_closed = False
         self._changed = threading.Condition()
-        self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
 
     # The driver's side
 
@@ -177,12 +168,7 @@ class Conductor:
 
     def close(self) -> None:
         """Give up what is out. What arrives later is dropped."""
-        with self._changed:
-            self._is_closed = True
-            futures = [future for group in self._outstanding for future in group.futures]
-        for future in futures:
-            future.cancel()
-        self._judges.shutdown(wait=False, cancel_futures=True)
+        self._episodes.close()
 
     def _ask_further(self) -> None:
         """Draw tickets until what is out and what this step has accepted are the batches that may be out at once."""
@@ -192,15 +178,15 @@ class Conductor:
             self._ask(*self._prompts.next())
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
-        num_samples = self._config.num_samples_per_prompt_rollout
-        group = _OpenGroup(ticket=ticket, prompt=prompt, num_samples=num_samples, version=self._version)
+        requests = self._requests_of(ticket, prompt)
+        with self._changed:
+            self._num_at_engines += len(requests)
+        answers = self._episodes.ask(prompt, requests, arrived=self._arrived)
+        group = _OpenGroup(ticket=ticket, prompt=prompt, version=self._version, answers=answers)
         with self._changed:
             self._outstanding.append(group)
-            self._num_at_engines += num_samples
-        for index, request in enumerate(self._requests_of(ticket, prompt)):
-            future = self._pool.submit(request)
-            group.futures.append(future)
-            future.add_done_callback(partial(self._arrived, group, index))
+        for answer in answers:
+            answer.add_done_callback(self._answered)
 
     def _next_group(self, timeout_s: float) -> RolloutGroup:
         with self._changed:
@@ -213,49 +199,30 @@ class Conductor:
                 raise self._failure
             self._outstanding.popleft()
             self._num_done += 1
-        return head.complete()
+        return group_of(head.ticket, head.prompt, head.answers)
 
     def _stalled(self, head: _OpenGroup, timeout_s: float) -> str:
         last = self._outstanding[-1].ticket
         return (
             f"no completion came back for {timeout_s:g} s while ticket {head.ticket} (row {head.prompt.row_id}) waited "
-            f"for {head.num_missing} of its {head.num_samples}. Tickets up to {last} are out: {self._num_at_engines} "
+            f"for {head.num_missing} of its {len(head.answers)}. Tickets up to {last} are out: {self._num_at_engines} "
             f"completions with the engines, {self._num_at_verifiers} with the verifiers"
         )
 
-    # The side of the pool's threads and of ours
+    # The side of other threads
 
-    def _arrived(self, group: _OpenGroup, index: int, future: Future[Completion]) -> None:
-        """Hand over to a thread of ours: the pool's must not wait for a verifier."""
+    def _arrived(self) -> None:
         with self._changed:
-            if self._is_closed:
-                return
             self._num_at_engines -= 1
             self._num_at_verifiers += 1
-            if future.exception() is None:
-                self._judges.submit(self._judge, group, index, future)
-            else:
-                self._judge(group, index, future)  # asks no verifier, and the driver must not wait for those that hang
 
-    def _judge(self, group: _OpenGroup, index: int, future: Future[Completion]) -> None:
-        doing = "generated"
-        answer: tuple[Completion, Verdict] | RunError
-        try:
-            completion = future.result()
-            doing = "judged"
-            answer = completion, self._reward.judge(group.prompt, completion)
-        except RunError as error:
-            answer = error
-        except BaseException as error:  # a verifier that calls exit() must not leave the driver waiting
-            where = f"completion {index} of ticket {group.ticket} (row {group.prompt.row_id})"
-            answer = RunError(f"{where} could not be {doing}: {type(error).__name__}: {error}")
-            answer.__cause__ = error
+    def _answered(self, answer: Future[Answer]) -> None:
+        error = answer.exception()
         with self._changed:
             self._num_at_verifiers -= 1
-            if isinstance(answer, RunError):
-                self._failure = self._failure or answer
+            if isinstance(error, RunError):
+                self._failure = self._failure or error
             else:
-                group.answers[index] = answer
                 self._num_verified += 1
             self._changed.notify_all()
 
@@ -281,30 +248,6 @@ def requests_of(ticket: int, prompt: Prompt, *, config: GRPOConfig) -> list[Gene
     )
     num_samples = rollout.num_samples_per_prompt_rollout
     return samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=(ticket,))
-
-
-def samples_of(
-    prompt: Prompt, num_samples: int, sampling: SamplingSettings, *, seed: int, place: tuple[int | str, ...]
-) -> list[GenerationRequest]:
-    """Requests of a prompt, each with a seed that depends on nothing but the run's and its own place in the run."""
-    return [
-        GenerationRequest(
-            request_id="/".join(map(str, (*place, index))),
-            prompt_token_ids=prompt.token_ids,
-            seed=sampling_seed(seed, *place, index),
-            sampling=sampling,
-        )
-        for index in range(num_samples)
-    ]
-
-
-def sampling_seed(*parts: int | str) -> int:
-    """63 bits that are the same on every machine and in every version of Python.
-
-    Example: `sampling_seed(run_seed, ticket, sample_index)`.
-    """
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def is_rejected(group: RolloutGroup, config: RolloutSection) -> bool:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, wait
+from itertools import chain
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.engines.engine_pool import EnginePool
 from open_instruct.engines.requests import SamplingSettings
+from open_instruct.episodes.requests import samples_of
+from open_instruct.episodes.walk import Episodes, group_of
 from open_instruct.errors import RunError
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conductor import samples_of
+from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
-from open_instruct.verifiers.reward import RewardModel
+from open_instruct.verifiers.reward import RewardManager
 
-NUM_JUDGING_THREADS = 16
 NUM_SHOWN = 3
 
 
 def evaluate(
-    prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
+    prompts: Iterable[Prompt], pool: EnginePool, rewards: RewardManager, *, config: GRPOConfig
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Ask every prompt `config.evaluation.num_samples` times and judge the answers.
 
@@ -38,7 +38,7 @@ def evaluate(
     Raises:
         RunError: a completion could not be generated or judged, or `step_timeout_s` went by.
     """
-    groups = _answered(prompts, pool, reward, config=config)
+    groups = _answered(prompts, pool, rewards, config=config)
     num_right = [sum(verdict.is_right for verdict in group.verdicts) for group in groups]
     num_samples = config.evaluation.num_samples
     metrics = verdict_metrics(groups) | length_metrics(groups)
@@ -59,7 +59,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def _answered(
-    prompts: Iterable[Prompt], pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
+    prompts: Iterable[Prompt], pool: EnginePool, rewards: RewardManager, *, config: GRPOConfig
 ) -> list[RolloutGroup]:
     num_samples = config.evaluation.num_samples
     sampling = SamplingSettings(
@@ -68,45 +68,25 @@ def _answered(
         max_tokens=config.data.response_length,
         stop_strings=tuple(config.rollout.stop_strings),
     )
-    deadline_s = time.monotonic() + config.fleet.step_timeout_s
-
-    def left_s() -> float:
-        return max(0.0, deadline_s - time.monotonic())
-
-    asked = list(prompts)
-    completions: dict[tuple[int, int], Future[Completion]] = {}
-    verdicts: dict[tuple[int, int], Future[Verdict]] = {}
-    judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
+    seed, asked, episodes = config.optim.seed, list(prompts), Episodes(pool, rewards)
     try:
-        for index, prompt in enumerate(asked):
-            requests = samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index))
-            completions |= {(index, sample): pool.submit(request) for sample, request in enumerate(requests)}
-        places = {future: place for place, future in completions.items()}
-        for future in as_completed(places, timeout=left_s()):
-            place = places[future]
-            verdicts[place] = judges.submit(reward.judge, asked[place[0]], future.result())
-        return [
-            RolloutGroup(
-                ticket=index,
-                prompt=prompt,
-                completions=tuple(completions[index, sample].result() for sample in range(num_samples)),
-                verdicts=tuple(verdicts[index, sample].result(left_s()) for sample in range(num_samples)),
-            )
+        answers = [
+            episodes.ask(prompt, samples_of(prompt, num_samples, sampling, seed=seed, place=("eval", index)))
             for index, prompt in enumerate(asked)
         ]
-    except RunError:
-        raise
-    except TimeoutError as error:
-        raise RunError(
-            f"the evaluation was not done after --step_timeout_s {config.fleet.step_timeout_s}: {len(verdicts)} of "
-            f"{counted(len(asked) * num_samples, 'completion')} had come back; raise it, or give fewer held-out prompts"
-        ) from error
-    except Exception as error:
-        raise RunError(f"the evaluation failed: {type(error).__name__}: {error}") from error
+        timeout_s = config.fleet.step_timeout_s
+        done, left = wait(chain.from_iterable(answers), timeout_s, return_when=FIRST_EXCEPTION)
+        for answer in done:
+            answer.result()  # raises what failed
+        if left:
+            raise RunError(
+                f"the evaluation was not done after --step_timeout_s {timeout_s}: {len(done)} of "
+                f"{counted(len(asked) * num_samples, 'completion')} had come back and were judged; raise it, or give "
+                "fewer held-out prompts"
+            )
+        return [group_of(index, *each) for index, each in enumerate(zip(asked, answers, strict=True))]
     finally:
-        for future in completions.values():
-            future.cancel()
-        judges.shutdown(wait=False, cancel_futures=True)
+        episodes.close()
 
 
 def _shown(group: RolloutGroup) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conductor import Conductor
 from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
-from open_instruct.verifiers.reward import RewardModel
+from open_instruct.verifiers.reward import RewardManager
 from open_instruct.weights.publisher import WeightPublisher
 from open_instruct.weights.ways import choose_backend
 
@@ -43,7 +43,7 @@ class Fleet:
     run: RolloutRun
     learners: LearnerGroup[LearnerProcess]
     engines: EnginePool
-    rewards: RewardModel
+    rewards: RewardManager
     publisher: WeightPublisher
     engines_share_cores: bool
 
@@ -158,7 +158,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             run=run,
             learners=learners,
             engines=engines,
-            rewards=RewardModel(verifiers, config.reward),
+            rewards=RewardManager(verifiers, config.reward),
             publisher=publisher,
             engines_share_cores=not placement.on_gpus and len(places.engines) == 1,
         )

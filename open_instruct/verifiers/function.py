@@ -6,25 +6,27 @@ import builtins
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any, ClassVar
 
 from open_instruct.errors import InputError
+from open_instruct.parallel.wording import counted
 from open_instruct.verifiers.verifier import Verifier
 
 ABOVE = '"""The reward of this run, as it was given to fit()."""\n\nfrom __future__ import annotations\n\n\n'
 
 
 class RewardFunction(Verifier):
-    """Calls the function with a list of one completion, with lists of one of whatever else it takes by name.
+    """Calls the function once for all completions of a prompt, with lists of as many of whatever else it takes by name.
 
-    That is `prompts`, the text that was given, and the columns of the row. The reward may be any number.
+    That is `prompts`, the text that was given, and the columns of the row. The rewards may be any numbers.
     """
 
     sees_thinking: ClassVar[bool] = True
     is_bounded: ClassVar[bool] = False
     reads_row: ClassVar[bool] = True
+    judges_groups: ClassVar[bool] = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__  # type: ignore[misc]
@@ -35,17 +37,24 @@ class RewardFunction(Verifier):
 
     def score(self, completion: str, ground_truth: Mapping[str, Any]) -> float:
         """`ground_truth` is the row."""
-        return self.judge("", completion, ground_truth, is_truncated=False)
+        (score,) = self.judge_all(prompt="", completions=[completion], ground_truth=ground_truth, are_truncated=[False])
+        return score
 
-    def judge(self, prompt: str, completion: str, ground_truth: Mapping[str, Any], *, is_truncated: bool) -> float:
-        del is_truncated
-        given = {**ground_truth, "prompts": prompt, "completions": completion}
+    def judge_all(
+        self, *, prompt: str, completions: Sequence[str], ground_truth: Mapping[str, Any], are_truncated: Sequence[bool]
+    ) -> list[float]:
+        del are_truncated
+        repeated = {name: [value] * len(completions) for name, value in {**ground_truth, "prompts": prompt}.items()}
+        given = repeated | {"completions": list(completions)}
         if self._taken is not None:
             given = {name: value for name, value in given.items() if name in self._taken}
-        rewards = list(self._function(**{name: [value] for name, value in given.items()}))
-        if len(rewards) != 1:
-            raise ValueError(f"{len(rewards)} rewards for one completion: return a list with one for each")
-        return float(rewards[0])
+        rewards = [float(reward) for reward in self._function(**given)]
+        if len(rewards) != len(completions):
+            raise ValueError(
+                f"{counted(len(rewards), 'reward')} for {counted(len(completions), 'completion')}: return a list with "
+                "one for each"
+            )
+        return rewards
 
 
 def file_with(function: Callable[..., Any]) -> str:

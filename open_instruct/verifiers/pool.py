@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,10 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from open_instruct.parallel.launch import threads_of_each
-from open_instruct.records import Check
+from open_instruct.records import Check, Completion
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.verifier import without_thinking
-from open_instruct.verifiers.worker import verdict
+from open_instruct.verifiers.worker import verdicts
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 PIECE_BYTES = 1 << 16
@@ -95,29 +95,37 @@ class VerifierPool:
         for _ in range(num_processes):
             self._places.put(None)
 
-    def score(self, check: Check, completion: str, *, prompt: str = "", is_truncated: bool = False) -> Outcome:
-        """Judge one completion of `prompt`, the text that was given.
+    def scores(self, check: Check, prompt: str, completions: Sequence[Completion]) -> list[Outcome]:
+        """Judge completions of one prompt, the text that was given.
 
-        A verifier that raises, dies or takes too long gives 0, and says so.
+        A verifier that raises, dies or takes too long gives each of them 0, and says so.
         """
-        name = check.verifier
-        text = completion if self.verifiers[name].sees_thinking else without_thinking(completion)
-        if self.verifiers[name].isolated:
-            asked = {"text": text, "ground_truth": check.ground_truth, "prompt": prompt, "is_truncated": is_truncated}
-            answer = self._ask_worker(name, asked)
-        else:
-            answer = verdict(self.verifiers[name], text, check.ground_truth, prompt=prompt, is_truncated=is_truncated)
-        problem = answer.get("problem")
-        low, high = (0, 1) if self.verifiers[name].is_bounded else (-sys.float_info.max, sys.float_info.max)
-        if problem is None and not low <= answer["score"] <= high:
-            problem = f"gave {answer['score']}, which is not between {low:g} and {high:g}"
-        if problem is None:
-            return Outcome(score=answer["score"])
-        shown = f"the verifier {name}: {problem}\n{answer.get('traceback', '')}".rstrip()
+        name, verifier = check.verifier, self.verifiers[check.verifier]
+        asked = {
+            "completions": [
+                each.text if verifier.sees_thinking else without_thinking(each.text) for each in completions
+            ],
+            "are_truncated": [each.is_truncated for each in completions],
+            "ground_truth": check.ground_truth,
+            "prompt": prompt,
+        }
+        answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
+        low, high = (0, 1) if verifier.is_bounded else (-sys.float_info.max, sys.float_info.max)
+        if "problem" in answer:
+            return [self._without_score(name, answer["problem"], answer.get("traceback", ""))] * len(completions)
+        return [
+            Outcome(score=score)
+            if low <= score <= high
+            else self._without_score(name, f"gave {score}, which is not between {low:g} and {high:g}")
+            for score in answer["scores"]
+        ]
+
+    def _without_score(self, name: str, problem: str, traceback: str = "") -> Outcome:
+        shown = f"the verifier {name}: {problem}\n{traceback}".rstrip()
         self._tell(name, f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems.")
         return Outcome(score=0.0, problem=f"{name}: {problem}")
 
-    def _ask_worker(self, name: str, asked: dict[str, object]) -> dict[str, Any]:
+    def _ask_worker(self, name: str, asked: Mapping[str, object]) -> dict[str, Any]:
         worker = self._places.get()
         try:
             worker = worker or _Worker(self._start, self._starter, start_timeout_s=self._start_timeout_s)

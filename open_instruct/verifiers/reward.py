@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.records import Check, Completion, Prompt, Verdict
 from open_instruct.verifiers.answers import R1Format
@@ -10,15 +12,19 @@ from open_instruct.verifiers.pool import Outcome, VerifierPool
 FORM = Check(verifier=R1Format.name, ground_truth=None)
 
 
-class RewardModel:
+class RewardManager:
     """Verifiers, format and penalty, as `RewardSection` weighs them."""
 
     def __init__(self, pool: VerifierPool, config: RewardSection) -> None:
         self._pool = pool
         self._config = config
 
-    def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
-        """The verdict on one completion; callable from many threads.
+    def judges_groups(self, prompt: Prompt) -> bool:
+        """Whether completions of this prompt are to be judged together."""
+        return any(self._pool.verifiers[check.verifier].judges_groups for check in prompt.checks)
+
+    def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
+        """The verdict on each of some completions of a prompt; callable from many threads.
 
         The reward is `verification_reward` times the mean (or the sum: `several_verifiers`) of the scores, weighted by
         the checks' weights. With the format reward, `r1_style_format_reward` is added where the form is right, and the
@@ -26,27 +32,31 @@ class RewardModel:
         only there, unless `additive_format_reward`. With the non-stop penalty a completion that was cut gets
         `non_stop_penalty_value` instead of all that. Scores of a verifier that appears twice are averaged.
         """
-        config = self._config
-        outcomes = [(check, self._score(check, prompt, completion)) for check in prompt.checks]
-        problems = [outcome.problem for _, outcome in outcomes]
+        checks = [*prompt.checks, FORM] if self._config.apply_r1_style_format_reward else prompt.checks
+        of_checks = [self._pool.scores(check, prompt.text, completions) for check in checks]
+        return [
+            self._verdict(prompt, completion, [outcomes[at] for outcomes in of_checks])
+            for at, completion in enumerate(completions)
+        ]
+
+    def _verdict(self, prompt: Prompt, completion: Completion, outcomes: Sequence[Outcome]) -> Verdict:
+        """Of a completion, from the outcomes of its checks and, where that counts, of its form."""
+        config, judged = self._config, list(zip(prompt.checks, outcomes, strict=False))
         by_name: dict[str, list[float]] = {}
-        for check, outcome in outcomes:
+        for check, outcome in judged:
             by_name.setdefault(check.verifier, []).append(outcome.score)
         scores = {name: sum(values) / len(values) for name, values in by_name.items()}
         total_weight = 1.0 if config.several_verifiers == "sum" else sum(check.weight for check in prompt.checks)
-        reward = config.verification_reward * sum(check.weight * outcome.score for check, outcome in outcomes)
+        reward = config.verification_reward * sum(check.weight * outcome.score for check, outcome in judged)
         reward = reward / total_weight if total_weight else 0.0
         if config.apply_r1_style_format_reward:
-            form = self._score(FORM, prompt, completion)
-            scores["format"] = form.score
-            problems.append(form.problem)
-            if form.score:
+            scores["format"] = outcomes[-1].score
+            if outcomes[-1].score:
                 reward += config.r1_style_format_reward
             elif not config.additive_format_reward:
                 reward = 0.0
         if config.non_stop_penalty and completion.is_truncated:
             reward = config.non_stop_penalty_value
-        return Verdict(reward=reward, scores=scores, problems=tuple(filter(None, problems)))
-
-    def _score(self, check: Check, prompt: Prompt, completion: Completion) -> Outcome:
-        return self._pool.score(check, completion.text, prompt=prompt.text, is_truncated=completion.is_truncated)
+        return Verdict(
+            reward=reward, scores=scores, problems=tuple(outcome.problem for outcome in outcomes if outcome.problem)
+        )

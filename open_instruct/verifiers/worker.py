@@ -40,12 +40,10 @@ MAX_PROBLEM_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 4000
 
 
-def verdict(
-    verifier: Verifier, text: str, ground_truth: Any, *, prompt: str = "", is_truncated: bool = False
-) -> dict[str, Any]:
-    """`{"score": …}`, or `{"problem": …, "traceback": …}` where the verifier raised."""
+def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
+    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised; `asked` is `judge_all`'s."""
     try:
-        return {"score": float(verifier.judge(prompt, text, ground_truth, is_truncated=is_truncated))}
+        return {"scores": [float(score) for score in verifier.judge_all(**asked)]}
     except BaseException as error:  # foreign code, which may raise anything, and exit
         return _failure(error)
 
@@ -111,7 +109,7 @@ def main(user_verifiers: list[str]) -> None:
     leave_a_guard()
     end_with_parent()
     # What a verifier prints must not be taken for a verdict, nor may it read what is asked.
-    requests, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     worker = os.getpid()
@@ -122,14 +120,14 @@ def main(user_verifiers: list[str]) -> None:
             verifier.load()
     except BaseException as error:
         greeting |= _failure(error)
-    print(json.dumps(greeting), file=verdicts, flush=True)
+    print(json.dumps(greeting), file=answers, flush=True)
     for line in requests:
         request = json.loads(line)
         number, verifier = request.pop("id"), verifiers[request.pop("verifier")]
-        answer = verdict(verifier, **request)
+        answer = verdicts(verifier, **request)
         if os.getpid() != worker:
             os._exit(0)  # the verifier forked, and this is its child, which has nothing to answer
-        print(json.dumps({"id": number, **answer}), file=verdicts, flush=True)
+        print(json.dumps({"id": number, **answer}), file=answers, flush=True)
 
 
 def _failure(error: BaseException) -> dict[str, str]:

@@ -69,6 +69,7 @@ FLOORS = [
     {"learner"},
     {"cluster"},
     {"engines"},
+    {"episodes"},
     {"weights"},
     {"rollout"},
     {"chat"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -113,9 +113,12 @@ class FakeReward:
     def __init__(self, rule: Callable[[Prompt, Completion], float]) -> None:
         self.rule = rule
 
-    def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
-        score = self.rule(prompt, completion)
-        return Verdict(reward=score, scores={"fake": score})
+    def judges_groups(self, prompt: Prompt) -> bool:
+        return False
+
+    def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
+        scores = [self.rule(prompt, completion) for completion in completions]
+        return [Verdict(reward=score, scores={"fake": score}) for score in scores]
 
 
 def coin(prompt: Prompt, completion: Completion) -> float:

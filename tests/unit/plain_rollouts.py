@@ -13,11 +13,11 @@ from open_instruct.rollout.samples import RolloutStepBatch
 if TYPE_CHECKING:
     from open_instruct.data.prompts import PromptStream
     from open_instruct.engines.engine_pool import EnginePool
-    from open_instruct.verifiers.reward import RewardModel
+    from open_instruct.verifiers.reward import RewardManager
 
 
 def plain_batches(
-    prompts: PromptStream, pool: EnginePool, reward: RewardModel, *, config: GRPOConfig
+    prompts: PromptStream, pool: EnginePool, reward: RewardManager, *, config: GRPOConfig
 ) -> Iterator[RolloutStepBatch]:
     """The batch of every step, one after the other."""
     while True:
@@ -30,7 +30,7 @@ def plain_batches(
                 asked.append((ticket, prompt, [pool.submit(request) for request in requests]))
             for ticket, prompt, futures in asked:
                 completions = tuple(future.result() for future in futures)
-                verdicts = tuple(reward.judge(prompt, completion) for completion in completions)
+                verdicts = tuple(reward.judge(prompt, completions))
                 group = RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts)
                 (rejected if is_rejected(group, config.rollout) else groups).append(group)
         batch = RolloutStepBatch(groups=tuple(groups), rejected=tuple(rejected))

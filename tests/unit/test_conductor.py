@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.data.prompts import PromptStream
+from open_instruct.episodes.requests import sampling_seed
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor, sampling_seed
+from open_instruct.rollout.conductor import MAX_REJECTED_PER_PROMPT, Conductor
 from open_instruct.rollout.samples import RolloutStepBatch, training_samples
 from tests.unit.fake_rollouts import BusyPool, FakeDataset, FakePool, FakeReward, coin, without_versions
 from tests.unit.plain_rollouts import plain_batches
@@ -271,7 +272,7 @@ class TestActiveSampling:
 
     def test_gives_up_at_once_where_no_verdict_is_a_real_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         broken = Verdict(reward=0.0, scores={"fake": 0.0}, problems=("fake: KeyError: 'x'",))
-        monkeypatch.setattr(FakeReward, "judge", lambda *_: broken)
+        monkeypatch.setattr(FakeReward, "judge", lambda _, prompt, completions: [broken] * len(completions))
         with BusyPool() as pool, conductor(pool, "--active_sampling") as it:
             it.start(0)
             with pytest.raises(RunError, match=r"verdicts of a step failed.*fake: KeyError"):
@@ -341,7 +342,10 @@ class TestFailure:
     @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit("bad")], ids=["error", "exit"])
     def test_of_a_verifier_names_the_completion(self, error: BaseException) -> None:
         class Broken:
-            def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
+            def judges_groups(self, prompt: Prompt) -> bool:
+                return False
+
+            def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
                 raise error
 
         pool = FakePool()
@@ -349,7 +353,7 @@ class TestFailure:
         it.start(0)
         row = it.state_dict()["unconsumed"][0][1]
         pool.finish()
-        message = rf"completion 0 of ticket 0 \(row {row}\) could not be judged: {type(error).__name__}: bad"
+        message = rf"completion 0/0 \(row {row}\) could not be judged: {type(error).__name__}: bad"
         with pytest.raises(RunError, match=message):
             it.next_batch(1, timeout_s=STALL_TIMEOUT_S)
         it.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import combinations
 
@@ -127,10 +128,16 @@ def test_a_failure_of_the_engines_is_passed_on() -> None:
 
 def test_a_failure_of_a_verifier_is_a_failure_of_the_run() -> None:
     class Broken:
-        def judge(self, prompt: Prompt, completion: Completion) -> Verdict:
+        def judges_groups(self, prompt: Prompt) -> bool:
+            return False
+
+        def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
             raise ValueError("bad")
 
-    with BusyPool() as pool, pytest.raises(RunError, match="the evaluation failed: ValueError: bad"):
+    with (
+        BusyPool() as pool,
+        pytest.raises(RunError, match=r"completion eval/\d+/0 \(row \d+\) could not be judged: ValueError: bad"),
+    ):
         evaluate(PROMPTS, pool, Broken(), config=config_of())
 
 

@@ -23,6 +23,7 @@ from open_instruct.packing.steps import BatchShape, step_batch
 from open_instruct.records import ROW_VALUES, Batch, Check
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
+from tests.unit.scored import score
 
 PLACEHOLDER = "@"
 STEPS = {"prompt": "1 + 2 + 3?", "completions": ["1 + 2 = 3", "3 + 3 = 7", "So 7."], "labels": [True, False, False]}
@@ -268,10 +269,10 @@ def test_steps_of_a_file_and_of_a_completion_are_scored(folder: Path, tmp_path: 
     pool = VerifierPool([f"prm:{model},{word}"], num_processes=1, timeout_s=300)
     try:
         check = Check(verifier="prm", ground_truth=None)
-        found = pool.score(check, "\n".join(lines), prompt=prompt)
-        cut = pool.score(check, "\n".join([*lines, "and so"]), prompt=prompt, is_truncated=True)
+        found = score(pool, check, "\n".join(lines), prompt=prompt)
+        cut = score(pool, check, "\n".join([*lines, "and so"]), prompt=prompt, is_truncated=True)
         assert cut.score == pytest.approx(found.score), "a step that was cut is none"
-        assert pool.score(check, " ", prompt=prompt).score == 0
+        assert score(pool, check, " ", prompt=prompt).score == 0
     finally:
         pool.close()
     assert found.problem is None and found.score == pytest.approx(reward, abs=1e-5)

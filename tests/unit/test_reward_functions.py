@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.data.files.rows import MalformedRow, ReadRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.errors import InputError
-from open_instruct.records import Check
+from open_instruct.records import Check, Prompt
 from open_instruct.users_code import load_named
 from open_instruct.verifiers.function import file_with
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import judges_named, known_verifiers
+from open_instruct.verifiers.reward import RewardManager
+from tests.unit.scored import completion_of, score
 
 FUNCTIONS = """
 def short(completions, **columns):
@@ -29,6 +32,10 @@ def same(completions, answer):
 
 def asked(prompts, completions):
     return [float(prompt in text) for prompt, text in zip(prompts, completions)]
+
+def ranked(completions, prompts):
+    assert prompts == ["Say hi."] * len(completions)
+    return [float(sum(len(other) > len(text) for other in completions)) for text in completions]
 
 def too_many(completions, **columns):
     return [1.0, 2.0]
@@ -50,7 +57,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(mine: str) -> Iterator[VerifierPool]:
-    names = ("short", "same", "asked", "too_many", "nothing")
+    names = ("short", "same", "asked", "ranked", "too_many", "nothing")
     pool = VerifierPool([f"{mine}:{name}" for name in names], num_processes=1, timeout_s=60.0)
     yield pool
     pool.close()
@@ -61,13 +68,21 @@ def pool(mine: str) -> Iterator[VerifierPool]:
     [("short", "<think></think>hi", -17.0), ("same", "hi", 1.0), ("same", "no", 0.0), ("asked", "Say hi. Hi", 1.0)],
 )
 def test_a_function_is_given_what_it_takes(pool: VerifierPool, name: str, completion: str, reward: float) -> None:
-    outcome = pool.score(Check(verifier=name, ground_truth=ROW), completion, prompt="Say hi.")
+    outcome = score(pool, Check(verifier=name, ground_truth=ROW), completion, prompt="Say hi.")
     assert (outcome.score, outcome.problem) == (reward, None)
 
 
-@pytest.mark.parametrize(("name", "problem"), [("too_many", "2 rewards for one completion"), ("nothing", "TypeError")])
+def test_it_is_called_once_for_all_completions_of_a_prompt(pool: VerifierPool) -> None:
+    rewards, check = RewardManager(pool, RewardSection()), Check(verifier="ranked", ground_truth=ROW)
+    prompt = Prompt(row_id=0, token_ids=(1,), text="Say hi.", checks=(check,))
+    assert rewards.judges_groups(prompt)
+    verdicts = rewards.judge(prompt, [completion_of(text) for text in ("hi!!", "hi", "hi!")])
+    assert [verdict.reward for verdict in verdicts] == [0.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(("name", "problem"), [("too_many", "2 rewards for 1 completion"), ("nothing", "TypeError")])
 def test_what_it_must_not_return_is_a_problem(pool: VerifierPool, name: str, problem: str) -> None:
-    outcome = pool.score(Check(verifier=name, ground_truth=ROW), "hi")
+    outcome = score(pool, Check(verifier=name, ground_truth=ROW), "hi")
     assert outcome.score == 0.0 and outcome.problem is not None and problem in outcome.problem
 
 

@@ -43,6 +43,7 @@ from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.toys.tiny import write_tiny_model
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
+from tests.unit.scored import score
 
 CPU = torch.device("cpu")
 SEED = 7
@@ -349,18 +350,18 @@ def test_a_verifier_gives_the_reward_of_prompt_and_completion(judge: Path, tmp_p
     row = {"messages": chat("Is it?", "It is, surely.")}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["score", str(judge), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out.jsonl")]) == 0
-    score = json.loads((tmp_path / "out.jsonl").read_text())["score"]
+    wanted = json.loads((tmp_path / "out.jsonl").read_text())["score"]
     asked = AutoTokenizer.from_pretrained(judge).apply_chat_template(
         row["messages"][:1], add_generation_prompt=True, tokenize=False
     )
     pool = VerifierPool([f"reward_model:{judge}"], num_processes=1, timeout_s=300)
     try:
         check = Check(verifier="reward_model", ground_truth=None)
-        outcome = pool.score(check, "It is, surely.", prompt=asked)
-        cut = pool.score(check, "It is, surely.", prompt=asked, is_truncated=True)
+        outcome = score(pool, check, "It is, surely.", prompt=asked)
+        cut = score(pool, check, "It is, surely.", prompt=asked, is_truncated=True)
     finally:
         pool.close()
-    assert outcome.problem is None and outcome.score == pytest.approx(score, abs=1e-5)
+    assert outcome.problem is None and outcome.score == pytest.approx(wanted, abs=1e-5)
     assert not 0 <= outcome.score <= 1 or not 0 <= cut.score <= 1, "a reward may be any number"
     assert abs(cut.score - outcome.score) > 1e-3
 

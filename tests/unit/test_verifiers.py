@@ -27,7 +27,8 @@ from open_instruct.verifiers import pool as verifier_pool
 from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import Outcome, VerifierPool
 from open_instruct.verifiers.registry import known_verifiers
-from open_instruct.verifiers.reward import RewardModel
+from open_instruct.verifiers.reward import RewardManager
+from tests.unit.scored import score
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USER_MODULE = """
@@ -190,16 +191,16 @@ class TestPool:
     @pytest.mark.parametrize("answer", ["9^9^9^9^9", "(" * 5000 + "1" + ")" * 5000, "factorial(10^9)", "x" * 200_000])
     def test_mathematics_that_does_not_end_is_ended(self, hasty_pool: VerifierPool, answer: str) -> None:
         # Loads sympy, which takes its time, or is killed and does not.
-        hasty_pool.score(check("math", "2"), r"\boxed{2}")
-        assert hasty_pool.score(check("math", "7"), rf"\boxed{{{answer}}}").score == 0.0
+        score(hasty_pool, check("math", "2"), r"\boxed{2}")
+        assert score(hasty_pool, check("math", "7"), rf"\boxed{{{answer}}}").score == 0.0
 
     def test_what_was_thought_is_not_judged(self, pool: VerifierPool) -> None:
-        assert pool.score(check("gsm8k", "5"), "5</think> it is 6").score == 0.0
-        assert pool.score(check("gsm8k", "6"), "5</think> it is 6").score == 1.0
+        assert score(pool, check("gsm8k", "5"), "5</think> it is 6").score == 0.0
+        assert score(pool, check("gsm8k", "6"), "5</think> it is 6").score == 1.0
 
     def test_a_verifier_of_the_users_runs_elsewhere(self, pool: VerifierPool) -> None:
-        assert pool.score(check("odd"), "0.25").score == 0.25
-        assert pool.score(check("odd"), "pid").score not in (0.0, 1 / os.getpid())
+        assert score(pool, check("odd"), "0.25").score == 0.25
+        assert score(pool, check("odd"), "pid").score not in (0.0, 1 / os.getpid())
 
     @pytest.mark.parametrize(
         ("completion", "problem"),
@@ -215,17 +216,17 @@ class TestPool:
     def test_what_goes_wrong_is_a_score_of_nothing(
         self, hasty_pool: VerifierPool, completion: str, problem: str
     ) -> None:
-        outcome = hasty_pool.score(check("odd"), completion)
+        outcome = score(hasty_pool, check("odd"), completion)
         assert outcome.score == 0.0
         assert outcome.problem is not None
         assert outcome.problem.startswith(problem)
-        assert hasty_pool.score(check("odd"), "0.5").score == 0.5
+        assert score(hasty_pool, check("odd"), "0.5").score == 0.5
 
     def test_what_a_verifier_has_started_ends_with_it(
         self, hasty_pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        assert hasty_pool.score(check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
+        assert score(hasty_pool, check("odd"), "leave a child and hang").problem == "odd: took more than 0.5 s, or died"
         assert_ends(int(Path("spinning").read_text()))
 
     @pytest.mark.parametrize("then", ["", " and hang", " and die"])
@@ -235,7 +236,7 @@ class TestPool:
         """It has a session of its own, and its parent has ended."""
         monkeypatch.chdir(tmp_path)
         pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=5 if then == " and hang" else 60)
-        outcome = pool.score(check("odd"), f"leave a daemon{then}")
+        outcome = score(pool, check("odd"), f"leave a daemon{then}")
         daemon = int(Path("spinning").read_text())
         if then:
             assert_ends(daemon)
@@ -248,7 +249,7 @@ class TestPool:
     def test_an_answer_is_that_to_the_question(self, user_module: str, completion: str) -> None:
         """Not that of a child that came back, nor what a verifier wrote wherever it could."""
         pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=60)
-        scores = [pool.score(check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
+        scores = [score(pool, check("odd"), text).score for text in (completion, "0.75", "1", completion, "0", "1")]
         pool.close()
         assert scores == [0.25, 0.75, 1, 0.25, 0, 1]
 
@@ -261,13 +262,13 @@ class TestPool:
         if given is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         pool = VerifierPool([f"{user_module}:Odd"], num_processes=2, timeout_s=60)
-        outcome = pool.score(check("odd"), "threads")
+        outcome = score(pool, check("odd"), "threads")
         pool.close()
         assert outcome.score == 1 / num_threads
 
     def test_a_long_completion_arrives_whole(self, user_module: str) -> None:
         pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=60)
-        outcome = pool.score(check("odd"), "x" * 3_000_000)
+        outcome = score(pool, check("odd"), "x" * 3_000_000)
         pool.close()
         assert outcome.problem is not None and outcome.problem.startswith("odd: ValueError")
         assert len(outcome.problem) < 1000
@@ -278,7 +279,7 @@ class TestPool:
         words = [f"{user_module}:Odd", f"{user_module}:Inline"]
         pool = VerifierPool(words, num_processes=1, timeout_s=60, say=said.append)
         for completion in ("good luck", "0.5", "worse luck"):
-            pool.score(check(kind), completion)
+            score(pool, check(kind), completion)
         pool.close()
         assert len(said) == 1
         assert f"the verifier {kind}: ValueError: could not convert string to float: 'good luck'" in said[0]
@@ -287,20 +288,20 @@ class TestPool:
     def test_many_threads_share_few_processes(self, pool: VerifierPool) -> None:
         wanted = [index / 40 for index in range(40)]
         with ThreadPoolExecutor(8) as threads:
-            assert [o.score for o in threads.map(lambda x: pool.score(check("odd"), str(x)), wanted)] == wanted
+            assert [o.score for o in threads.map(lambda x: score(pool, check("odd"), str(x)), wanted)] == wanted
 
     @pytest.mark.parametrize("completion", ["not a number", "7", "nan"])
     def test_what_goes_wrong_in_the_driver_is_one_too(self, pool: VerifierPool, completion: str) -> None:
-        outcome = pool.score(check("inline"), completion)
+        outcome = score(pool, check("inline"), completion)
         assert outcome.score == 0.0
-        assert outcome.problem == pool.score(check("odd"), completion).problem.replace("odd", "inline", 1)
+        assert outcome.problem == score(pool, check("odd"), completion).problem.replace("odd", "inline", 1)
 
     def test_a_worker_outlives_the_thread_that_needed_it_first(self, user_module: str) -> None:
         pool = VerifierPool([f"{user_module}:Odd"], num_processes=1, timeout_s=5)
         scores = []
         for _ in range(2):
             with ThreadPoolExecutor(1) as thread:
-                scores.append(thread.submit(pool.score, check("odd"), "pid").result().score)
+                scores.append(thread.submit(score, pool, check("odd"), "pid").result().score)
             time.sleep(0.2)
         pool.close()
         assert scores[0] == scores[1] > 0
@@ -316,9 +317,10 @@ from open_instruct.verifiers.answers import has_r1_format
 from open_instruct.verifiers.pool import VerifierPool
 pool = VerifierPool(["{user_module}:Odd"], num_processes=1, timeout_s=300)
 odd = Check(verifier="odd", ground_truth=None)
-print(round(1 / pool.score(odd, "pid").score), flush=True)
+from tests.unit.scored import score
+print(round(1 / score(pool, odd, "pid").score), flush=True)
 if {completion!r}:
-    threading.Thread(target=pool.score, args=(odd, {completion!r})).start()
+    threading.Thread(target=score, args=(pool, odd, {completion!r})).start()
     while not os.path.exists("spinning"):
         time.sleep(0.05)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -365,10 +367,11 @@ class TestLate:
             def __init__(self, *_: Any, **__: Any) -> None: ...
 
             def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any] | None:
-                if request["text"] == "die":
+                (text,) = request["completions"]
+                if text == "die":
                     return None
-                clock.now_s += min(float(request["text"]), timeout_s)
-                return {"score": 1.0} if float(request["text"]) <= timeout_s else None
+                clock.now_s += min(float(text), timeout_s)
+                return {"scores": [1.0]} if float(text) <= timeout_s else None
 
             def kill(self) -> None: ...
 
@@ -379,7 +382,7 @@ class TestLate:
 
         def judge(completion: str, verifier: str = "math") -> tuple[float, str | None]:
             began_s = clock.now_s
-            outcome = pool.score(check(verifier, "7"), completion)
+            outcome = score(pool, check(verifier, "7"), completion)
             assert outcome.score == (outcome.problem is None)
             return clock.now_s - began_s, outcome.problem
 
@@ -478,7 +481,7 @@ class TestOwnFiles:
     @pytest.mark.parametrize("word", ["mine.py:Odd", "./mine.py:Odd", "mine:Odd"])
     def test_a_file_of_the_working_folder(self, word: str) -> None:
         pool = VerifierPool([word, word.replace("Odd", "Inline")], num_processes=1, timeout_s=60)
-        assert [pool.score(check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
+        assert [score(pool, check(name), "0.25") for name in ("odd", "inline")] == [Outcome(score=0.25)] * 2
         pool.close()
         assert "mine" not in sys.modules
 
@@ -517,7 +520,7 @@ class TestOwnFiles:
         said: list[str] = []
         pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=60, say=said.append)
         Path("mine.py").unlink()
-        outcomes = [pool.score(check("odd"), "0.5") for _ in range(2)]
+        outcomes = [score(pool, check("odd"), "0.5") for _ in range(2)]
         pool.close()
         assert all("FileNotFoundError" in str(outcome.problem) for outcome in outcomes)
         assert "Traceback" in said[0]
@@ -533,7 +536,7 @@ class TestOwnFiles:
         else:
             monkeypatch.setenv("PYTHONPATH", paths)
         pool = VerifierPool(["mine.py:Odd"], num_processes=1, timeout_s=300)
-        outcomes = [pool.score(check("math", "2x"), r"\boxed{x + x}"), pool.score(check("odd"), "1")]
+        outcomes = [score(pool, check("math", "2x"), r"\boxed{x + x}"), score(pool, check("odd"), "1")]
         pool.close()
         assert not Path("planted_ran").exists()
         assert outcomes == [Outcome(score=1.0)] * 2
@@ -545,7 +548,7 @@ class TestReward:
         completion = Completion(
             token_ids=(), logprobs=(), versions=(), text=text, finish_reason="length" if truncated else "stop", seed=0
         )
-        return RewardModel(pool, RewardSection(**config)).judge(prompt, completion).reward
+        return RewardManager(pool, RewardSection(**config)).judge(prompt, [completion])[0].reward
 
     def test_scores_are_weighted(self, pool: VerifierPool) -> None:
         checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "no", weight=1.0))
@@ -571,5 +574,5 @@ class TestReward:
     def test_problems_are_reported(self, pool: VerifierPool) -> None:
         prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=(check("odd"),))
         completion = Completion(token_ids=(), logprobs=(), versions=(), text="die", finish_reason="stop", seed=0)
-        verdict = RewardModel(pool, RewardSection()).judge(prompt, completion)
+        (verdict,) = RewardManager(pool, RewardSection()).judge(prompt, [completion])
         assert (verdict.reward, verdict.scores, len(verdict.problems)) == (0.0, {"odd": 0.0}, 1)
