@@ -88,8 +88,7 @@ HEAVY_LIBRARIES = {"torch", "olmo_core", "transformers", "datasets", *FLEET_LIBR
 WITHOUT_TORCH = [
     *("errors.py", "families.py", "records.py", "whole_file.py", "entry.py", "cli.py", "parallel/layout.py"),
     *("parallel/layout_warnings.py", "run/first_look.py", "parallel/processes.py", "parallel/training_state.py"),
-    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions")),
-    *(f"learner/deepspeed/{name}.py" for name in ("planned_memory", "planned_traffic", "grpo_flags")),
+    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "planned_zero", "versions", "grpo_flags")),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
 ]

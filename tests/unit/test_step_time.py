@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -212,7 +211,7 @@ def test_weights_to_the_engines() -> None:
     sent = replace(
         WORK, algorithm="grpo", num_engines=2, engine_tensor_degree=2, sync_backend="nccl", sync_bucket_bytes=200
     )
-    buckets_of = list(sync_buckets(SHAPE, sent, partial(rows_of_ranks, layout)))
+    buckets_of = list(sync_buckets(SHAPE, layout, sent))
     exchanges = traffic_of_weight_sync(buckets_of, sent)
     assert {exchange.group_size for exchange in exchanges} == {5}
     assert sum(exchange.wire_bytes for exchange in exchanges) == 2 * SHAPE.num_params

@@ -9,7 +9,7 @@ no matrix of attention, the backward pass of the first block, whose attention th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from types import SimpleNamespace
 
@@ -126,11 +126,7 @@ def traffic_of_weight_sync(buckets: Iterable[tuple[int, int]], workload: Workloa
     )
 
 
-# Of one parameter: so many ranks bring so many rows each, and how wide these are. Those of the first rank come first.
-RowsOfRanks = Callable[[ParameterShape], Iterator[tuple[int, int, int]]]
-
-
-def sync_buckets(shape: ModelShape, workload: Workload, rows_of: RowsOfRanks) -> Iterator[tuple[int, int]]:
+def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
     """Of each bucket, the bytes that the first rank brings and those of all ranks."""
     own, whole, each_bytes = 0, 0, workload.sync_bytes_per_param
     for parameter in _sent(shape, workload):
@@ -139,14 +135,14 @@ def sync_buckets(shape: ModelShape, workload: Workload, rows_of: RowsOfRanks) ->
             yield own, whole
             own, whole = 0, 0
         if more > workload.sync_bucket_bytes:
-            rows = list(rows_of(parameter))
+            rows = list(rows_of_ranks(layout, parameter))
             num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))
             for piece in range(num_pieces):
                 sizes = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows]
                 of_all = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
                 yield sizes[0] * each_bytes, of_all * each_bytes
             continue
-        own += prod(next(rows_of(parameter))[1:]) * each_bytes
+        own += prod(next(rows_of_ranks(layout, parameter))[1:]) * each_bytes
         whole += more
     if whole:
         yield own, whole
@@ -162,7 +158,10 @@ def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
 
 
 def rows_of_ranks(layout: ShardLayout, parameter: ParameterShape) -> Iterator[tuple[int, int, int]]:
-    """See `RowsOfRanks`; of one copy of a model that FSDP2 shards, where the first rank has most."""
+    """Of one parameter: so many ranks bring so many rows each, and how wide these are; the first rank's come first.
+
+    Of one copy of a model that FSDP2 shards, where the first rank has most.
+    """
     degree = layout.tensor_parallel_degree
     for tensor_rank in range(1 if parameter.tensor_axis is None else degree):
         num_rows, *others = tensor_local_shape(parameter, degree, tensor_rank)
