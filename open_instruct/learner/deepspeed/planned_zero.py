@@ -27,9 +27,10 @@ from open_instruct.planning.traffic.model_parallel import Calls, along, context_
 from open_instruct.planning.traffic.per_step import forward_passes
 from open_instruct.records import ShardLayout
 
-# DeepSpeed's own, in values; a test holds them equal. `reduce_bucket_size`, and stage 0's `MEMORY_OPT_ALLREDUCE_SIZE`;
-# `stage3_max_live_parameters`, and the `sub_group_size` that is stepped at once; `stage3_param_persistence_threshold`.
-BUCKET, MOST_AT_ONCE, SMALL = 500_000_000, 1_000_000_000, 100_000
+# DeepSpeed's own sizes, in values; a test holds them equal.
+BUCKET = 500_000_000  # `reduce_bucket_size`, and stage 0's `MEMORY_OPT_ALLREDUCE_SIZE`
+MOST_AT_ONCE = 1_000_000_000  # whole at stage 3 (`stage3_max_live_parameters`), and stepped (`sub_group_size`)
+SMALL = 100_000  # what stays whole at stage 3 (`stage3_param_persistence_threshold`)
 
 
 class ZeroMoments(Moments):
@@ -40,7 +41,8 @@ class ZeroMoments(Moments):
         self.num_ranks = layout.shard_group_size if self.stage else 1
         self.sizes = {each.name: values_of(each, layout.tensor_parallel_degree) for each in shape.parameters}
         trained = [self.sizes[each.name] for each in shape.parameters if each.is_trained]
-        self.num_trained, self.largest = sum(trained), max(trained)
+        self.num_trained = sum(trained)
+        self.largest = max(trained)
         self.num_frozen = sum(self.sizes.values()) - self.num_trained
         # What this rank's optimizer has: all at stage 0, else P / N. Parameters that reach into that have more.
         self.own = [-(-size // self.num_ranks) for size in trained]
@@ -55,37 +57,45 @@ class ZeroMoments(Moments):
 
         Without CUDA both are one.
         """
-        flags, stage, c, own, P, F = self.flags, self.stage, self.c, sum(self.own), self.num_trained, self.num_frozen
-        device, host = Counter[str](), Counter[str]()
-        # The optimizer's K = 12 bytes are shared from stage 1 on, gradients from 2, weights to compute with at 3.
-        optimizer, weights = (host if is_there else device for is_there in (flags.adam_offload, flags.offload))
-        optimizer.update({PARAMETERS: MASTER_BYTES * own, OPTIMIZER: ADAMW_MOMENTS * MOMENT_BYTES * own})
-        # The float32 weights are what stage 0 computes with.
-        weights[PARAMETERS] += c * (F, P + F, P + F, own - (-F // self.num_ranks))[stage]
-        if stage == 3 and self.num_ranks > 1:  # small parameters stay whole besides
-            device[PARAMETERS] += c * sum(size for size in self.sizes.values() if size <= SMALL)
-        # In float32 stage 2 keeps whole gradients; of those of BF16_Optimizer there are both dtypes.
+        stage, c, own = self.stage, self.c, sum(self.own)
+        P, F = self.num_trained, self.num_frozen
         is_exact = c == MASTER_BYTES
+        device, host = Counter[str](), Counter[str]()
+        optimizer = host if self.flags.adam_offload else device
+        weights = host if self.flags.offload else device
+        # The optimizer's K = 12 bytes are shared from stage 1 on.
+        optimizer[PARAMETERS] += MASTER_BYTES * own
+        optimizer[OPTIMIZER] += ADAMW_MOMENTS * MOMENT_BYTES * own
+        # Weights to compute with are shared at stage 3, but for small ones; at stage 0 they are the float32 ones.
+        weights[PARAMETERS] += c * (F, P + F, P + F, own - (-F // self.num_ranks))[stage]
+        if stage == 3 and self.num_ranks > 1:
+            device[PARAMETERS] += c * sum(size for size in self.sizes.values() if size <= SMALL)
+        # Gradients are shared from stage 2 on, in float32 as whole ones. BF16_Optimizer has them in both dtypes.
         gradients = optimizer if stage == 3 or (stage == 2 and is_exact) else device
         gradients[GRADIENTS] += GRADIENT_BYTES * (P, P, self.touched if is_exact else own, own)[stage]
-        device[GRADIENTS] += c * P * self.is_flat
-        device[BUFFERS] += GRADIENT_BYTES * BUCKET * (stage == 3)
-        if flags.adam_offload:
-            # Gradients that it steps with; below stage 3 the part that it stepped, and a place on the way for one more.
-            host[GRADIENTS] += GRADIENT_BYTES * own
-            device[BUFFERS] += c * self.largest * (stage < 3)
-            host[PARAMETERS] += c * (own + self.largest) * (stage < 3)
+        if self.is_flat:
+            device[GRADIENTS] += c * P
+        if stage == 3:
+            device[BUFFERS] += GRADIENT_BYTES * BUCKET
+        if self.flags.adam_offload:
+            host[GRADIENTS] += GRADIENT_BYTES * own  # those that it steps with
+        if self.flags.adam_offload and stage < 3:
+            device[BUFFERS] += c * self.largest  # on the way to the host
+            host[PARAMETERS] += c * (own + self.largest)  # the part that it stepped, and one on its way back
         return (device, host) if on_cuda else (device + host, Counter())
 
     @property
     def most_gathered(self) -> int:
-        """Values at stage 3: up to a limit and a parameter more (`PartitionedParameterCoordinator`), what that is
-        gathered in, and neighbours' second copy (hpZ: Wang et al. 2023, arXiv:2306.10209, section 3.2)."""
-        everything, largest, nearby = sum(self.sizes.values()), max(self.sizes.values()), self.flags.zpg
+        """Values at stage 3: up to a limit and a parameter more, and what that is gathered in.
+
+        Source: `PartitionedParameterCoordinator`. Neighbours' second copy is hpZ of ZeRO++ (Wang et al. 2023,
+        arXiv:2306.10209, section 3.2).
+        """
         if self.stage < 3 or self.num_ranks == 1:
             return 0
-        at_once = min(everything, MOST_AT_ONCE + largest) + largest
-        return at_once + (everything // nearby if nearby > 1 else 0)
+        everything, largest = sum(self.sizes.values()), max(self.sizes.values())
+        copy = everything // self.flags.zpg if self.flags.zpg > 1 else 0
+        return min(everything, MOST_AT_ONCE + largest) + largest + copy
 
     @property
     def most_reduced(self) -> int:
@@ -95,15 +105,18 @@ class ZeroMoments(Moments):
         """
         made = GRADIENT_BYTES * min(self.num_trained, BUCKET) + self.c * self.largest
         apart = self.c == MASTER_BYTES and self.workload.num_microbatches > 1
-        bucket, more = GRADIENT_BYTES * BUCKET, GRADIENT_BYTES * self.touched * apart
+        bucket = GRADIENT_BYTES * BUCKET
+        more = GRADIENT_BYTES * self.touched if apart else 0
         return (0, 0 if self.is_flat else bucket, bucket + made + more, made)[self.stage]
 
     def step(self) -> Iterator[Moment]:
         """Below stage 2 gradients are reduced first. The optimizer steps with a copy of its part of them."""
-        own, copies = sum(self.own), self.stage > 0 and not self.flags.adam_offload and not self.is_flat
+        own = sum(self.own)
+        copies = self.stage > 0 and not self.flags.adam_offload and not self.is_flat
         reduced = (min(self.num_trained, BUCKET), 0 if self.is_flat else max(BUCKET, self.touched), 0, 0)[self.stage]
+        copied = min(own, MOST_AT_ONCE) if copies else 0
         made = 0 if self.workload.on_cuda else 2 * (own if self.stage else self.largest)
-        temporaries = MASTER_BYTES * (made + copies * min(own, MOST_AT_ONCE))
+        temporaries = MASTER_BYTES * (copied + made)
         yield self.held(self.gradients) | {REDUCED: GRADIENT_BYTES * reduced, TEMPORARIES: temporaries}
 
     def state_bytes(self) -> tuple[int, int, int]:
