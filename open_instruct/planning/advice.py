@@ -19,7 +19,7 @@ from open_instruct.parallel.layout import divisors
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.plan import Plan, Setting, Way, plan_of, ranked_layouts
-from open_instruct.planning.shown.units import amount, gib, seconds
+from open_instruct.planning.subject.units import amount, gib, seconds
 from open_instruct.planning.subject.workload import MIB
 
 # A faster layout is named only where it is faster by more than the plan can be trusted to tell.

@@ -16,11 +16,16 @@ from open_instruct.errors import InputError
 from open_instruct.parallel.layout import check_heads, divisors, layout_of
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import RunConfig, Workload, adapted, is_wrapped, validate, workload_of
 from open_instruct.planning.traffic.collectives import Exchange
-from open_instruct.planning.traffic.per_step import traffic_of_merging, traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.traffic.per_step import (
+    traffic_of_merging,
+    traffic_of_weight_sync,
+    traffic_per_step,
+)
 from open_instruct.planning.traffic.step_time import StepTime, step_time
 from open_instruct.records import ShardLayout
 
@@ -150,11 +155,10 @@ class Plan:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that one rank exchanges in a step."""
-        backend, workload = self.setting.backend, self.workload
-        found = [*backend.exchanges(self.moments)]
-        if workload.num_engines:
-            found += [] if workload.sends_adapter else backend.exchanges_of_merging(self.moments)
-            found += traffic_of_weight_sync(self.moments.sync_buckets(), workload)
+        found = [*self.setting.backend.exchanges(self.moments)]
+        if self.workload.num_engines:
+            buckets = sync_buckets(self.setting.shape, self.layout, self.workload)
+            found += traffic_of_weight_sync(buckets, self.workload)
         return tuple(found)
 
     @property
@@ -192,12 +196,9 @@ class Backend:
         return Moments(shape, layout, workload)
 
     def exchanges(self, run: Moments) -> Iterable[Exchange]:
-        """To learn in one step."""
-        return traffic_per_step(run.shape, run.layout, run.workload)
-
-    def exchanges_of_merging(self, run: Moments) -> Iterable[Exchange]:
-        """To add adapters to the weights that are sent."""
-        return traffic_of_merging(run.shape, run.layout)
+        """To learn in one step, and to add adapters to the weights that are sent."""
+        merging = traffic_of_merging(run.shape, run.layout) if run.workload.merges_adapters else ()
+        return (*traffic_per_step(run.shape, run.layout, run.workload), *merging)
 
     def cells(self, layout: ShardLayout) -> dict[str, object]:
         """What it is told from others by, in three columns."""

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from open_instruct.metric_table import entry_of, in_order
 from open_instruct.planning.shown.summary import LETTERS
-from open_instruct.planning.shown.units import GIB
+from open_instruct.planning.subject.units import GIB
 from open_instruct.report.closing import held_out_words, learned_words
 from open_instruct.report.health import findings_of, parts_of_step, planned_gib
 from open_instruct.report.histograms import histograms_of

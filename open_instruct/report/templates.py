@@ -12,8 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from open_instruct.parallel.wording import counted, group_name
-from open_instruct.planning.shown import units
 from open_instruct.planning.shown.summary import LETTERS
+from open_instruct.planning.subject import units
 
 NUM_COLOURS = len(LETTERS)
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4

@@ -12,7 +12,7 @@ import torch
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.parallel.process import gathered, on_main_process
-from open_instruct.planning.start_check import check_plan
+from open_instruct.planning.shown.start_check import check_plan
 from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run

@@ -106,9 +106,11 @@ WITHOUT_TORCH = [
         "parallel/layout.py",
     ),
     *("parallel/layout_warnings.py", "run/first_look.py", "parallel/processes.py", "parallel/training_state.py"),
-    *(f"learner/deepspeed/{name}.py" for name in ("settings", "planned", "versions", "record")),
+    *(
+        f"learner/deepspeed/{name}.py"
+        for name in ("settings", "planned", "planned_zero", "versions", "record", "grpo_flags")
+    ),
     "learner/olmo_core/record.py",
-    *(f"learner/deepspeed/{name}.py" for name in ("planned_memory", "planned_traffic", "grpo_flags")),
     *("parallel/node_sizes.py", "parallel/wording.py", "parallel/picture.py", "parallel/layout_command.py"),
     *(str(path.relative_to(PACKAGE)) for room in ("planning", "report") for path in (PACKAGE / room).rglob("*.py")),
 ]

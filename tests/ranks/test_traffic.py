@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ import pytest
 from open_instruct.config.parser import parse
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory import activations
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.request import PLAN_CONFIGS
 from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
 from open_instruct.planning.traffic.collectives import Exchange, groups_of
 from open_instruct.planning.traffic.per_step import (
     forward_passes,
-    rows_of_ranks,
-    sync_buckets,
     traffic_of_merging,
     traffic_of_weight_sync,
     traffic_per_step,
@@ -225,7 +224,7 @@ class Counted:
             sent = replace(
                 workload, sync_backend="gloo", sync_bytes_per_param=2, sync_bucket_bytes=bucket_bytes_of(case)
             )
-            planned["sync"] = traffic_of_weight_sync(sync_buckets(shape, sent, partial(rows_of_ranks, layout)), sent)
+            planned["sync"] = traffic_of_weight_sync(sync_buckets(shape, layout, sent), sent)
             planned["merging"] = tuple(traffic_of_merging(shape, layout))
         return layout, planned
 

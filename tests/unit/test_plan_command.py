@@ -27,10 +27,10 @@ from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
 from open_instruct.planning.request import PlanRequest, parse_request
+from open_instruct.planning.shown.start_check import check_plan
 from open_instruct.planning.shown.summary import LETTERS, MEANINGS, traffic_rows
 from open_instruct.planning.shown.terminal import print_plan
-from open_instruct.planning.shown.units import GIB
-from open_instruct.planning.start_check import check_plan
+from open_instruct.planning.subject.units import GIB
 from open_instruct.planning.traffic.step_time import flops_per_step
 from open_instruct.report.plan_page import html_page
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from open_instruct.errors import InputError
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import local_size
+from open_instruct.planning.memory.sync_buckets import rows_of_ranks, sync_buckets
 from open_instruct.planning.subject.devices import DEVICES, Device, device_named
 from open_instruct.planning.subject.model import Adapters, ModelShape
 from open_instruct.planning.subject.public_models import model_shape
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import exchange_in, ring_bytes, span_of
 from open_instruct.planning.traffic.per_step import (
-    rows_of_ranks,
-    sync_buckets,
     traffic_of_weight_sync,
     traffic_per_step,
 )
@@ -212,7 +210,7 @@ def test_weights_to_the_engines() -> None:
     sent = replace(
         WORK, algorithm="grpo", num_engines=2, engine_tensor_degree=2, sync_backend="nccl", sync_bucket_bytes=200
     )
-    buckets_of = list(sync_buckets(SHAPE, sent, partial(rows_of_ranks, layout)))
+    buckets_of = list(sync_buckets(SHAPE, layout, sent))
     exchanges = traffic_of_weight_sync(buckets_of, sent)
     assert {exchange.group_size for exchange in exchanges} == {5}
     assert sum(exchange.wire_bytes for exchange in exchanges) == 2 * SHAPE.num_params

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.learner.deepspeed.planned_memory import Zero, ZeroMoments
-from open_instruct.learner.deepspeed.planned_traffic import exchanges_of, exchanges_of_merging
+from open_instruct.learner.deepspeed.planned_zero import ZeroMoments, exchanges_of
 from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.planning.memory.phases import Moments
 from open_instruct.planning.plan import Backend, Setting, Way, tensor_degrees
@@ -21,27 +21,18 @@ class DeepSpeed(Backend):
     """How a run shares under ZeRO."""
 
     def __init__(self, config: LearnerConfig) -> None:
-        self.parallel = flags = config.parallel
-        self.zero = Zero(
-            stage=flags.deepspeed_stage,
-            nearby=zpg_of(flags),
-            optimizer_on_host=flags.adam_offload,
-            weights_on_host=flags.offload,
-        )
-        self.sharing = _in_a_sentence(self.zero, flags.tensor_parallel_degree)
+        self.parallel = config.parallel
+        self.sharing = _in_a_sentence(config.parallel)
 
     def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> ZeroMoments:
-        return ZeroMoments(self.zero, shape, layout, workload)
+        return ZeroMoments(self.parallel, shape, layout, workload)
 
     def exchanges(self, run: Moments) -> Iterator[Exchange]:
         return exchanges_of(cast(ZeroMoments, run))
 
-    def exchanges_of_merging(self, run: Moments) -> Iterator[Exchange]:
-        return exchanges_of_merging(cast(ZeroMoments, run))
-
     def cells(self, layout: ShardLayout) -> dict[str, object]:
-        on_host = "all" if self.zero.weights_on_host else "adam" if self.zero.optimizer_on_host else "-"
-        return {"stage": self.zero.stage, "zpg": self.zero.nearby, "host": on_host}
+        on_host = "all" if self.parallel.offload else "adam" if self.parallel.adam_offload else "-"
+        return {"stage": self.parallel.deepspeed_stage, "zpg": zpg_of(self.parallel), "host": on_host}
 
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Every stage, with what stays as it is where it can, and second copies within a node."""
@@ -67,10 +58,11 @@ class DeepSpeed(Backend):
             yield Way(kind=kind, strength=stage, values={"deepspeed_stage": stage} | flags)
 
 
-def _in_a_sentence(zero: Zero, degree: int) -> str:
-    on_host = {"optimizer": zero.optimizer_on_host, "weights": zero.weights_on_host}
+def _in_a_sentence(flags: ParallelSection) -> str:
+    on_host = {"optimizer": flags.adam_offload, "weights": flags.offload}
     kept = " and ".join(name for name, is_there in on_host.items() if is_there) or "nothing"
-    shared = ("nothing", "optimizer states", "optimizer states and gradients", "everything")[zero.stage]
-    nearby = f", and {zero.nearby} neighbours a second copy of the weights" if zero.nearby > 1 else ""
+    stage, degree = flags.deepspeed_stage, flags.tensor_parallel_degree
+    shared = ("nothing", "optimizer states", "optimizer states and gradients", "everything")[stage]
+    nearby = f", and {zpg_of(flags)} neighbours a second copy of the weights" if zpg_of(flags) > 1 else ""
     who = "all ranks" if degree == 1 else f"{degree} neighbours split matrices, and all with the same part"
-    return f"DeepSpeed ZeRO-{zero.stage}: {who} share {shared}{nearby}; in host memory: {kept}"
+    return f"DeepSpeed ZeRO-{stage}: {who} share {shared}{nearby}; in host memory: {kept}"

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 
 from open_instruct.parallel.training_state import MASTER_BYTES
 from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import GRADIENTS, TEMPORARIES, Moment, Passes
 from open_instruct.planning.memory.state import local_size, num_moments, state_bytes, uses_muon
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.planning.traffic.per_step import rows_of_ranks, sync_buckets
 from open_instruct.records import ShardLayout
 
 # An allowance, not a formula: the CUDA context, the workspaces of cuBLAS and the buffers of NCCL. 1.5 GiB.
@@ -99,7 +99,11 @@ class Moments:
         self.shape, self.layout, self.workload = shape, layout, workload
         self.passes = self.passes_over(self.workload)
         self.parameters, self.gradients, self.optimizer = self.state_bytes()
-        self.own = [local_size(parameter, layout).own for parameter in shape.parameters if parameter.is_trained]
+
+    @cached_property
+    def own(self) -> list[int]:
+        """Values that this rank has of each parameter that is trained."""
+        return [local_size(each, self.layout).own for each in self.shape.parameters if each.is_trained]
 
     def state_bytes(self) -> tuple[int, int, int]:
         """Parameters, gradients and optimizer states: what is there from step to step, but for the gradients."""
@@ -195,10 +199,6 @@ class Moments:
         whole = sum(half.num_params for half in self.shape.first_halves)
         return whole + 2 * max(local_size(each, self.layout).own for each in self.shape.parameters if each.layer == 0)
 
-    def sync_buckets(self) -> Iterator[tuple[int, int]]:
-        """See `per_step.sync_buckets`."""
-        return sync_buckets(self.shape, self.workload, partial(rows_of_ranks, self.layout))
-
     def weight_sync(self) -> Moment:
         """Two buckets: one is filled while another travels; of each a rank has its own part.
 
@@ -209,7 +209,7 @@ class Moments:
         held |= {TEMPORARIES: FLOAT32 * sum(self.own)} if self.workload.sends_adapter else self._merging()
         if self.workload.sync_backend == "shm":
             return held
-        largest = max(own_bytes for own_bytes, _ in self.sync_buckets())
+        largest = max(own_bytes for own_bytes, _ in sync_buckets(self.shape, self.layout, self.workload))
         return held | {BUFFERS: held[BUFFERS] + NUM_SYNC_SLOTS * largest}
 
     def export(self) -> Moment:

@@ -9,8 +9,8 @@ from open_instruct.parallel.wording import counted, nodes_text
 from open_instruct.planning.memory.forward_backward import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
 from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, Phase
 from open_instruct.planning.plan import Plan
-from open_instruct.planning.shown.units import GIB, billions, gib, seconds
 from open_instruct.planning.subject.devices import MEMORY, Device
+from open_instruct.planning.subject.units import GIB, billions, gib, seconds
 from open_instruct.planning.subject.workload import REFERENCE, TEACHER
 from open_instruct.planning.traffic.per_step import Exchange
 from open_instruct.planning.traffic.step_time import ON_THE_PATH

@@ -15,7 +15,7 @@ from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown import summary
-from open_instruct.planning.shown.units import amount, gib, seconds
+from open_instruct.planning.subject.units import amount, gib, seconds
 
 BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8

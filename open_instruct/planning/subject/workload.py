@@ -135,6 +135,11 @@ class Workload:
         return replace(self, tokens_per_microbatch=self.pack_tokens, label_tokens_per_microbatch=num_labels)
 
     @property
+    def merges_adapters(self) -> bool:
+        """Whether adapters, if there are any, are added to the weights that engines are sent."""
+        return self.num_engines > 0 and not self.sends_adapter
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a number in the dtype that is computed in."""
         return BYTES_OF_DTYPE[self.param_dtype]

@@ -9,14 +9,11 @@ no matrix of attention, the backward pass of the first block, whose attention th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from math import prod
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator
 
-from open_instruct.models.hf.names import TensorNames, is_of_adapter
 from open_instruct.planning.memory.activations import FLOAT32
-from open_instruct.planning.memory.state import chunk_rows, gathered_params, local_size, tensor_local_shape
-from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
+from open_instruct.planning.memory.state import gathered_params, local_size
+from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.planning.traffic.collectives import Axis, Exchange, exchange_in
 from open_instruct.planning.traffic.model_parallel import activation_exchanges
@@ -124,48 +121,3 @@ def traffic_of_weight_sync(buckets: Iterable[tuple[int, int]], workload: Workloa
         )
         for (own_bytes, whole_bytes), num_calls in Counter(buckets).items()
     )
-
-
-# Of one parameter: so many ranks bring so many rows each, and how wide these are. Those of the first rank come first.
-RowsOfRanks = Callable[[ParameterShape], Iterator[tuple[int, int, int]]]
-
-
-def sync_buckets(shape: ModelShape, workload: Workload, rows_of: RowsOfRanks) -> Iterator[tuple[int, int]]:
-    """Of each bucket, the bytes that the first rank brings and those of all ranks."""
-    own, whole, each_bytes = 0, 0, workload.sync_bytes_per_param
-    for parameter in _sent(shape, workload):
-        more = parameter.num_params * each_bytes
-        if whole and whole + more > workload.sync_bucket_bytes:
-            yield own, whole
-            own, whole = 0, 0
-        if more > workload.sync_bucket_bytes:
-            rows = list(rows_of(parameter))
-            num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))
-            for piece in range(num_pieces):
-                sizes = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows]
-                of_all = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
-                yield sizes[0] * each_bytes, of_all * each_bytes
-            continue
-        own += prod(next(rows_of(parameter))[1:]) * each_bytes
-        whole += more
-    if whole:
-        yield own, whole
-
-
-def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
-    """What travels, in its order: of adapters that of the model, else that of the names."""
-    if workload.sends_adapter:
-        return [each for each in shape.parameters if is_of_adapter(each.name)]
-    by_name = {parameter.name: parameter for parameter in shape.parameters}
-    fields = {"model_type": shape.family, "tie_word_embeddings": shape.is_tied, "num_hidden_layers": shape.num_layers}
-    return [by_name[name] for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names]
-
-
-def rows_of_ranks(layout: ShardLayout, parameter: ParameterShape) -> Iterator[tuple[int, int, int]]:
-    """See `RowsOfRanks`; of one copy of a model that FSDP2 shards, where the first rank has most."""
-    degree = layout.tensor_parallel_degree
-    for tensor_rank in range(1 if parameter.tensor_axis is None else degree):
-        num_rows, *others = tensor_local_shape(parameter, degree, tensor_rank)
-        size = chunk_rows(num_rows, layout.shard_group_size, 0)
-        yield num_rows // max(1, size), size, prod(others)
-        yield 1, num_rows % max(1, size), prod(others)

@@ -11,8 +11,8 @@ from open_instruct.errors import InputError
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, Setting, plan_of
 from open_instruct.planning.shown.json_record import memory_record
-from open_instruct.planning.shown.units import GIB, gib
 from open_instruct.planning.subject.devices import device_named
+from open_instruct.planning.subject.units import GIB, gib
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
 
 log = logging.getLogger(__name__)

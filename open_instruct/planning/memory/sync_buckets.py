@@ -1,0 +1,57 @@
+"""The buckets in which weights go to the engines, as `weights/manifest.py` cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from types import SimpleNamespace
+
+from open_instruct.models.hf.names import TensorNames, is_of_adapter
+from open_instruct.planning.memory.state import chunk_rows, tensor_local_shape
+from open_instruct.planning.subject.model import ModelShape, ParameterShape
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.records import ShardLayout
+
+
+def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[tuple[int, int]]:
+    """Of each bucket, the bytes that the first rank brings and those of all ranks."""
+    own, whole, each_bytes = 0, 0, workload.sync_bytes_per_param
+    for parameter in _sent(shape, workload):
+        more = parameter.num_params * each_bytes
+        if whole and whole + more > workload.sync_bucket_bytes:
+            yield own, whole
+            own, whole = 0, 0
+        if more > workload.sync_bucket_bytes:
+            rows = list(rows_of_ranks(layout, parameter))
+            num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))
+            for piece in range(num_pieces):
+                sizes = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows]
+                of_all = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
+                yield sizes[0] * each_bytes, of_all * each_bytes
+            continue
+        own += prod(next(rows_of_ranks(layout, parameter))[1:]) * each_bytes
+        whole += more
+    if whole:
+        yield own, whole
+
+
+def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
+    """What travels, in its order: of adapters that of the model, else that of the names."""
+    if workload.sends_adapter:
+        return [each for each in shape.parameters if is_of_adapter(each.name)]
+    by_name = {parameter.name: parameter for parameter in shape.parameters}
+    fields = {"model_type": shape.family, "tie_word_embeddings": shape.is_tied, "num_hidden_layers": shape.num_layers}
+    return [by_name[name] for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names]
+
+
+def rows_of_ranks(layout: ShardLayout, parameter: ParameterShape) -> Iterator[tuple[int, int, int]]:
+    """Of one parameter: so many ranks bring so many rows each, and how wide these are; the first rank's come first.
+
+    Of one copy of a model that FSDP2 shards, where the first rank has most.
+    """
+    degree = layout.tensor_parallel_degree
+    for tensor_rank in range(1 if parameter.tensor_axis is None else degree):
+        num_rows, *others = tensor_local_shape(parameter, degree, tensor_rank)
+        size = chunk_rows(num_rows, layout.shard_group_size, 0)
+        yield num_rows // max(1, size), size, prod(others)
+        yield 1, num_rows % max(1, size), prod(others)
