@@ -184,7 +184,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
                 return 0
 
         if moves.get("update_freq"):
-            policy.reference = backend.moving_reference(policy.backend, pretrained, run=run, config=config, **moves)
+            policy.reference = policy.backend.moving_reference(pretrained, run=run, config=config, **moves)
         loader = SampleLoader(
             rows,
             samples,

@@ -15,7 +15,7 @@ from open_instruct.records import ShardLayout
 
 
 class BackendRecord(Protocol):
-    """All that is known of a backend without torch; `build` and `moving_reference` load what they need."""
+    """All that is known of a backend without torch, which `build` alone loads."""
 
     def settle(self, config: LearnerConfig) -> None:
         """Give flags that were left alone, and whose default is its own, their value."""
@@ -43,9 +43,6 @@ class BackendRecord(Protocol):
 
     def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
         """The `learner.backend.Backend` of a run, with the weights of `pretrained` in place. Collective."""
-
-    def moving_reference(self, backend: Any, pretrained: Any, *, run: Any, config: LearnerConfig, **moves: Any) -> Any:
-        """The `learner.reference.Reference` that begins as what was built, and follows it. Collective."""
 
 
 def backend_named(name: str) -> BackendRecord:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module import TrainModule
 
+from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.reference import Reference
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
 
 Metrics = Mapping[str, float | torch.Tensor]
 """Numbers of an update, the same on every rank; a tensor is one number that the host has not waited for."""
@@ -89,3 +92,6 @@ class Backend(Protocol):
         """Let go of the gradients, and change nothing."""
 
     def zero_grads(self) -> None: ...
+
+    def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
+        """One that begins as the policy did, from `pretrained`, and then follows it; `moves` are `Reference`'s."""

@@ -53,16 +53,15 @@ class GRPOLearner:
         backend = backend_named(config.parallel.backend)
         held = backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
         self.policy = Policy(held, GRPO.bind(config))
-        start, moves = reference or pretrained, {"update_freq": config.loss.ref_policy_update_freq}
-        if config.loss.beta > 0 and config.adapters is not None:
+        start, flags = reference or pretrained, config.loss
+        if flags.beta > 0 and config.adapters is not None:
             self.policy.reference = Reference(model=self.policy.computing_model)  # with its adapters off
-        elif config.loss.beta > 0 and moves["update_freq"] is None:
+        elif flags.beta > 0 and flags.ref_policy_update_freq is None:
             self.policy.reference = Reference(model=build_reference(start, run=run, config=config))
-        elif config.loss.beta > 0:
-            self.policy.reference = backend.moving_reference(
-                held, start, run=run, config=config, alpha=config.loss.alpha, **moves
-            )
-        if (name := config.loss.teacher_model_name_or_path) is not None:
+        elif flags.beta > 0:
+            moves = {"update_freq": flags.ref_policy_update_freq, "alpha": flags.alpha}
+            self.policy.reference = held.moving_reference(start, run=run, config=config, **moves)
+        if (name := flags.teacher_model_name_or_path) is not None:
             teacher = open_teacher(name, pretrained, config=config, layout=run.layout)
             self.policy.teacher = build_teacher(
                 teacher, pretrained, self.policy.computing_model, run=run, config=config

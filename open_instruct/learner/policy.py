@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
@@ -65,6 +64,10 @@ class Policy:
     def __init__(self, backend: Backend, loss: BoundLoss) -> None:
         self.backend = backend
         self.loss = loss
+        self.model = backend.model  # what is trained: the parameters' own dtype, this rank's shards
+        self.computing_model = backend.computing_model  # the model to call
+        self.device = backend.device
+        self.dp_process_group = backend.dp_process_group  # the ranks that see other rows than this one, and this one
         # For losses that compare logits with a teacher's.
         self.comparison: Comparison | None = None
         # A frozen model that the policy is drawn to on its own completions; built from its files after a restart.
@@ -75,25 +78,6 @@ class Policy:
         self._num_left_out = 0
         self._clock = StepClock(self.device)
         self._pace: OwnPace | None = None
-
-    @property
-    def model(self) -> Transformer:
-        """What is trained: the parameters' own dtype, this rank's shards."""
-        return self.backend.model
-
-    @property
-    def computing_model(self) -> Transformer:
-        """The model to call; `model` itself, or a copy of it in the dtype that is computed in."""
-        return self.backend.computing_model
-
-    @property
-    def device(self) -> torch.device:
-        return self.backend.device
-
-    @property
-    def dp_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see other rows than this one, this one among them."""
-        return self.backend.dp_process_group
 
     @property
     def trainer(self) -> Trainer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from olmo_core.nn.transformer import Transformer
 
@@ -12,7 +11,6 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.model.replica import build_replica
-from open_instruct.learner.reference import Reference
 from open_instruct.models.load import stream_load
 from open_instruct.parallel.peers import doing
 from open_instruct.records import ShardLayout
@@ -30,11 +28,6 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
     model = build_replica(pretrained, run=run, config=config)
     stream_load(model, pretrained.files, pretrained.names)
     return model.requires_grad_(False).eval()
-
-
-def moving_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
-    """A reference that begins as the policy did and then follows it; `moves` are `Reference`'s."""
-    return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
 
 def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout) -> Pretrained:

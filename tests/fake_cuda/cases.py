@@ -300,7 +300,6 @@ def _pretrained(family: str, head: Any = "vocabulary") -> Any:
 def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     import numpy as np
 
-    from open_instruct.config.backends import backend_named
     from open_instruct.learner.loop import Loop
     from open_instruct.learner.policy import Policy
     from open_instruct.learner.reference_policy import build_reference
@@ -326,9 +325,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     pretrained = _pretrained(case.family, objective.head)
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
-        policy.reference = backend_named(config.parallel.backend).moving_reference(
-            policy.backend, pretrained, run=run, config=config, update_freq=moves
-        )
+        policy.reference = policy.backend.moving_reference(pretrained, run=run, config=config, update_freq=moves)
     if teacher := objective.teacher(config):
         opened = OpenedTeacher(teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE)
         model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)

@@ -50,6 +50,7 @@ class Plain:
 
         from open_instruct.learner.optim.optimizers import build_scheduler
         from open_instruct.learner.optim.schedule import set_learning_rate
+        from open_instruct.learner.reference import Reference
         from open_instruct.models.load import stream_load
 
         class PlainBackend(BasicTrainModule):
@@ -98,6 +99,9 @@ class Plain:
             def zero_grads(self) -> None:
                 self.optim.zero_grad(set_to_none=True)
 
+            def moving_reference(self, pretrained: Any, *, run: Any, config: LearnerConfig, **moves: Any) -> Reference:
+                return Reference(model=copy.deepcopy(self.model).requires_grad_(False), **moves)
+
         optim, length = config.optim, config.data.max_seq_length
         model = pretrained.build(init_device="cpu")
         model.init_weights(device=run.process.device, max_seq_len=length)
@@ -107,11 +111,6 @@ class Plain:
             model.parameters(), optim.learning_rate, betas, optim.adam_epsilon, weight_decay=optim.weight_decay
         )
         return PlainBackend(model, stepped_by, length, optim.max_grad_norm)
-
-    def moving_reference(self, backend: Any, pretrained: Any, *, run: Any, config: LearnerConfig, **moves: Any) -> Any:
-        from open_instruct.learner.reference import Reference
-
-        return Reference(model=copy.deepcopy(backend.model).requires_grad_(False), **moves)
 
 
 PLAIN = Plain()

@@ -14,11 +14,9 @@ from olmo_core.distributed import parallel as olmo_core_parallel
 from olmo_core.utils import seed_all
 from torch.distributed.device_mesh import DeviceMesh
 
-from open_instruct.checkpoints.resume import wait_for_copy
 from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import adam_for, choose_adam
-from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.settings import engine_settings
 from open_instruct.learner.deepspeed.zero import ZeroBackend
 from open_instruct.learner.model.chosen_kernels import choose_kernels
@@ -103,18 +101,3 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
         f"in {report.wall_time_s:.1f} s; {type(module.optim).__name__.removeprefix('Held')} takes the steps"
     )
     return module
-
-
-def moving_reference(
-    policy: Any, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
-) -> HeldReference:
-    """The policy as it is now, a `ZeroBackend`, which follows it from here."""
-    del pretrained, run, config
-    weights = {name: master.weights.clone() for name, master in policy.masters.own.items()}
-    return HeldReference(
-        model=policy.computing_model,
-        masters=policy.masters,
-        weights=weights,
-        wait_for_copy=lambda: wait_for_copy(policy.trainer),
-        **moves,
-    )

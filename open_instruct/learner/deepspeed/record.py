@@ -16,17 +16,13 @@ from open_instruct.records import ShardLayout
 if TYPE_CHECKING:
     from open_instruct.learner.deepspeed.planned import DeepSpeed as Planned
     from open_instruct.learner.deepspeed.zero import ZeroBackend
-    from open_instruct.learner.reference import Reference
 
 
 class DeepSpeed:
     """A `BackendRecord`: ZeRO 0 to 3 over all ranks."""
 
-    def settle(self, config: LearnerConfig) -> None:
-        settle(config)
-
-    def problems(self, config: LearnerConfig) -> Iterator[str]:
-        yield from problems(config)
+    settle = staticmethod(settle)
+    problems = staticmethod(problems)
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         if (zpg := config.parallel.deepspeed_zpg) != zpg_of(config.parallel):
@@ -59,11 +55,6 @@ class DeepSpeed:
         from open_instruct.learner.deepspeed.build import build_backend
 
         return build_backend(*pretrained, **run)
-
-    def moving_reference(self, backend: Any, *pretrained: Any, **run: Any) -> Reference:
-        from open_instruct.learner.deepspeed.build import moving_reference
-
-        return moving_reference(backend, *pretrained, **run)
 
 
 DEEPSPEED = DeepSpeed()

@@ -15,13 +15,18 @@ from olmo_core.train.train_module import TransformerTrainModule
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
+from open_instruct.checkpoints.resume import wait_for_copy
+from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
 from open_instruct.learner.backend import GRAD_NORM, Metrics, refuse_other_backend
 from open_instruct.learner.deepspeed.library import deepspeed
 from open_instruct.learner.deepspeed.optimizers import HeldStep
+from open_instruct.learner.deepspeed.reference import HeldReference
 from open_instruct.learner.deepspeed.shards import MOMENTS, Masters, without_weights
 from open_instruct.learner.optim.schedule import set_learning_rate
 from open_instruct.learner.reference import IN_CHECKPOINT, Reference
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
 
 OF_ZERO = "zero"
 """What DeepSpeed's part of a checkpoint is called."""
@@ -140,6 +145,16 @@ class ZeroBackend(TransformerTrainModule):
             norm = None if is_shared else nn.utils.clip_grad_norm_(self.model.parameters(), most)
             self._norm = float(self.engine.optimizer._global_grad_norm if norm is None else norm)
         return self._leaves_out or not math.isfinite(self._norm)
+
+    def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
+        del pretrained, run, config
+        return HeldReference(
+            model=self.computing_model,
+            masters=self.masters,
+            weights={name: master.weights.clone() for name, master in self.masters.own.items()},
+            wait_for_copy=lambda: wait_for_copy(self.trainer),
+            **moves,
+        )
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         """Flat ranges, of any stage alike, so that a run may go on under another stage and on other ranks."""

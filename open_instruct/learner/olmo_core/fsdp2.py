@@ -13,11 +13,15 @@ from olmo_core.train.train_module import TransformerTrainModule
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.fsdp import FSDPModule
 
+from open_instruct.config.training import LearnerConfig
 from open_instruct.learner.backend import Metrics, refuse_other_backend
 from open_instruct.learner.olmo_core.cast_copy import CastCopy
 from open_instruct.learner.olmo_core.saved_state import state_of
 from open_instruct.learner.optim.schedule import set_learning_rate
 from open_instruct.learner.reference import Reference
+from open_instruct.learner.reference_policy import build_reference
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
 
 
 class FSDP2Backend(TransformerTrainModule):
@@ -92,6 +96,9 @@ class FSDP2Backend(TransformerTrainModule):
 
     def leave_out_step(self) -> None:
         """Gradients are let go of in `zero_grads`."""
+
+    def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
+        return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
     def refresh_copy(self) -> None:
         """After every change of the weights of `model`."""

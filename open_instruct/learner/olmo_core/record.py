@@ -13,7 +13,6 @@ from open_instruct.records import ShardLayout
 
 if TYPE_CHECKING:
     from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
-    from open_instruct.learner.reference import Reference
     from open_instruct.planning.plan import Backend as Planned
 
 FLAGS_OF_OTHERS = ("deepspeed_stage", "adam_offload", "deepspeed_zpg", "offload")
@@ -58,11 +57,6 @@ class OlmoCore:
         from open_instruct.learner.olmo_core.build import build_backend
 
         return build_backend(*pretrained, **run)
-
-    def moving_reference(self, backend: Any, *pretrained: Any, **run: Any) -> Reference:
-        from open_instruct.learner.reference_policy import moving_reference
-
-        return moving_reference(*pretrained, **run)
 
 
 OLMO_CORE = OlmoCore()
