@@ -10,7 +10,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER, SMOOTHING
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import changed, sharing_problems, validated
+from open_instruct.config.validation import changed, validated
 
 # What they give a loss, and which value is none of it.
 CHANGING_FLAGS = {
@@ -88,4 +88,3 @@ def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
         if not any(flag in PREFERENCE_LOSSES[each].reads for each in config.loss.names):
             for given in changed(config, flag):
                 yield f"{given}: only --loss_type {name} has {what}; leave it out or use {name}"
-    yield from sharing_problems(config.data, config.data.prefix_sharing)

@@ -105,7 +105,9 @@ class PreferenceDataSection(DataSection):
     """Data"""
 
     prefix_sharing: PrefixSharing = free_flag(
-        "compute the prompt of a pair once for both replies; 'auto' where that saves at least 5% of the tokens", "auto"
+        "compute a prompt once for both replies (of kto, its own and the mismatched one, in the pass for the reference "
+        "log-probs); 'auto' where that saves at least 5% of the tokens",
+        "auto",
     )
 
 

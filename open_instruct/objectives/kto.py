@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing, flag, free_flag
+from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import sharing_problems, validated
 from open_instruct.data.files.foreign_json import kind_of
 from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.data.messages import Message, check_is_learned
@@ -48,17 +47,6 @@ LOSSES = ("kto", "apo_zero_unpaired")
 # Of the weight of all desirable rows to that of all undesirable ones; the paper's section 4.2.
 LOWEST_RATIO, HIGHEST_RATIO = 1.0, 4.0 / 3.0
 DESIRABLE = "desirable"  # of a step's counts
-
-
-@dataclass(kw_only=True)
-class KTODataSection(DataSection):
-    """Data"""
-
-    prefix_sharing: PrefixSharing = free_flag(
-        "in the pass for the reference log-probs, compute a prompt once for its reply and for the mismatched one; "
-        "'auto' where that saves at least 5% of the tokens",
-        "auto",
-    )
 
 
 @dataclass(kw_only=True)
@@ -96,7 +84,7 @@ class KTOConfig(TrainingConfig):
         "open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first",
     )
 
-    data: KTODataSection
+    data: PreferenceDataSection
     loss: KTOLossSection
     optim: KTOOptimSection
 
@@ -189,10 +177,7 @@ def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
     Distinct replies, two at least, are numbered from 0 as they first come. Each row takes the next one after its own,
     after the last the first, that came with another prompt; where all have come with its prompt, the next one.
     """
-    prompt_of_reply: list[int] = []
-    for prompt, reply in rows:
-        if reply == len(prompt_of_reply):
-            prompt_of_reply.append(prompt)
+    prompt_of_reply = {reply: prompt for prompt, reply in reversed(rows)}  # of several prompts the first
     num_replies = len(prompt_of_reply)
     # The first after each reply that came with another prompt than it; the second round sees past the end.
     leaps = [0] * num_replies
@@ -337,16 +322,10 @@ def bind(config: KTOConfig) -> BoundLoss:
         weights = loss.desirable_weight * counts[DESIRABLE] + loss.undesirable_weight * num_undesirable
         return weights / (2 * counts["rows"])
 
-    return BoundLoss(
-        function=function,
-        prepare=prepare,
-        looks_at=looks_at,
-        first_loss=first_loss,
-    )
+    return BoundLoss(function=function, prepare=prepare, looks_at=looks_at, first_loss=first_loss)
 
 
 def _labels(batch: Batch) -> torch.Tensor:
-
     return batch.values[ROW_VALUES] > 0
 
 
@@ -377,8 +356,7 @@ def outputs_of(
     losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
     rewards_R, num_rows = loss.beta * log_ratios_R.detach(), float(losses_R.numel())
     is_right_R = (log_ratios_R - z0 > ROUNDING * logps_R.abs()) == is_desirable_R
-    means = {"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()}
-    metrics = mean_metrics(means)
+    metrics = mean_metrics({"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()})
     if loss.has_mismatched:
         metrics["kl"] = Metric(value=z0, weight=num_rows)
     of_class = {"chosen": (is_desirable_R, counts[DESIRABLE])}
@@ -414,7 +392,6 @@ def evaluate(
 KTO = Objective(
     name="kto",
     config_class=KTOConfig,
-    validate=lambda config: validated(config, sharing_problems(config.data, config.data.prefix_sharing)),
     rows=MismatchedBuilder,
     rows_under=lambda config: MismatchedBuilder if config.loss.has_mismatched else UnpairedBuilder,
     documents_learned=1,

@@ -177,7 +177,7 @@ def choose_tokens(
     """
     import torch
 
-    from open_instruct.losses.covariance import columns_of, is_highest, is_marked
+    from open_instruct.losses.covariance import TokenColumns, is_highest, is_marked
     from open_instruct.packing.on_device import on_device
 
     of_rl: list[torch.Tensor] = []
@@ -187,10 +187,10 @@ def choose_tokens(
         entropy_N = torch.zeros_like(of_batch.logprobs_N) if of_batch.entropy_N is None else of_batch.entropy_N
         columns = [of_batch.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
         of_rl.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
-    everywhere = columns_of(gather(torch.cat(of_rl)))
+    everywhere = TokenColumns(*gather(torch.cat(of_rl)).unbind(dim=1))
 
     def chosen(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        here, values = columns_of(rows), dict[str, torch.Tensor]()
+        here, values = TokenColumns(*rows.unbind(dim=1)), dict[str, torch.Tensor]()
         if loss.top_entropy_quantile < 1:
             values["is_learned"] = is_highest(here.entropy, everywhere.entropy, share=loss.top_entropy_quantile)
         if policy_loss_facts(loss.loss_fn).marks:

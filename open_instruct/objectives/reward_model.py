@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import sharing_problems, validated
+from open_instruct.config.validation import validated
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import kind_of
@@ -75,7 +75,6 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
             f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: the head of a reward model is one "
             "row, which is not split; shard over more GPUs, or use --context_parallel_degree"
         )
-    yield from sharing_problems(config.data, config.data.prefix_sharing)
 
 
 class RewardBuilder(PreferenceBuilder):
