@@ -228,10 +228,8 @@ class SFTOptimSection(OptimSection):
 
 
 @dataclass(kw_only=True)
-class ParallelSection:
+class DegreesSection:
     """Sharding"""
-
-    more_ranks: ClassVar[str] = ""  # what brings so many of them
 
     fsdp_shard_degree: int | None = free_flag(
         "GPUs that share one copy of the model; default: a node's", None, minimum=1
@@ -241,6 +239,14 @@ class ParallelSection:
     context_parallel_degree: int = free_flag(
         "GPUs that split every packed row (also: --sequence_parallel_size)", 1, minimum=1
     )
+
+
+@dataclass(kw_only=True)
+class ParallelSection(DegreesSection):
+    """Sharding"""
+
+    more_ranks: ClassVar[str] = ""  # what brings so many of them
+
     single_gpu_mode: bool = flag(
         "one device, no sharding; a copy in --param_dtype computes, what is trained is float32", False
     )

@@ -244,7 +244,7 @@ def test_what_flags_change_of_rows(tmp_path: Path) -> None:
     assert changes() == {}
     assert changes("--remap_verifier", "a=b", "c=d") == {"remapped": {"a": "b", "c": "d"}}
     assert changes("--system_prompt_override_file", str(file)) == {"system_prompt": "be brief"}
-    with pytest.raises(InputError, match=r"--system_prompt_override_file: .*none\.txt cannot be read"):
+    with pytest.raises(InputError, match=r"--system_prompt_override_file .*none\.txt: no such file"):
         changes("--system_prompt_override_file", str(tmp_path / "none.txt"))
     with pytest.raises(InputError, match="--remap_verifier a: takes OLD=NEW"):
         validate_grpo(parse(GRPOConfig, [*required, "--remap_verifier", "a"]))
