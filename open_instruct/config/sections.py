@@ -9,7 +9,7 @@ of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `lis
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.flags import Limits
@@ -239,6 +239,12 @@ class DegreesSection:
     context_parallel_degree: int = free_flag(
         "GPUs that split every packed row (also: --sequence_parallel_size)", 1, minimum=1
     )
+
+    @property
+    def splitting(self) -> dict[str, int]:
+        """Those that were given and are above 1."""
+        degrees = {each.name: getattr(self, each.name) or 1 for each in fields(DegreesSection)}
+        return {name: degree for name, degree in degrees.items() if degree > 1}
 
 
 @dataclass(kw_only=True)

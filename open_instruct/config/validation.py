@@ -119,9 +119,8 @@ def _amount(word: str) -> float | None:
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
     if parallel.single_gpu_mode:
-        for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
-            if (degree := getattr(parallel, name)) not in (None, 1):
-                yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
+        for name, degree in parallel.splitting.items():
+            yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
         if parallel.fsdp_prefetch_factor:
             yield "--fsdp_prefetch_factor: with --single_gpu_mode nothing is gathered; leave one of them out"
         if parallel.gradient_reduction == "last":

@@ -31,7 +31,6 @@ class Prompts:
 
     def __init__(self, dataset: TokenDataset) -> None:
         self.dataset = dataset
-        self.num_tokens = dataset.num_tokens
         self.fingerprint = dataset.fingerprint
 
     def __len__(self) -> int:

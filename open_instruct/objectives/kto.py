@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig
@@ -24,7 +24,6 @@ from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.row_forms import conversation_of
 from open_instruct.errors import InputError
-from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     REFERENCE,
     BoundLoss,
@@ -35,7 +34,7 @@ from open_instruct.objectives.objective import (
     TokenLogprobs,
 )
 from open_instruct.parallel.wording import counted
-from open_instruct.records import ROW_VALUES, Batch, Metric, StepBatch
+from open_instruct.records import ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
-LOSSES = ("kto", "apo_zero_unpaired")
 # Of the weight of all desirable rows to that of all undesirable ones; the paper's section 4.2.
 LOWEST_RATIO, HIGHEST_RATIO = 1.0, 4.0 / 3.0
 DESIRABLE = "desirable"  # of a step's counts
@@ -53,10 +51,8 @@ DESIRABLE = "desirable"  # of a step's counts
 class KTOLossSection:
     """Loss"""
 
-    loss_type: str = flag(
-        "'kto' measures replies from z0, the policy's distance from the reference; 'apo_zero_unpaired' from 0",
-        "kto",
-        choices=LOSSES,
+    loss_type: Literal["kto", "apo_zero_unpaired"] = flag(
+        "'kto' measures replies from z0, the policy's distance from the reference; 'apo_zero_unpaired' from 0", "kto"
     )
     beta: float = flag("strength of the pull towards the reference policy (scale of the reward)", 0.1, above=0)
     desirable_weight: float = flag("weight of a row whose label is true", 1.0, above=0)

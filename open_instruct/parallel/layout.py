@@ -104,8 +104,7 @@ def layout_of_degrees(
 
 def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
     """That the degrees of one rank are 1 is no help to whoever asks for more: the launcher was left out."""
-    names = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree")
-    degrees = {name: degree for name in names if (degree := getattr(parallel, name) or 1) > 1}
+    degrees = parallel.splitting
     if not degrees or sum(gpus_per_node) != 1 or parallel.single_gpu_mode or not parallel.more_ranks:
         return
     given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())

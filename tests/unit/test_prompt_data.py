@@ -258,7 +258,7 @@ def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_pa
     assert list(dataset) == [
         Prompt(row_id=0, token_ids=ids, text=text, checks=(Check(verifier="gsm8k", ground_truth="5"),))
     ]
-    assert (len(dataset), dataset.num_tokens.tolist(), report.num_tokens) == (1, [HEAD + 2], HEAD + 2)
+    assert (len(dataset), dataset.dataset.num_tokens.tolist(), report.num_tokens) == (1, [HEAD + 2], HEAD + 2)
     assert dataset[-1] == dataset[0]
     with pytest.raises(IndexError):
         dataset[1]
