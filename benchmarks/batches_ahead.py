@@ -40,8 +40,8 @@ def pairs(num_pairs: int) -> TokenDataset:
         edges_E=np.cumsum([0, *lengths]),
         details_C=np.zeros(0, dtype=np.uint8),
         bounds_N4=np.stack([starts, starts + 4, 0 * starts, 0 * starts], axis=1),
-        num_tokens_N=np.full(num_pairs, 2 * (PROMPT + REPLY)),
-        num_labels_N=np.full(num_pairs, 2 * REPLY),
+        num_tokens=np.full(num_pairs, 2 * (PROMPT + REPLY)),
+        num_label_tokens=np.full(num_pairs, 2 * REPLY),
         keys_N32=keys,
     )
 

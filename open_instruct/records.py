@@ -284,6 +284,14 @@ class Metric:
     reduction: Literal["mean", "sum", "max"] = field(default="mean")
 
 
+def mean_metrics(values_N: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+    """Means over the labelled tokens, rows or pairs of a microbatch, weighted by their number: none weigh nothing."""
+    return {
+        name: Metric(value=value_N.sum() / max(value_N.numel(), 1), weight=float(value_N.numel()))
+        for name, value_N in values_N.items()
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """How one answer is judged: which verifier, against what, and how much it counts.

@@ -119,11 +119,10 @@ def scored_rows(
         InputError: a row is malformed; with file, line and reason.
     """
     longest = min(flags.max_seq_length or model.max_seq_length, model.max_seq_length)
-    read = partial(solution_of, hf_config=model.hf_config) if model.classes else read_conversation
+    form = partial(solution_of, hf_config=model.hf_config) if model.classes else read_conversation
+    read = partial(form, chat=chat, longest=longest)
     while some := list(islice(rows, ROWS_AT_ONCE)):
-        documents, is_cut = zip(
-            *(document_of(row, partial(read, chat=chat, longest=longest)) for row in some), strict=True
-        )
+        documents, is_cut = zip(*(document_of(row, read) for row in some), strict=True)
         scores = model.scores(documents, batch_tokens=flags.batch_tokens)
         for row, of_places, was_cut in zip(some, scores, is_cut, strict=True):
             said: dict[str, Any] = {"scores": of_places} if model.classes else {"score": of_places[0]}

@@ -41,6 +41,26 @@ def read_whole(path: Path, *, most: int = MAX_BYTES) -> bytes:
     return data
 
 
+def read_asked(name: str, *, where: str, most: int = MAX_BYTES) -> str:
+    """The text of a file that a command was asked to read, which may be the end of a pipe.
+
+    Raises:
+        InputError: it is not there, cannot be read as UTF-8 text, or has more than `most` characters; `where` begins
+            the message.
+    """
+    try:
+        with Path(name).expanduser().open(encoding="utf-8") as file:
+            text = file.read(most + 1)
+        if len(text) > most:
+            raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB, more than a file of its kind needs")
+    except FileNotFoundError:
+        raise InputError(f"{where}: no such file; name one that is there") from None
+    except (OSError, ValueError, RuntimeError) as error:  # the last two of bytes that are no text, and of bad names
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{where}: cannot be read as UTF-8 text: {why}") from None
+    return text
+
+
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Write beside `path`, and put it in place in one move; `durable` waits until the disk has it.
 

@@ -16,7 +16,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import title_of
 from open_instruct.config.plan import PlanFlags
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.preview.flags import PreviewFlags
+from open_instruct.preview.command import PreviewFlags
 
 MARKDOWN_HEAD = """\
 # Flags

@@ -10,7 +10,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.losses import DIVERGENCE, F_DIVERGENCES, PREFERENCE_LOSSES, SHORTER, SMOOTHING
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import changed, sharing_problems, validated
+from open_instruct.config.validation import changed, validated
 
 # What they give a loss, and which value is none of it.
 CHANGING_FLAGS = {
@@ -18,13 +18,7 @@ CHANGING_FLAGS = {
     SHORTER: ("sums over replies to desensitize", None),
     DIVERGENCE: ("divergence to choose", F_DIVERGENCES[0]),
 }
-# Which loss has what.
-FLAGS_OF_ONE_LOSS = {
-    "gamma_beta_ratio": ("simpo", "a target margin"),
-    "cpo_alpha": ("cpo", "a weight of the chosen reply"),
-    "discopop_tau": ("discopop", "two parts to go between"),
-    "weight_alignment": ("wpo", "weights to align"),
-}
+FLAGS_OF_ONE_LOSS = ("gamma_beta_ratio", "cpo_alpha", "discopop_tau", "weight_alignment")
 
 
 @dataclass(kw_only=True)
@@ -84,8 +78,8 @@ def needs_reference(loss: PreferenceLossSection) -> bool:
 
 def _unused_flag_problems(config: DPOConfig) -> Iterator[str]:
     """Flags that were given and would be read by nothing."""
-    for flag, (name, what) in FLAGS_OF_ONE_LOSS.items():
-        if not any(flag in PREFERENCE_LOSSES[each].reads for each in config.loss.names):
+    for flag in FLAGS_OF_ONE_LOSS:
+        (reader,) = (name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads)
+        if reader not in config.loss.names:
             for given in changed(config, flag):
-                yield f"{given}: only --loss_type {name} has {what}; leave it out or use {name}"
-    yield from sharing_problems(config.data, config.data.prefix_sharing)
+                yield f"{given}: only --loss_type {reader} reads it; leave it out or use {reader}"

@@ -176,10 +176,8 @@ def _finite_number(kind: type, word: str) -> Any:
 def sections_of(config_class: type) -> dict[str, type]:
     """The section classes of a config class, by the field that holds them, its own before those of every run."""
     hints = get_type_hints(config_class)
-    names = [field.name for field in fields(config_class)]
-    own_first = [name for name in names if name not in LAST_SECTIONS] + [
-        name for name in LAST_SECTIONS if name in names
-    ]
+    places = {name: place for place, name in enumerate(LAST_SECTIONS)}
+    own_first = sorted((field.name for field in fields(config_class)), key=lambda name: places.get(name, -1))
     return {name: hints[name] for name in own_first}
 
 

@@ -34,6 +34,7 @@ from open_instruct.config.validation import (
 
 # A microbatch costs something whatever is in it: one completion of a few dozen tokens each would be many times slower.
 DEFAULT_PACK_LENGTH = 4096
+MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list", "sft_mixer_list")
 
 
 @dataclass(kw_only=True)
@@ -101,12 +102,9 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
 def _data_problems(data: PromptDataSection) -> Iterator[str]:
     if not data.dataset_mixer_list:
         yield "--dataset_mixer_list is empty: give 'NAME AMOUNT', such as 'prompts.jsonl 1.0'"
-    yield from mixer_problems("dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits)
-    yield from mixer_problems(
-        "dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
-    )
+    for flag in MIXERS:
+        yield from mixer_problems(flag, getattr(data, flag), getattr(data, f"{flag}_splits"))
     yield from column_problems(data.columns)
-    yield from mixer_problems("sft_mixer_list", data.sft_mixer_list, data.sft_mixer_list_splits)
     if bool(data.sft_mixer_list) != bool(data.sft_rows_per_step):
         yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
 
@@ -277,7 +275,7 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
     yield from learner_warnings(config)
-    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list", "sft_mixer_list"):
+    for flag in MIXERS:
         yield from mixer_warnings(flag, getattr(config.data, flag))
     if config.loss.loss_fn == "cispo" and not config.loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, KeysView, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import yaml
@@ -16,6 +15,7 @@ from open_instruct.config.flags import Flag, flags_of, sections_of
 from open_instruct.config.suites.other_suites import called_here
 from open_instruct.config.suites.upstream_flags import Fate, taken
 from open_instruct.errors import InputError
+from open_instruct.whole_file import read_asked
 
 ConfigT = TypeVar("ConfigT")
 Flags: TypeAlias = Mapping[str, Flag]
@@ -227,18 +227,7 @@ def _is_word(node: Any) -> bool:
 
 
 def _compose(path: str) -> Any:
-    try:
-        with Path(path).open("rb") as file:  # it may be the end of a pipe
-            data = file.read(MAX_YAML_BYTES + 1)
-        if len(data) > MAX_YAML_BYTES:
-            raise InputError(f"{path}: more than {MAX_YAML_BYTES >> 20} MiB, so no file of flags")
-        text = data.decode("utf-8")
-    except InputError:
-        raise
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; the first word may name a YAML file of flags") from None
-    except (OSError, ValueError) as error:  # not UTF-8, or no possible name of a file
-        raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    text = read_asked(path, where=path, most=MAX_YAML_BYTES)
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:

@@ -9,7 +9,7 @@ of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `lis
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.flags import Limits
@@ -105,7 +105,9 @@ class PreferenceDataSection(DataSection):
     """Data"""
 
     prefix_sharing: PrefixSharing = free_flag(
-        "compute the prompt of a pair once for both replies; 'auto' where that saves at least 5% of the tokens", "auto"
+        "compute a prompt once for both replies (of kto, its own and the mismatched one, in the pass for the reference "
+        "log-probs); 'auto' where that saves at least 5% of the tokens",
+        "auto",
     )
 
 
@@ -226,10 +228,8 @@ class SFTOptimSection(OptimSection):
 
 
 @dataclass(kw_only=True)
-class ParallelSection:
+class DegreesSection:
     """Sharding"""
-
-    more_ranks: ClassVar[str] = ""  # what brings so many of them
 
     fsdp_shard_degree: int | None = free_flag(
         "GPUs that share one copy of the model; default: a node's", None, minimum=1
@@ -239,6 +239,20 @@ class ParallelSection:
     context_parallel_degree: int = free_flag(
         "GPUs that split every packed row (also: --sequence_parallel_size)", 1, minimum=1
     )
+
+    @property
+    def splitting(self) -> dict[str, int]:
+        """Those that were given and are above 1."""
+        degrees = {each.name: getattr(self, each.name) or 1 for each in fields(DegreesSection)}
+        return {name: degree for name, degree in degrees.items() if degree > 1}
+
+
+@dataclass(kw_only=True)
+class ParallelSection(DegreesSection):
+    """Sharding"""
+
+    more_ranks: ClassVar[str] = ""  # what brings so many of them
+
     single_gpu_mode: bool = flag(
         "one device, no sharding; a copy in --param_dtype computes, what is trained is float32", False
     )

@@ -14,7 +14,7 @@ from typing import Any
 from open_instruct.config.backends import backend_named
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.lora import LoRASection, target_problems
-from open_instruct.config.sections import DataSection, LoggingSection, MemorySection, ParallelSection, PrefixSharing
+from open_instruct.config.sections import LoggingSection, MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
@@ -116,17 +116,11 @@ def _amount(word: str) -> float | None:
         return None
 
 
-def sharing_problems(data: DataSection, prefix_sharing: PrefixSharing) -> Iterator[str]:
-    if prefix_sharing == "on" and not data.packing:
-        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
-
-
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     """What needs no knowledge of the world; `parallel/layout.py` checks the degrees against it."""
     if parallel.single_gpu_mode:
-        for name in ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree"):
-            if (degree := getattr(parallel, name)) not in (None, 1):
-                yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
+        for name, degree in parallel.splitting.items():
+            yield f"--single_gpu_mode does not shard, but --{name} is {degree}: leave one of them out"
         if parallel.fsdp_prefetch_factor:
             yield "--fsdp_prefetch_factor: with --single_gpu_mode nothing is gathered; leave one of them out"
         if parallel.gradient_reduction == "last":
@@ -138,17 +132,13 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
     if config.adapters is None:
         return
     yield from target_problems(config.adapters)
-    degree = config.parallel.tensor_parallel_degree
-    remedies = {
-        "--optimizer muon": (config.optim.optimizer == "muon", "it is for whole matrices; use adamw"),
-        f"--lora_dropout {config.adapters.lora_dropout}": (
-            config.adapters.lora_dropout > 0 and degree > 1,
-            "ranks that split a matrix would each leave out others; use 0, or --tensor_parallel_degree 1",
-        ),
-    }
-    for given, (is_problem, remedy) in remedies.items():
-        if is_problem:
-            yield f"{given} cannot go with --use_lora: {remedy}"
+    if config.optim.optimizer == "muon":
+        yield "--optimizer muon cannot go with --use_lora: it is for whole matrices; use adamw"
+    if config.adapters.lora_dropout > 0 and config.parallel.tensor_parallel_degree > 1:
+        yield (
+            f"--lora_dropout {config.adapters.lora_dropout} cannot go with --use_lora: ranks that split a matrix would "
+            "each leave out others; use 0, or --tensor_parallel_degree 1"
+        )
     moves = changed(config, "ref_policy_update_freq") if "ref_policy_update_freq" in flags_of(type(config)) else []
     for given in moves:
         yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
@@ -232,6 +222,9 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
     yield from mixer_problems("mixer_list", config.data.mixer_list, config.data.mixer_list_splits)
     yield from mixer_problems("eval_mixer_list", config.data.eval_mixer_list, config.data.eval_mixer_list_splits)
     yield from column_problems(config.data.columns)
+    shares_prompts = isinstance(config.data, PreferenceDataSection) and config.data.prefix_sharing == "on"
+    if shares_prompts and not config.data.packing:
+        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
     yield from microbatch_problems(
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",

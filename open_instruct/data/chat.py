@@ -68,19 +68,16 @@ def load_tokenizer(
                 tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
             else:
                 tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
-            is_fast = tokenizer.is_fast
-            pieces = (
-                [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b")] if is_fast else []
-            )
-            text = tokenizer.backend_tokenizer.decode(pieces[0] + pieces[1]) if is_fast else ""
+            if not tokenizer.is_fast:
+                raise InputError(f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.")
+            a, b = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("a", "b"))
+            text = tokenizer.backend_tokenizer.decode(a + b)
     except InputError:
         raise
     except Exception as error:  # the library raises many kinds, of its own, of its parsers and of its downloads
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}"
         ) from error
-    if not is_fast:
-        raise InputError(f"{flag}: {name_or_path} has only a slow tokenizer; a tokenizer.json is needed.")
     if text != "ab":
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "

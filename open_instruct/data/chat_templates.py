@@ -16,6 +16,7 @@ import yaml
 from open_instruct.config.parser import nearest
 from open_instruct.data.files.names import near_files
 from open_instruct.errors import InputError
+from open_instruct.whole_file import read_asked
 
 FOLDER = Path(__file__).parent / "templates"
 FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
@@ -43,7 +44,9 @@ def template_text(name: str) -> str:
     if name in built_in_templates():
         return built_in_templates()[name]
     if name.endswith(FILE_SUFFIXES) or "/" in name or Path(name).is_file():
-        return _text_of_file(name)
+        if not (path := Path(name).expanduser()).exists():
+            raise InputError(f"--chat_template_name {name}: no such file.{near_files(path)}")
+        return read_asked(name, where=f"--chat_template_name {name}", most=MAX_BYTES)
     raise InputError(
         f"--chat_template_name {name!r} is not a template{nearest(name, built_in_templates()) or '.'} Use one of "
         f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or leave the flag out for "
@@ -54,22 +57,6 @@ def template_text(name: str) -> str:
 def required_tokens(text: str) -> list[str]:
     """Those of `SPECIAL_TOKENS` that a template writes."""
     return [token for token in SPECIAL_TOKENS if token in text]
-
-
-def _text_of_file(name: str) -> str:
-    path = Path(name).expanduser()
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise InputError(f"--chat_template_name {name}: more than {MAX_BYTES >> 20} MiB, so no chat template")
-        return data.decode("utf-8")
-    except FileNotFoundError:
-        raise InputError(f"--chat_template_name {name}: no such file.{near_files(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"--chat_template_name {name} cannot be read as UTF-8 text: {error}; give a Jinja file"
-        ) from None
 
 
 def _made(file: str, **settings: Any) -> str:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,11 +18,12 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.saved_place import check_saved_place
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.errors import InputError, RunError
+from open_instruct.errors import RunError
 from open_instruct.parallel.wording import counted
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.registry import judges_named
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.whole_file import read_asked
 
 
 class Prompts:
@@ -31,7 +31,6 @@ class Prompts:
 
     def __init__(self, dataset: TokenDataset) -> None:
         self.dataset = dataset
-        self.num_tokens = dataset.num_tokens
         self.fingerprint = dataset.fingerprint
 
     def __len__(self) -> int:
@@ -211,8 +210,5 @@ def row_changes(config: GRPOConfig) -> dict[str, Any]:
         words = [word.split("=") for word in config.reward.remap_verifier]
         changes["remapped"] = {old.lower(): new for old, new in words}
     if (name := config.data.system_prompt_override_file) is not None:
-        try:
-            changes["system_prompt"] = Path(name).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise InputError(f"--system_prompt_override_file: {name} cannot be read as text: {error}") from error
+        changes["system_prompt"] = read_asked(name, where=f"--system_prompt_override_file {name}").strip()
     return changes

@@ -194,7 +194,7 @@ class RowBuilder(ABC):
             num_truncated=self.num_truncated,
             num_kept=len(self.edges),
             num_pairs=len(order_N),
-            num_tokens=int(arrays["num_tokens_N"].sum()),
+            num_tokens=int(arrays["num_tokens"].sum()),
             warnings=tuple(warnings),
             unit=self.unit,
         )
@@ -261,8 +261,8 @@ class RowBuilder(ABC):
             "edges_E": np.fromiter(chain.from_iterable(self.edges), dtype=np.int64),
             "details_C": np.frombuffer(bytes(self.details), dtype=np.uint8),
             "bounds_N4": np.stack([stops[:-1], stops[1:], details[:-1], details[1:]], axis=1)[order_N],
-            "num_tokens_N": np.array(num_tokens, dtype=np.int64)[order_N],
-            "num_labels_N": np.array(num_labels, dtype=np.int64)[order_N],
+            "num_tokens": np.array(num_tokens, dtype=np.int64)[order_N],
+            "num_label_tokens": np.array(num_labels, dtype=np.int64)[order_N],
             "keys_N32": np.frombuffer(bytes(self.keys), dtype=np.uint8).reshape(-1, 32)[order_N],
         }
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows.
-CACHE_VERSION = 6
+CACHE_VERSION = 7
 
 
+@dataclass(eq=False, kw_only=True)
 class TokenDataset:
     """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows share their tokens.
 
@@ -51,31 +52,20 @@ class TokenDataset:
         keys_N32: uint8; sha256 of each row: its token ids, where its pieces start and stop, what is kept beside them.
     """
 
-    def __init__(
-        self,
-        *,
-        documents_per_row: int,
-        reads_ends: bool = False,
-        token_ids_T: np.ndarray,
-        edges_E: np.ndarray,
-        details_C: np.ndarray,
-        bounds_N4: np.ndarray,
-        num_tokens_N: np.ndarray,
-        num_labels_N: np.ndarray,
-        keys_N32: np.ndarray,
-    ) -> None:
-        assert keys_N32.shape == (len(bounds_N4), 32)
-        self.documents_per_row = documents_per_row
-        self.reads_ends = reads_ends
-        self.token_ids_T = token_ids_T
-        self.edges_E = edges_E
-        self.details_C = details_C
-        self.bounds_N4 = bounds_N4
-        self.num_tokens = num_tokens_N
-        self.num_label_tokens = num_labels_N
-        self.keys_N32 = keys_N32
-        first_N = bounds_N4[:, 0]
-        self.prompt_lengths = edges_E[first_N + 1] - edges_E[first_N]
+    token_ids_T: np.ndarray
+    edges_E: np.ndarray
+    details_C: np.ndarray
+    bounds_N4: np.ndarray
+    num_tokens: np.ndarray
+    num_label_tokens: np.ndarray
+    keys_N32: np.ndarray
+    documents_per_row: int
+    reads_ends: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.keys_N32.shape == (len(self.bounds_N4), 32)
+        first_N = self.bounds_N4[:, 0]
+        self.prompt_lengths = self.edges_E[first_N + 1] - self.edges_E[first_N]
 
     def __len__(self) -> int:
         return len(self.keys_N32)

@@ -25,10 +25,6 @@ class TokenColumns(NamedTuple):
     engine_logprobs: torch.Tensor
 
 
-def columns_of(rows_N4: torch.Tensor) -> TokenColumns:
-    return TokenColumns(*rows_N4.unbind(dim=1))
-
-
 def is_highest(values_N: torch.Tensor, everywhere: torch.Tensor, *, share: float) -> torch.Tensor:
     """Whether each value is among the `share` of those everywhere that are highest: at least one, and all ties."""
     if not everywhere.numel():

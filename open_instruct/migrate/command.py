@@ -24,7 +24,8 @@ The exit code is 0 where the run is the same, and 2 where it is not."""
 
 def migrate_args(words: Sequence[str]) -> int:
     """Print the migration that `words` ask for; returns the exit code."""
-    ours, theirs = _split(words)
+    end = words.index("--") if "--" in words else len(words)
+    ours, theirs = words[:end], words[end + 1 :]
     if not ours or asks_for_help(ours):
         print(USAGE)
         return 0 if ours else EXIT_INPUT
@@ -40,11 +41,6 @@ def migrate_args(words: Sequence[str]) -> int:
     else:
         print("\n".join(_told(command, migration)))
     return 0 if migration.is_equivalent else EXIT_INPUT
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    end = words.index("--") if "--" in words else len(words)
-    return list(words[:end]), list(words[end + 1 :])
 
 
 def _told(command: str, migration: Migration) -> Iterator[str]:

@@ -21,17 +21,9 @@ from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
 from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.objectives.mean_metrics import mean_metrics
-from open_instruct.objectives.objective import (
-    BoundLoss,
-    Evaluation,
-    LossOutputs,
-    Objective,
-    Teacher,
-    TokenLogprobs,
-)
+from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, Teacher, TokenLogprobs
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch
+from open_instruct.records import Batch, mean_metrics
 
 if TYPE_CHECKING:
     import numpy as np

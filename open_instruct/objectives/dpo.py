@@ -15,7 +15,6 @@ from open_instruct.config.losses import PREFERENCE_LOSSES
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.data.preference_rows import PreferenceBuilder
-from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     REFERENCE,
     REFERENCE_TOKENS,
@@ -27,7 +26,7 @@ from open_instruct.objectives.objective import (
     TokenLogprobs,
 )
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch, Metric, StepBatch
+from open_instruct.records import Batch, Metric, StepBatch, mean_metrics
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,11 +13,10 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from open_instruct.config.sections import DataSection, OptimSection, PrefixSharing, flag, free_flag
+from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import sharing_problems, validated
 from open_instruct.data.files.foreign_json import kind_of
 from open_instruct.data.files.rows import BadRow, MalformedRow, RawRow, RowSource
 from open_instruct.data.messages import Message, check_is_learned
@@ -25,7 +24,6 @@ from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.row_forms import conversation_of
 from open_instruct.errors import InputError
-from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import (
     REFERENCE,
     BoundLoss,
@@ -36,7 +34,7 @@ from open_instruct.objectives.objective import (
     TokenLogprobs,
 )
 from open_instruct.parallel.wording import counted
-from open_instruct.records import ROW_VALUES, Batch, Metric, StepBatch
+from open_instruct.records import ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,31 +42,17 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
-LOSSES = ("kto", "apo_zero_unpaired")
 # Of the weight of all desirable rows to that of all undesirable ones; the paper's section 4.2.
 LOWEST_RATIO, HIGHEST_RATIO = 1.0, 4.0 / 3.0
 DESIRABLE = "desirable"  # of a step's counts
 
 
 @dataclass(kw_only=True)
-class KTODataSection(DataSection):
-    """Data"""
-
-    prefix_sharing: PrefixSharing = free_flag(
-        "in the pass for the reference log-probs, compute a prompt once for its reply and for the mismatched one; "
-        "'auto' where that saves at least 5% of the tokens",
-        "auto",
-    )
-
-
-@dataclass(kw_only=True)
 class KTOLossSection:
     """Loss"""
 
-    loss_type: str = flag(
-        "'kto' measures replies from z0, the policy's distance from the reference; 'apo_zero_unpaired' from 0",
-        "kto",
-        choices=LOSSES,
+    loss_type: Literal["kto", "apo_zero_unpaired"] = flag(
+        "'kto' measures replies from z0, the policy's distance from the reference; 'apo_zero_unpaired' from 0", "kto"
     )
     beta: float = flag("strength of the pull towards the reference policy (scale of the reward)", 0.1, above=0)
     desirable_weight: float = flag("weight of a row whose label is true", 1.0, above=0)
@@ -96,7 +80,7 @@ class KTOConfig(TrainingConfig):
         "open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first",
     )
 
-    data: KTODataSection
+    data: PreferenceDataSection
     loss: KTOLossSection
     optim: KTOOptimSection
 
@@ -189,10 +173,7 @@ def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
     Distinct replies, two at least, are numbered from 0 as they first come. Each row takes the next one after its own,
     after the last the first, that came with another prompt; where all have come with its prompt, the next one.
     """
-    prompt_of_reply: list[int] = []
-    for prompt, reply in rows:
-        if reply == len(prompt_of_reply):
-            prompt_of_reply.append(prompt)
+    prompt_of_reply = {reply: prompt for prompt, reply in reversed(rows)}  # of several prompts the first
     num_replies = len(prompt_of_reply)
     # The first after each reply that came with another prompt than it; the second round sees past the end.
     leaps = [0] * num_replies
@@ -337,16 +318,10 @@ def bind(config: KTOConfig) -> BoundLoss:
         weights = loss.desirable_weight * counts[DESIRABLE] + loss.undesirable_weight * num_undesirable
         return weights / (2 * counts["rows"])
 
-    return BoundLoss(
-        function=function,
-        prepare=prepare,
-        looks_at=looks_at,
-        first_loss=first_loss,
-    )
+    return BoundLoss(function=function, prepare=prepare, looks_at=looks_at, first_loss=first_loss)
 
 
 def _labels(batch: Batch) -> torch.Tensor:
-
     return batch.values[ROW_VALUES] > 0
 
 
@@ -377,8 +352,7 @@ def outputs_of(
     losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
     rewards_R, num_rows = loss.beta * log_ratios_R.detach(), float(losses_R.numel())
     is_right_R = (log_ratios_R - z0 > ROUNDING * logps_R.abs()) == is_desirable_R
-    means = {"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()}
-    metrics = mean_metrics(means)
+    metrics = mean_metrics({"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()})
     if loss.has_mismatched:
         metrics["kl"] = Metric(value=z0, weight=num_rows)
     of_class = {"chosen": (is_desirable_R, counts[DESIRABLE])}
@@ -414,7 +388,6 @@ def evaluate(
 KTO = Objective(
     name="kto",
     config_class=KTOConfig,
-    validate=lambda config: validated(config, sharing_problems(config.data, config.data.prefix_sharing)),
     rows=MismatchedBuilder,
     rows_under=lambda config: MismatchedBuilder if config.loss.has_mismatched else UnpairedBuilder,
     documents_learned=1,

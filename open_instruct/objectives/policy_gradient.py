@@ -18,7 +18,7 @@ Legend: N labelled tokens of a microbatch, M those of one stream.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,8 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.losses import POLICY_LOSSES, policy_loss_facts
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.data.prompts import PromptBuilder
-from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, Objective, TokenLogprobs
-from open_instruct.objectives.streams import Stream
-from open_instruct.records import Batch, Metric, StepBatch
+from open_instruct.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.users_code import own_function
 
 if TYPE_CHECKING:
@@ -37,6 +35,29 @@ if TYPE_CHECKING:
 
     from open_instruct.losses.mismatch import Correction
     from open_instruct.losses.policy import PolicyLossFunction, PolicyLossInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Which labelled tokens of a microbatch one of the three losses learns from, and how much.
+
+    None: all of them; a weight of 1 for each.
+    """
+
+    tokens_M: torch.Tensor | None
+    weights_M: torch.Tensor | None
+
+    @classmethod
+    def of(cls, name: str, values: Mapping[str, torch.Tensor]) -> Stream:
+        """The stream `name` among the values of a microbatch. Where all tokens are a completion's nothing is listed."""
+        return cls(tokens_M=values.get(f"{name}_tokens"), weights_M=values.get(f"{name}_weights"))
+
+    def take(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Of the tokens of the stream, (M,). So what lies between them changes nothing, to the last bit."""
+        return values_N if self.tokens_M is None else values_N.index_select(0, self.tokens_M.to(values_N.device))
+
+    def weighed(self, values_M: torch.Tensor) -> torch.Tensor:
+        return values_M if self.weights_M is None else values_M * self.weights_M
 
 
 def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -> BoundLoss:
@@ -177,7 +198,7 @@ def choose_tokens(
     """
     import torch
 
-    from open_instruct.losses.covariance import columns_of, is_highest, is_marked
+    from open_instruct.losses.covariance import TokenColumns, is_highest, is_marked
     from open_instruct.packing.on_device import on_device
 
     of_rl: list[torch.Tensor] = []
@@ -187,10 +208,10 @@ def choose_tokens(
         entropy_N = torch.zeros_like(of_batch.logprobs_N) if of_batch.entropy_N is None else of_batch.entropy_N
         columns = [of_batch.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
         of_rl.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
-    everywhere = columns_of(gather(torch.cat(of_rl)))
+    everywhere = TokenColumns(*gather(torch.cat(of_rl)).unbind(dim=1))
 
     def chosen(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        here, values = columns_of(rows), dict[str, torch.Tensor]()
+        here, values = TokenColumns(*rows.unbind(dim=1)), dict[str, torch.Tensor]()
         if loss.top_entropy_quantile < 1:
             values["is_learned"] = is_highest(here.entropy, everywhere.entropy, share=loss.top_entropy_quantile)
         if policy_loss_facts(loss.loss_fn).marks:

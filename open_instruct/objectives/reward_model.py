@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig
-from open_instruct.config.validation import sharing_problems, validated
+from open_instruct.config.validation import validated
 from open_instruct.data.chat import ChatFormat, choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.errors import InputError
-from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.parallel.wording import counted
-from open_instruct.records import ROW_VALUES, Batch, Metric
+from open_instruct.records import ROW_VALUES, Batch, Metric, mean_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +74,6 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
             f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: the head of a reward model is one "
             "row, which is not split; shard over more GPUs, or use --context_parallel_degree"
         )
-    yield from sharing_problems(config.data, config.data.prefix_sharing)
 
 
 class RewardBuilder(PreferenceBuilder):

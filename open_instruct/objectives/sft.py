@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from open_instruct.config.sections import SFTDataSection, SFTOptimSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.objectives.mean_metrics import mean_metrics
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
 from open_instruct.parallel.wording import counted
-from open_instruct.records import Batch
+from open_instruct.records import Batch, mean_metrics
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ the same numbers and agree. docs/sharding.md explains the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, isqrt, prod
 
@@ -29,7 +29,7 @@ def resolve_layout(
     context_parallel_degree: int = 1,
     single_device: bool = False,
 ) -> ShardLayout:
-    """Decide which ranks share a copy of the model.
+    """Decide which ranks share a copy of the model, of numbers that are within the limits of their flags.
 
     Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of
     equal size that is the GPUs of a node divided by the model-parallel degree, and one replica
@@ -42,7 +42,7 @@ def resolve_layout(
         fsdp_num_replicas: copies of the model.
         tensor_parallel_degree: ranks that split every matrix.
         context_parallel_degree: ranks that split every row of tokens.
-        single_device: one GPU without FSDP; no other argument may ask for sharding.
+        single_device: one GPU without FSDP; see `parallel_problems` for what flags may not ask for beside it.
 
     Returns:
         The layout. Whatever is allowed but costly is in its `warnings`.
@@ -50,19 +50,17 @@ def resolve_layout(
     Raises:
         InputError: names the flag and lists the values that would work.
     """
-    nodes = _checked_nodes(gpus_per_node)
-    degrees = {
-        "--fsdp_shard_degree": fsdp_shard_degree,
-        "--fsdp_num_replicas": fsdp_num_replicas,
-        "--tensor_parallel_degree": tensor_parallel_degree,
-        "--context_parallel_degree": context_parallel_degree,
-    }
-    for flag, degree in degrees.items():
-        if degree is not None and not _is_count(degree):
-            raise InputError(f"{flag} {degree!r} is not a whole number of at least 1")
-
+    nodes = tuple(gpus_per_node)
+    if not nodes:
+        raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as 8 8")
+    if sum(nodes) > MAX_LEARNERS:
+        raise InputError(f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out")
     if single_device:
-        _check_single_device(nodes, degrees)
+        if sum(nodes) != 1:
+            raise InputError(
+                f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or leave "
+                "--single_gpu_mode out to shard the model over all of them"
+            )
         return ShardLayout(gpus_per_node=nodes, shard_degree=1, num_replicas=1, single_device=True)
 
     _check_model_parallel(nodes, tensor_parallel_degree, context_parallel_degree)
@@ -106,8 +104,7 @@ def layout_of_degrees(
 
 def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
     """That the degrees of one rank are 1 is no help to whoever asks for more: the launcher was left out."""
-    names = ("fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "context_parallel_degree")
-    degrees = {name: degree for name in names if (degree := getattr(parallel, name) or 1) > 1}
+    degrees = parallel.splitting
     if not degrees or sum(gpus_per_node) != 1 or parallel.single_gpu_mode or not parallel.more_ranks:
         return
     given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
@@ -138,39 +135,6 @@ def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending: of 12, `(1, 2, 3, 4, 6, 12)`."""
     low = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
     return tuple(sorted({*low, *(number // candidate for candidate in low)}))
-
-
-def _is_count(value: object) -> bool:
-    # A bool is an int to Python, never to the user: `--fsdp_shard_degree true` is a slip.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _checked_nodes(gpus_per_node: Sequence[int]) -> tuple[int, ...]:
-    nodes = tuple(gpus_per_node)
-    if not nodes:
-        raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as 8 8")
-    for index, num_gpus in enumerate(nodes):
-        if not _is_count(num_gpus):
-            raise InputError(
-                f"node {index} has {num_gpus!r} GPUs; give a whole number of at least 1 for each node, such as 8 8"
-            )
-    if sum(nodes) > MAX_LEARNERS:
-        raise InputError(f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out")
-    return nodes
-
-
-def _check_single_device(nodes: tuple[int, ...], degrees: Mapping[str, int | None]) -> None:
-    if sum(nodes) != 1:
-        raise InputError(
-            f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or leave "
-            "--single_gpu_mode out to shard the model over all of them"
-        )
-    for flag, degree in degrees.items():
-        is_default = degree is None if flag.startswith("--fsdp") else degree == 1
-        if not is_default:
-            raise InputError(
-                f"{flag} {degree} cannot apply in --single_gpu_mode, which does not shard; leave one of the two out"
-            )
 
 
 def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> None:

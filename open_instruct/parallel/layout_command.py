@@ -12,28 +12,20 @@ from rich.console import Console
 
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import ParallelSection, flag
-from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.config.sections import DegreesSection, ParallelSection, flag
+from open_instruct.config.validation import limit_problems, parallel_problems, refuse
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.parallel.picture import draw_layout
 
 
 @dataclass(kw_only=True)
-class LayoutSection:
+class LayoutSection(DegreesSection):
     """Layout"""
 
     gpus_per_node: list[str] = flag(
         "GPUs that train on each node, one number for each node; 4x8 stands for four nodes of 8"
     )
-    fsdp_shard_degree: int | None = flag(
-        "GPUs that share one copy of the model; default: as many as never make a group straddle nodes", None, minimum=1
-    )
-    fsdp_num_replicas: int | None = flag(
-        "copies of the model; default: what the shard degree leaves, one for each node of equal size", None, minimum=1
-    )
-    tensor_parallel_degree: int = flag("neighbouring GPUs that split every matrix", 1, minimum=1)
-    context_parallel_degree: int = flag("GPUs that split every row of tokens", 1, minimum=1)
     single_gpu_mode: bool = flag("one GPU without FSDP; refuses any flag that shards", False)
     json: bool = flag("print JSON, with every group as a list of global ranks", False)
 
@@ -65,9 +57,10 @@ def layout_command(args: Sequence[str]) -> int:
         print_help(LayoutFlags, "open-instruct layout")
         return 0
     flags = parse(LayoutFlags, args).layout
-    refuse(limit_problems(flags))
-    asked = {each.name: getattr(flags, each.name) for each in fields(ParallelSection) if hasattr(flags, each.name)}
-    layout = layout_of(ParallelSection(**asked), read_node_sizes(flags.gpus_per_node))
+    degrees = {each.name: getattr(flags, each.name) for each in fields(DegreesSection)}
+    parallel = ParallelSection(single_gpu_mode=flags.single_gpu_mode, **degrees)
+    refuse([*limit_problems(flags), *parallel_problems(parallel)])
+    layout = layout_of(parallel, read_node_sizes(flags.gpus_per_node))
     if flags.json:
         # One key to a line: readable, and still short for a thousand ranks.
         lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in layout.as_json().items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from open_instruct.config.help import asks_for_help, print_help
@@ -13,6 +12,7 @@ from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
 from open_instruct.families import FAMILIES
 from open_instruct.toys.tiny import DTYPES, SIZES, write_tiny_model
+from open_instruct.whole_file import read_asked
 
 
 @dataclass(kw_only=True)
@@ -77,12 +77,7 @@ def _folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 def _texts(files: Sequence[str]) -> Iterator[str]:
     for file in files:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"--text {file}: not UTF-8 ({error.reason} at byte {error.start})") from None
-        except OSError as error:
-            raise InputError(f"--text {file}: cannot be read ({error.strerror})") from None
+        text = read_asked(file, where=f"--text {file}")
         if not text:
             raise InputError(f"--text {file}: the file is empty")
         yield from text.splitlines(keepends=True)

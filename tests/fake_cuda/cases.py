@@ -418,8 +418,8 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
         edges_E=edges.astype(np.int64),
         details_C=np.concatenate(details),
         bounds_N4=np.stack([starts, starts + num_replies + 2, details_edges[:-1], details_edges[1:]], axis=1),
-        num_tokens_N=np.array([num_replies * prompt + sum(of_row[1:]) for of_row in lengths]),
-        num_labels_N=np.array(num_labels),
+        num_tokens=np.array([num_replies * prompt + sum(of_row[1:]) for of_row in lengths]),
+        num_label_tokens=np.array(num_labels),
         keys_N32=keys,
     )
 

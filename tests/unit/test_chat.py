@@ -290,7 +290,7 @@ def test_a_file_of_ones_own(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) 
     with pytest.raises(InputError, match=r"mine\.jinja needs <\|im_start\|>, which the tokenizer does not have"):
         choose_chat_template(make_tokenizer([]), str(file))
     file.write_bytes(b"\xff")
-    with pytest.raises(InputError, match=r"mine\.jinja cannot be read as UTF-8 text"):
+    with pytest.raises(InputError, match=r"mine\.jinja: cannot be read as UTF-8 text"):
         choose_chat_template(tokenizer, str(file))
     with pytest.raises(InputError, match=r"mind\.jinja: no such file\. Did you mean .*mine\.jinja\?"):
         choose_chat_template(tokenizer, str(tmp_path / "mind.jinja"))

@@ -27,7 +27,6 @@ from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.build import build_model
 from open_instruct.objectives.kto import (
     KTO,
-    LOSSES,
     KTOConfig,
     KTOLossSection,
     MismatchedBuilder,
@@ -537,7 +536,8 @@ RUN = ["kto", "--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node
 
 def test_the_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
     rows = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
-    with_z0, without = (plan_of(parse_request([*RUN, *rows, "--loss_type", loss_type]).setting) for loss_type in LOSSES)
+    losses = ("kto", "apo_zero_unpaired")
+    with_z0, without = (plan_of(parse_request([*RUN, *rows, "--loss_type", name]).setting) for name in losses)
     for plan in (with_z0, without):
         workload = plan.workload
         assert (workload.algorithm, workload.tokens_per_microbatch) == ("kto", 2 * 2048)

@@ -244,7 +244,7 @@ def test_what_flags_change_of_rows(tmp_path: Path) -> None:
     assert changes() == {}
     assert changes("--remap_verifier", "a=b", "c=d") == {"remapped": {"a": "b", "c": "d"}}
     assert changes("--system_prompt_override_file", str(file)) == {"system_prompt": "be brief"}
-    with pytest.raises(InputError, match=r"--system_prompt_override_file: .*none\.txt cannot be read"):
+    with pytest.raises(InputError, match=r"--system_prompt_override_file .*none\.txt: no such file"):
         changes("--system_prompt_override_file", str(tmp_path / "none.txt"))
     with pytest.raises(InputError, match="--remap_verifier a: takes OLD=NEW"):
         validate_grpo(parse(GRPOConfig, [*required, "--remap_verifier", "a"]))
@@ -258,7 +258,7 @@ def test_a_prompt_by_hand(load: Load, tokenizer: PreTrainedTokenizerFast, tmp_pa
     assert list(dataset) == [
         Prompt(row_id=0, token_ids=ids, text=text, checks=(Check(verifier="gsm8k", ground_truth="5"),))
     ]
-    assert (len(dataset), dataset.num_tokens.tolist(), report.num_tokens) == (1, [HEAD + 2], HEAD + 2)
+    assert (len(dataset), dataset.dataset.num_tokens.tolist(), report.num_tokens) == (1, [HEAD + 2], HEAD + 2)
     assert dataset[-1] == dataset[0]
     with pytest.raises(IndexError):
         dataset[1]

@@ -125,7 +125,7 @@ def test_command(is_first: bool, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("NEW --family llama --vocab_size many", "--vocab_size takes a whole number, or none, not 'many'"),
         ("NEW --family llama --tie_word_embeddings perhaps", "takes true or false, not 'perhaps'"),
         ("NEW --family llama --dtype int8", "--dtype takes one of float32, bfloat16, float16, not 'int8'"),
-        ("NEW --family llama --text /nowhere/at/all", "--text /nowhere/at/all: cannot be read"),
+        ("NEW --family llama --text /nowhere/at/all", "--text /nowhere/at/all: no such file"),
         ("NEW --family llama --colour red", "--colour is not a flag"),
         ("FULL --family llama", "is not an empty folder"),
         ("FULL/file --family llama", "is not an empty folder"),

@@ -61,8 +61,8 @@ def make_pairs(num_pairs: int) -> TokenDataset:
         edges_E=np.array(edges, dtype=np.int64),
         details_C=np.zeros(0, dtype=np.uint8),
         bounds_N4=np.array([(4 * pair, 4 * pair + 4, 0, 0) for pair in range(num_pairs)], dtype=np.int64),
-        num_tokens_N=np.array([both for both, _ in lengths], dtype=np.int64),
-        num_labels_N=np.array([labels for _, labels in lengths], dtype=np.int64),
+        num_tokens=np.array([both for both, _ in lengths], dtype=np.int64),
+        num_label_tokens=np.array([labels for _, labels in lengths], dtype=np.int64),
         keys_N32=keys,
     )
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cache
-from importlib.resources import files
 
-import yaml
+from open_instruct.config.suites.upstream_flags import read_table
 
 
 def called_here(name: str, known: Collection[str], prefix: str = "") -> str | None:
@@ -25,5 +24,5 @@ def called_here(name: str, known: Collection[str], prefix: str = "") -> str | No
 @cache
 def names_of_other_suites() -> dict[str, str | list[str]]:
     """Flags of ours, or a sentence, by the other suite's name."""
-    text = (files("open_instruct.config.suites") / "other_suites.yaml").read_text(encoding="utf-8")
-    return {name: hint for names, hint in yaml.safe_load(text).items() for name in names.split(", ")}
+    table = read_table("other_suites.yaml")
+    return {name: hint for names, hint in table.items() for name in names.split(", ")}

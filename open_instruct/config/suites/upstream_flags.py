@@ -54,39 +54,36 @@ class Fate:
 @cache
 def upstream_table(section: str = EVERY) -> dict[str, Entry]:
     """The entries of a section of flags.yaml, by the name of upstream's flag."""
-    table = _read("flags.yaml").get(section, {})
+    table = read_table("flags.yaml").get(section, {})
     return {name: _entry(facts) for names, facts in table.items() for name in names.split(", ")}
 
 
-@cache
 def upstream_defaults(trainer: str) -> dict[str, list[str]]:
     """Of each flag of upstream's `trainer` that has a counterpart here, the words of its default."""
-    return {name: _spelled(value).split() for name, value in _read("defaults.yaml")[trainer].items()}
+    return {name: _spelled(value).split() for name, value in read_table("defaults.yaml")[trainer].items()}
 
 
-@cache
 def upstream_behaviours(of: str) -> dict[str, list[str]]:
     """What differs by no flag for a command, or for one trainer of upstream's: how it is there, and here."""
-    return dict(_read("defaults.yaml")["behaviours"].get(of, {}))
+    return dict(read_table("defaults.yaml")["behaviours"].get(of, {}))
 
 
-@cache
 def upstream_templates() -> frozenset[str]:
     """The names of upstream's chat templates."""
-    return frozenset(_read("defaults.yaml")["templates"])
+    return frozenset(read_table("defaults.yaml")["templates"])
 
 
-@cache
 def upstream_families() -> dict[str, str]:
     """Of each family of models that cannot be loaded here a regular expression for names, in small letters."""
-    return dict(_read("defaults.yaml")["families"])
+    return dict(read_table("defaults.yaml")["families"])
 
 
 def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
     """What a command with the flags `known` makes of the flag `name` of upstream's; None where that is none."""
     of_grpo = "total_episodes" in known
     # The special sections, which follow that for all, first.
-    tables = [upstream_table(of) for of in reversed(_read("flags.yaml")) if of == EVERY or (of == "grpo") == of_grpo]
+    sections = reversed(read_table("flags.yaml"))
+    tables = [upstream_table(of) for of in sections if of == EVERY or (of == "grpo") == of_grpo]
     if name in known:  # ours too, but for some values that are spelled otherwise
         value = " ".join(map(_spelled, words)).lower()
         spelled = (table[name] for table in tables if name in table)
@@ -158,7 +155,8 @@ def _entry(facts: Mapping[str, Any]) -> Entry:
 
 
 @cache
-def _read(file: str) -> dict[str, Any]:
+def read_table(file: str) -> dict[str, Any]:
+    """The content of a YAML file of this folder."""
     text = (files("open_instruct.config.suites") / file).read_text(encoding="utf-8")
     table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return table

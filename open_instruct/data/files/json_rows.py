@@ -31,7 +31,7 @@ class JsonRows:
         return len(self._places) // 3
 
     def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
-        with _opened(self._path) as file:
+        with unpacked(self._path) as file:
             for index in indices:
                 start, stop, number = self._places[3 * index : 3 * index + 3]
                 file.seek(start)
@@ -48,7 +48,7 @@ def json_lines(path: Path, name: str) -> JsonRows:
     places = array("q")
     digest = hashlib.sha256()
     position = 0
-    with _opened(path) as file:
+    with unpacked(path) as file:
         for number, line in enumerate(file, start=1):
             digest.update(line)
             if line.strip():
@@ -57,7 +57,8 @@ def json_lines(path: Path, name: str) -> JsonRows:
     return JsonRows(path, name, fingerprint=digest.hexdigest(), places=places)
 
 
-def _opened(path: Path) -> IO[bytes]:
+def unpacked(path: Path) -> IO[bytes]:
+    """The file, opened to be read; of a .gz what is in it."""
     opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     file: IO[bytes] = opener(path, "rb")
     return file

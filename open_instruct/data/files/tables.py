@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import csv
-import gzip
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
+from open_instruct.data.files.json_rows import unpacked
 from open_instruct.data.files.rows import BadRow, RawRow
 from open_instruct.errors import InputError
 
@@ -90,10 +91,8 @@ class TextTable:
                 raise InputError(f"{self.name}, line {line + 1}: no table that can be read: {error}") from error
 
     def _open(self) -> IO[str]:
-        packed = self._path.suffix.lower() == ".gz"
-        opened: Any = gzip.open if packed else open
-        file: IO[str] = opened(self._path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
-        return file
+        file = unpacked(self._path)
+        return TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _value_of(cell: str) -> Any:
