@@ -277,7 +277,7 @@ def test_complete_checkpoints_pass(tmp_path):
 def test_tied_head_of_another_shape(tmp_path):
     tied = SimpleNamespace(**{**vars(LLAMA), "tie_word_embeddings": True})
     tensors = {**llama_tensors(), HEAD: torch.zeros(VOCAB + 1, HIDDEN)}
-    not_covered(write_single(tmp_path, tensors), HEAD, "tied", config=tied)
+    not_covered(write_single(tmp_path, tensors), HEAD, f"expected ({VOCAB}, {HIDDEN})", config=tied)
 
 
 def test_fingerprint_follows_the_bytes_alone(tmp_path):

@@ -122,7 +122,8 @@ class CheckpointFiles:
 
     def forget(self, name: str) -> None:
         """Let go of the mapped pages of a tensor with its last view; its file is mapped again if it is read again."""
-        self._mapped.pop(self.file_of(name), None)
+        if name in self._tensors:
+            self._mapped.pop(self.file_of(name), None)
 
     def close(self) -> None:
         """Let go of the mapped files (each is unmapped when the last view of it is gone)."""
