@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
     """:raises Damaged: it is missing, or not what was written."""
     path = folder / MANIFEST
     if not path.is_file():
-        if any((folder / name).exists() for name in EARLIER_FORMAT):
+        if _has_any(folder, EARLIER_FORMAT):
             raise Damaged(f"{folder} is of the format before this one, which holds pickles, and those are never read")
         raise Damaged(f"{path} is missing")
     try:
@@ -111,7 +111,7 @@ def candidates(folder: Path) -> list[Path]:
     """Folders that are named like checkpoints and hold something of one, whole or not; newest first."""
     signs = (MANIFEST, INDEX, *EARLIER_FORMAT)
     found = [path for path in folder.glob("step*") if NAME.fullmatch(path.name) and path.is_dir()]
-    found = [path for path in found if any((path / sign).exists() for sign in signs) or any(path.glob("rank*"))]
+    found = [path for path in found if _has_any(path, signs) or any(path.glob("rank*"))]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -127,15 +127,13 @@ def latest_step(folder: Path) -> int | None:
 
 def refuse_earlier_format(folder: Path) -> None:
     """:raises InputError: `folder` has checkpoints, but none of a format that is read."""
-    found = candidates(folder)
-    if found and all(not (path / MANIFEST).exists() for path in found):
-        old = [path for path in found if any((path / name).exists() for name in EARLIER_FORMAT)]
-        if old:
-            raise InputError(
-                f"{old[0]} is a checkpoint of the format before this one, which holds pickles, and those can run code "
-                "and are never read. Go on with the version that wrote it (config.yaml names it), or start afresh "
-                "with another --output_dir or --overwrite_output_dir"
-            )
+    old = [path for path in candidates(folder) if _has_any(path, EARLIER_FORMAT)]
+    if old and not find_checkpoints(folder):
+        raise InputError(
+            f"{old[0]} is a checkpoint of the format before this one, which holds pickles, and those can run code and "
+            "are never read. Go on with the version that wrote it (config.yaml names it), or start afresh with another "
+            "--output_dir or --overwrite_output_dir"
+        )
 
 
 def refuse_another_start_model(checkpoint: Path, own: str) -> None:
@@ -197,6 +195,10 @@ def _set_aside(folder: Path, suffix: str) -> Path:
     aside = beside(folder, suffix)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.replace(aside)
+
+
+def _has_any(folder: Path, names: Iterable[str]) -> bool:
+    return any((folder / name).exists() for name in names)
 
 
 def _digest(content: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from open_instruct.cluster.learner_host import HostFacts, on_their_nodes
@@ -41,19 +42,17 @@ class LearnerLost(RunError):
     """Learners died or do not answer, and the group must be restarted."""
 
 
+@dataclass(frozen=True)
 class LearnerCall(Generic[Result]):
     """A method that every learner is running.
 
     `facts` may be empty while processes are being started; `signs` are there once they have met.
     """
 
-    def __init__(
-        self, what: str, refs: Sequence[ObjectRef], facts: Sequence[HostFacts], signs: Signs | None = None
-    ) -> None:
-        self._what = what
-        self._refs = list(refs)
-        self._facts = list(facts)
-        self._signs = signs
+    what: str
+    refs: Sequence[ObjectRef]
+    facts: Sequence[HostFacts]
+    signs: Signs | None = None
 
     def result(self, timeout_s: float) -> list[Result]:
         """What every learner returned, in rank order.
@@ -67,7 +66,7 @@ class LearnerCall(Generic[Result]):
 
         deadline = time.monotonic() + timeout_s
         results: dict[ObjectRef, Result] = {}
-        pending = self._refs
+        pending = [*self.refs]
         while pending:
             left_s = max(0.0, deadline - time.monotonic())
             done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
@@ -80,7 +79,7 @@ class LearnerCall(Generic[Result]):
                 results[done[0]] = ray.get(done[0])
             except ray.exceptions.RayError as error:
                 self._raise_first_cause(done[0], error, pending)
-        return [results[ref] for ref in self._refs]
+        return [results[ref] for ref in self.refs]
 
     def _raise_first_cause(self, ref: ObjectRef, error: Exception, pending: list[ObjectRef]) -> None:
         import ray
@@ -99,34 +98,34 @@ class LearnerCall(Generic[Result]):
             if isinstance(error.cause, InputError | RunError):
                 raise error.cause from None
             raise error.cause from error  # whose text is the traceback over there
-        rank = self._refs.index(ref)
-        raise LearnerLost(f"{self._name(rank)} was lost during {self._what}: {reason_of_loss(error)}") from None
+        rank = self.refs.index(ref)
+        raise LearnerLost(f"{self._name(rank)} was lost during {self.what}: {reason_of_loss(error)}") from None
 
     def _raise_for_frozen(self) -> None:
         """A step may take an hour; a process that does nothing at all is known sooner."""
         losses: list[peers.Loss] = []
-        if self._signs is not None:
+        if self.signs is not None:
             with suppress(RuntimeError):  # of the store
-                losses = self._signs.losses(silent_s=peers.SILENT_S)
+                losses = self.signs.losses(silent_s=peers.SILENT_S)
         if losses:
             words = "; ".join(
-                f"{self._name(loss.sign.rank)} was lost during {self._what}, while {loss.sign.doing}: {loss.reason}"
+                f"{self._name(loss.sign.rank)} was lost during {self.what}, while {loss.sign.doing}: {loss.reason}"
                 for loss in losses
             )
             raise LearnerLost(words)
 
     def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
-        ranks = [self._refs.index(ref) for ref in pending]
+        ranks = [self.refs.index(ref) for ref in pending]
         signs: list[Sign] = []
-        if self._signs is not None:
+        if self.signs is not None:
             with suppress(RuntimeError):
-                signs = self._signs.look()
+                signs = self.signs.look()
         doing = {sign.rank: f", while {sign.doing}" for sign in signs}
         names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
-        words = f"no answer to {self._what} within {timeout_s:g} s from {names}"
-        if not self._facts:
+        words = f"no answer to {self.what} within {timeout_s:g} s from {names}"
+        if not self.facts:
             return LearnerLost(words)
-        states = on_their_nodes(is_stopped, [self._facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)
+        states = on_their_nodes(is_stopped, [self.facts[rank] for rank in ranks], timeout_s=NODE_TIMEOUT_S)
         for rank, stopped in zip(ranks, states, strict=True):
             if stopped is not False:
                 state = "the process of rank {} is stopped" if stopped else "the node of rank {} does not answer either"
@@ -134,9 +133,9 @@ class LearnerCall(Generic[Result]):
         return LearnerLost(words)
 
     def _name(self, rank: int) -> str:
-        if not self._facts:
+        if not self.facts:
             return f"learner rank {rank}"
-        return f"learner rank {rank} (node {self._facts[rank].address}, pid {self._facts[rank].pid})"
+        return f"learner rank {rank} (node {self.facts[rank].address}, pid {self.facts[rank].pid})"
 
 
 def _distance_from_cause(error: Exception) -> int:

@@ -81,7 +81,6 @@ def start_cluster(
         return
     say("starting Ray for this run")
     with _local(fleet, shape, logs_folder):
-        _check_loopback(say)
         yield Cluster(is_local=True, timeout_s=fleet.cluster_timeout_s, say=say)
 
 
@@ -231,14 +230,6 @@ def _imports() -> JobConfig:
     from ray.job_config import JobConfig
 
     return JobConfig(_client_job=True, _py_driver_sys_path=[str(Path(__file__).resolve().parents[2])])
-
-
-def _check_loopback(say: Say) -> None:
-    import ray
-
-    addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
-    if addresses != {LOOPBACK}:
-        say(f"warning: Ray had been imported before it was told to stay on {LOOPBACK}; it listens on all interfaces")
 
 
 def _disconnect() -> None:

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 from olmo_core.nn.attention import Attention
-from olmo_core.nn.transformer import Transformer
+from olmo_core.nn.transformer import Transformer, TransformerConfig
 from olmo_core.utils import get_default_device
 from torch.distributed import DeviceMesh
 from transformers import PretrainedConfig
@@ -17,8 +17,8 @@ from open_instruct.models.attention.context_parallel import apply_context_parall
 from open_instruct.models.attention.segments import install_segments
 from open_instruct.models.compiled import apply_compile
 from open_instruct.models.family import transformer_config
-from open_instruct.models.heads.logprob_head import install_logprob_head
-from open_instruct.models.heads.value_head import install_value_head
+from open_instruct.models.heads.logprob_head import LogprobHead
+from open_instruct.models.heads.value_head import ValueHead, apply_fsdp
 from open_instruct.models.hf.names import Head
 from open_instruct.models.on_cpu.products import install_products
 from open_instruct.models.shards import held_of, local_part
@@ -47,14 +47,30 @@ def build_model(hf_config: PretrainedConfig, *, init_device: str = "meta", head:
         cast(Attention, block.attention).w_out.register_parameter("bias", None)
     install_segment_attention(model)
     install_segments(model)
-    install_head = install_value_head if head == "score" else install_logprob_head
-    install_head(model, config, init_device=init_device)
+    install_head(model, config, head, init_device=init_device)
     install_products(model)
     # OLMo-core calls the model's own init_weights once it is sharded: this is where we step in.
     model.init_weights = types.MethodType(materialize, model)  # type: ignore[method-assign]
     model.apply_compile = types.MethodType(apply_compile, model)  # type: ignore[method-assign]
     model.apply_cp = types.MethodType(apply_context_parallel, model)  # type: ignore[method-assign]
     return model
+
+
+def install_head(model: Transformer, config: TransformerConfig, head: Head, *, init_device: str) -> None:
+    """Give `model`, before it is sharded, a head of ours in place of the one it was built with."""
+    head_class, num_outputs = (ValueHead, 1) if head == "score" else (LogprobHead, config.vocab_size)
+    model.lm_head = head_class(
+        d_model=config.d_model,
+        vocab_size=num_outputs,
+        layer_norm=config.lm_head.layer_norm,
+        dtype=torch.float32,
+        bias=False,
+        init_device=init_device,
+    )
+    if head == "score":
+        model.apply_fsdp = types.MethodType(apply_fsdp, model)  # type: ignore[method-assign]
+    if model.tie_word_embeddings:
+        model._tie_weights()
 
 
 @torch.no_grad()

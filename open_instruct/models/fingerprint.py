@@ -13,7 +13,6 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 64 * 2**20
-READ_BYTES = 2**20
 # What config.json says of the file's history, not of the forward pass.
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
@@ -45,9 +44,6 @@ def _chunks(files: CheckpointFiles) -> list[tuple[Path, int]]:
 
 
 def _digest(path: Path, offset: int) -> bytes:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         file.seek(offset)
-        for _ in range(0, CHUNK_BYTES, READ_BYTES):
-            digest.update(file.read(READ_BYTES))
-    return digest.digest()
+        return xxhash.xxh3_128_digest(file.read(CHUNK_BYTES))

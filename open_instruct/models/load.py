@@ -61,44 +61,43 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
     """
     unmapped = sorted(set(expected_shapes) ^ set(names.olmo_core_names))
     assert not unmapped, f"the map of names does not fit the model: {unmapped[:MAX_NAMED]}"
-    wanted = {hf_name for _, hf_name in names} | ({HF_LM_HEAD} if names.tied else set())
+    wanted = {hf_name: expected_shapes[name] for name, hf_name in names}
+    if names.tied and HF_LM_HEAD in files:
+        wanted[HF_LM_HEAD] = expected_shapes[EMBEDDINGS]
+    if problem := cover_problem(files, wanted):
+        raise InputError(f"{files.folder} {problem}. Is config.json of the same model?")
+
+
+def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """What is wrong with `files` that are to hold tensors of these names and shapes; "" if nothing is."""
     shapes, dtypes = files.shapes, files.dtypes
+    found = [name for name in wanted if name in files]
 
-    def where(hf_name: str) -> str:
-        return f"(in {files.file_of(hf_name).name})"
+    def where(name: str) -> str:
+        return f"(in {files.file_of(name).name})"
 
-    missing, of_other_shapes, of_other_dtypes = [], [], []
-    for name, hf_name in names:
-        expected = tuple(expected_shapes[name])
-        if hf_name not in files:
-            missing.append(hf_name)
-            continue
-        if shapes[hf_name] != expected:
-            of_other_shapes.append(f"{hf_name} is {shapes[hf_name]}, expected {expected} {where(hf_name)}")
-        if dtypes[hf_name] not in LOADABLE_DTYPES:
-            of_other_dtypes.append(f"{hf_name} is {dtypes[hf_name]} {where(hf_name)}")
-    extra = [f"{name} {where(name)}" for name in files if name not in wanted and not is_harmless_extra(name)]
-    problems = [
-        _listed("has no tensor", missing),
-        _listed("holds a tensor that the model of config.json does not have:", extra),
-        _listed("holds a tensor of another shape than config.json asks for:", of_other_shapes),
-        _listed(
-            "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? use the original):",
-            of_other_dtypes,
-        ),
-    ]
-    if names.tied and HF_LM_HEAD in files and shapes[HF_LM_HEAD] != tuple(expected_shapes[EMBEDDINGS]):
-        problems.append(f"holds {HF_LM_HEAD} of shape {shapes[HF_LM_HEAD]}, which cannot be tied to the embeddings")
-    found = [problem for problem in problems if problem]
-    if found:
-        raise InputError(f"{files.folder} " + "; and it ".join(found) + ". Is config.json of the same model?")
+    listed = {
+        "has no tensor": [name for name in wanted if name not in files],
+        "holds a tensor that the model does not have:": [
+            f"{name} {where(name)}" for name in files if name not in wanted and not is_harmless_extra(name)
+        ],
+        "holds a tensor of another shape than the model's:": [
+            f"{name} is {shapes[name]}, expected {tuple(wanted[name])} {where(name)}"
+            for name in found
+            if shapes[name] != tuple(wanted[name])
+        ],
+        "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? use the original):": [
+            f"{name} is {dtypes[name]} {where(name)}" for name in found if dtypes[name] not in LOADABLE_DTYPES
+        ],
+    }
+    problems = [f"{problem} {listing(names)}" for problem, names in listed.items() if names]
+    return "; and it ".join(problems)
 
 
-def _listed(problem: str, items: list[str]) -> str:
-    if not items:
-        return ""
+def listing(items: list[str]) -> str:
+    """The first of them, and how many there are beside."""
     more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
-    return f"{problem} {', '.join(items[:MAX_NAMED])}{more}"
+    return f"{', '.join(items[:MAX_NAMED])}{more}"
 
 
 @torch.no_grad()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from open_instruct.weights.manifest import Bucket, WeightManifest
+from open_instruct.weights.manifest import Bucket
 from open_instruct.weights.progress import SyncProgress
 from open_instruct.weights.wire import NUM_SLOTS, broadcast, slot_of, wait_for_device
 
@@ -36,74 +37,68 @@ class Outgoing:
         """Let go of memory and connections, whoever still knows this object."""
 
 
+@dataclass(kw_only=True)
 class SharedMemoryWriter(Outgoing):
     """Writes its parts to their places in a slot that the receivers see."""
 
-    def __init__(self, slots_SN: torch.Tensor, progress: SyncProgress, *, dtype: torch.dtype, rank: int) -> None:
-        self._slots_SN = slots_SN
-        self._progress = progress
-        self._dtype = dtype
-        self._rank = rank
+    slots_SN: torch.Tensor
+    progress: SyncProgress
+    dtype: torch.dtype
+    rank: int
 
     def put(self, position: int, bucket: Bucket, local_of: LocalOf) -> None:
-        flat = slot_of(self._slots_SN, position, bucket)
-        bucket.pack(flat, local_of, rank=self._rank, dtype=self._dtype)
+        flat = slot_of(self.slots_SN, position, bucket)
+        bucket.pack(flat, local_of, rank=self.rank, dtype=self.dtype)
         wait_for_device(flat.device)
-        self._progress.report(f"filled/{position}")
+        self.progress.report(f"filled/{position}")
 
     def close(self) -> None:
-        del self._slots_SN
+        del self.slots_SN
 
 
+@dataclass(kw_only=True)
 class PartBroadcaster(Outgoing):
-    """Broadcasts its parts of a bucket to the receivers in one message, and packs the next while that is on its way."""
+    """Broadcasts its parts of a bucket to the receivers in one message, and packs the next while that is on its way.
 
-    def __init__(
-        self,
-        group: Any,
-        progress: SyncProgress,
-        receivers: Sequence[str],
-        *,
-        manifest: WeightManifest,
-        device: torch.device,
-        rank: int,
-    ) -> None:
-        self._group = group
-        self._progress = progress
-        self._receivers = receivers
-        self._dtype = manifest.dtype
-        self._rank = rank
-        self._slots_SN = torch.empty(NUM_SLOTS, manifest.most_bytes_of(rank), dtype=torch.uint8, device=device)
-        self._under_way: dict[int, dist.Work] = {}
+    `own_SN` are two slots, each with room for the most that the rank brings of a bucket.
+    """
+
+    own_SN: torch.Tensor
+    group: Any
+    progress: SyncProgress
+    receivers: Sequence[str]
+    dtype: torch.dtype
+    rank: int
+    under_way: dict[int, dist.Work] = field(default_factory=dict)
 
     def put(self, position: int, bucket: Bucket, local_of: LocalOf) -> None:
         self._finish(position - NUM_SLOTS)
-        start, stop = bucket.span(self._rank)
+        start, stop = bucket.span(self.rank)
         if start < stop:
-            own = self._slots_SN[position % NUM_SLOTS, : stop - start]
-            bucket.pack(own, local_of, rank=self._rank, dtype=self._dtype, first_byte=start)
-            self._under_way[position] = broadcast(self._group, own)
+            own = self.own_SN[position % NUM_SLOTS, : stop - start]
+            bucket.pack(own, local_of, rank=self.rank, dtype=self.dtype, first_byte=start)
+            self.under_way[position] = broadcast(self.group, own)
 
     def check(self) -> None:
-        for position in list(self._under_way):
-            if self._under_way[position].is_completed():
+        for position in list(self.under_way):
+            if self.under_way[position].is_completed():
                 self._finish(position)
 
     def close(self) -> None:
         # A receiver waits for what it asked for until the group, and everything that was begun in it, is gone.
-        self._group.abort()
-        self._under_way.clear()
-        del self._group, self._slots_SN
+        self.group.abort()
+        self.under_way.clear()
+        del self.group, self.own_SN
 
     def _finish(self, position: int) -> None:
-        if position not in self._under_way:
+        if position not in self.under_way:
             return
         try:
-            self._under_way[position].wait()
+            self.under_way[position].wait()
         except RuntimeError as error:
             time.sleep(SECONDS_TO_ANSWER)
-            missing = self._progress.missing(f"done/{position}", self._receivers)
-            raise self._progress.fail(
+            missing = self.progress.missing(f"done/{position}", self.receivers)
+            raise self.progress.fail(
                 f"the broadcast broke before {' and '.join(missing) or 'all receivers'} had the whole bucket: {error}"
             ) from error
-        del self._under_way[position]
+        del self.under_way[position]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from open_instruct.cluster.addresses import outward_address
-from open_instruct.errors import InputError, RunError
+from open_instruct.errors import RunError
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
@@ -90,9 +90,6 @@ class WeightSender:
             timeout_s: how long a receiver may take to join, and to take one bucket.
             adapter_alone: send its matrices, by the names of its file, the second of each layer scaled; else the model,
                 with any adapter added.
-
-        Raises:
-            InputError: the backend needs CUDA, and the model is not on a CUDA device.
         """
         reshard(model)
         self._model = model
@@ -105,8 +102,6 @@ class WeightSender:
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
         self._device = next(model.parameters()).device if backend in ON_DEVICE else CPU
-        if backend in ON_DEVICE and self._device.type != "cuda":
-            raise InputError(f"--weight_sync_backend {backend}: there is no CUDA device; use auto, shm or gloo")
         held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
         self.manifest = WeightManifest(
             {name: each.shape for name, each in held.items()},
@@ -232,13 +227,14 @@ class WeightSender:
     def _make_outgoing(self, progress: SyncProgress) -> Outgoing:
         if self._rank not in self.manifest.ranks:
             return Outgoing()
+        own: dict[str, Any] = {"progress": progress, "dtype": self.manifest.dtype, "rank": self._rank}
         if self._backend in SHARED:
             assert self._slots_SN is not None
-            return SharedMemoryWriter(self._slots_SN, progress, dtype=self.manifest.dtype, rank=self._rank)
+            return SharedMemoryWriter(slots_SN=self._slots_SN, **own)
         group = broadcast_group(self._info, progress, sender=learner_name(self._rank), rank=0, device=self._device)
-        return PartBroadcaster(
-            group, progress, self._receivers, manifest=self.manifest, device=self._device, rank=self._rank
-        )
+        own_bytes = self.manifest.most_bytes_of(self._rank)
+        own_SN = torch.empty(NUM_SLOTS, own_bytes, dtype=torch.uint8, device=self._device)
+        return PartBroadcaster(own_SN=own_SN, group=group, receivers=self._receivers, **own)
 
     def _close_outgoing(self) -> None:
         if self._outgoing is not None:

@@ -27,20 +27,17 @@ def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: 
         return "ipc" if single_device else "nccl"
     if flag == "auto":
         return "shm" if same_host and SHARED_MEMORY.is_dir() else "gloo"
-    given = f"--weight_sync_backend {flag}:"
+    problem = ""
     if flag in ON_DEVICE and not on_cuda:
-        raise InputError(f"{given} there is no CUDA device; use auto, shm or gloo")
-    if flag == "ipc" and not single_device:
-        raise InputError(
-            f"{given} hands over memory of one device, which learner and engine share only with --single_gpu_mode; "
-            "use auto or nccl"
-        )
-    if flag == "nccl" and single_device:
-        raise InputError(
-            f"{given} needs a GPU for each process, and --single_gpu_mode has one for both; use auto or ipc"
-        )
-    if flag == "shm" and not same_host:
-        raise InputError(f"{given} learners and engines are on several hosts, which share no memory; use auto or gloo")
-    if flag == "shm" and not SHARED_MEMORY.is_dir():
-        raise InputError(f"{given} this system has no {SHARED_MEMORY}; use auto or gloo")
+        problem = "there is no CUDA device; use auto, shm or gloo"
+    elif flag == "ipc" and not single_device:
+        problem = "learner and engine share a device only with --single_gpu_mode; use auto or nccl"
+    elif flag == "nccl" and single_device:
+        problem = "needs a GPU for each process, and --single_gpu_mode has one for both; use auto or ipc"
+    elif flag == "shm" and not same_host:
+        problem = "learners and engines are on several hosts, which share no memory; use auto or gloo"
+    elif flag == "shm" and not SHARED_MEMORY.is_dir():
+        problem = f"this system has no {SHARED_MEMORY}; use auto or gloo"
+    if problem:
+        raise InputError(f"--weight_sync_backend {flag}: {problem}")
     return flag

@@ -191,14 +191,14 @@ def test_truncated_file(tmp_path, num_kept):
     write_single(tmp_path, llama_tensors())
     data = (tmp_path / SINGLE_NAME).read_bytes()
     (tmp_path / SINGLE_NAME).write_bytes(data[:num_kept])
-    refused(tmp_path, SINGLE_NAME, "truncated" if num_kept in (9, 200, -1) else "not a safetensors file")
+    refused(tmp_path, SINGLE_NAME, "truncated")
 
 
 def test_file_with_something_behind_it(tmp_path):
     write_single(tmp_path, llama_tensors())
     with (tmp_path / SINGLE_NAME).open("ab") as file:
         file.write(b"more")
-    refused(tmp_path, SINGLE_NAME, "4 bytes longer")
+    refused(tmp_path, SINGLE_NAME, "not fully covered", "damaged")
 
 
 @pytest.mark.parametrize("garbage", [b"x" * 4096, b"\x10" + b"\0" * 7 + b"{not json at all}", b"PK\3\4" * 9])
@@ -277,7 +277,7 @@ def test_complete_checkpoints_pass(tmp_path):
 def test_tied_head_of_another_shape(tmp_path):
     tied = SimpleNamespace(**{**vars(LLAMA), "tie_word_embeddings": True})
     tensors = {**llama_tensors(), HEAD: torch.zeros(VOCAB + 1, HIDDEN)}
-    not_covered(write_single(tmp_path, tensors), HEAD, "tied", config=tied)
+    not_covered(write_single(tmp_path, tensors), HEAD, f"expected ({VOCAB}, {HIDDEN})", config=tied)
 
 
 def test_fingerprint_follows_the_bytes_alone(tmp_path):

@@ -180,14 +180,14 @@ def header_file(folder: Path, header: bytes, data: bytes = b"\0" * 8) -> None:
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}}', "data_offsets"),
-        (b'{"w": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}', "shape"),
-        (b'{"w": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]}}', "shape"),
-        (b'{"w": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}', "shape"),
-        (b'{"w": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}', "dtype"),
-        (b'{"w": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 8]}}' % (b"9" * 5000), "not JSON that can be"),
-        (b'{"w": ' + b"[" * 100_000, "not JSON that can be read"),
-        (b'{"w": {"dtype": "F32", "shape": [2], "shape": [1, 2], "data_offsets": [0, 8]}}', "'shape' is there twice"),
+        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}}', "damaged .*floating point"),
+        (b'{"w": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}', "damaged .* integer `-1`"),
+        (b'{"w": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]}}', "out of range"),
+        (b'{"w": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}', "damaged .* boolean `true`"),
+        (b'{"w": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}', "damaged"),
+        (b'{"w": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 8]}}' % (b"9" * 5000), "out of range"),
+        (b'{"w": ' + b"[" * 100_000, "damaged"),
+        (b'{"w": {"dtype": "F32", "shape": [2], "shape": [1, 2], "data_offsets": [0, 8]}}', "duplicate field `shape`"),
         (b'{"\\u001b[31m": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "cannot be printed"),
     ],
 )

@@ -74,9 +74,6 @@ class SegmentAttention(AttentionBackend):
     def assert_supports_kv_cache(cls) -> None:
         raise RuntimeError("SegmentAttention is for training and has no key-value cache")
 
-    def warmup_cache(self, max_seq_len: int, device: torch.device) -> None:
-        """Nothing to build ahead: masks are made when a document first outgrows the window."""
-
     def forward(
         self,
         qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.lm_head import LMHead
-from olmo_core.nn.transformer import Transformer, TransformerConfig
+from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -205,18 +205,3 @@ def head_of(model: Transformer) -> LogprobHead:
     head = model.lm_head
     assert isinstance(head, LogprobHead), type(head)
     return head
-
-
-def install_logprob_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:
-    """Give `model`, before it is sharded, a `LogprobHead` in place of the head it was built with."""
-    head = config.lm_head
-    model.lm_head = LogprobHead(
-        d_model=config.d_model,
-        vocab_size=config.vocab_size,
-        layer_norm=head.layer_norm,
-        dtype=head.dtype.as_pt(),
-        bias=bool(head.bias),
-        init_device=init_device,
-    )
-    if model.tie_word_embeddings:
-        model._tie_weights()

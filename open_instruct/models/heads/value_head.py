@@ -9,7 +9,6 @@ B rows, T tokens of a row, K positions kept of a row, D width of the model.
 from __future__ import annotations
 
 import hashlib
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from olmo_core.nn.lm_head import LMHead
-from olmo_core.nn.transformer import Transformer, TransformerConfig
+from olmo_core.nn.transformer import Transformer
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig
@@ -52,20 +51,7 @@ class ValueHead(LMHead):
         raise AssertionError("a matrix of one row is not split: flags that ask for it are refused before")
 
 
-def install_value_head(model: Transformer, config: TransformerConfig, *, init_device: str) -> None:
-    """Give `model`, before it is sharded, a `ValueHead` in place of the head it was built with."""
-    model.lm_head = ValueHead(
-        d_model=config.d_model,
-        vocab_size=1,
-        layer_norm=config.lm_head.layer_norm,
-        dtype=torch.float32,
-        bias=False,
-        init_device=init_device,
-    )
-    model.apply_fsdp = types.MethodType(_apply_fsdp, model)  # type: ignore[method-assign]
-
-
-def _apply_fsdp(model: Transformer, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:
+def apply_fsdp(model: Transformer, dp_mesh: DeviceMesh | None = None, **style: Any) -> None:
     """Stands in for `Transformer.apply_fsdp`: the matrix is gathered in float32, as a unit of its own."""
     in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(model.lm_head.w_out, mesh=dp_mesh, mp_policy=in_float32)

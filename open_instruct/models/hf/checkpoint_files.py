@@ -1,32 +1,31 @@
 """The safetensors files of a Hugging Face checkpoint: names, shapes and byte ranges first, numbers only when asked.
 
-Opening a checkpoint reads the JSON header of each file and nothing else, and holds the headers against
-the index and the file sizes, so that a damaged checkpoint is told apart before anything is allocated.
+Opening a checkpoint reads the JSON header of each file and nothing else, which the library holds against the
+file's size, and we against the index, so that a damaged checkpoint is told apart before anything is allocated.
 Tensors are views of the mapped file: the operating system reads the pages that a copy touches, and they
 are not the process's own memory.
 
-The format: 8 bytes (little-endian length of the header), the header (JSON: name -> dtype, shape and
-`[begin, end)` in the data that follows), the data. See https://huggingface.co/docs/safetensors.
+The format, which the library writes only of tensors that are there: 8 bytes (little-endian length of the header), the
+header (JSON: name -> dtype, shape and `[begin, end)` in the data that follows), the data. See
+https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from open_instruct.data.files.foreign_json import parse_object, read_object
+from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
-
-MAX_HEADER_BYTES = 100_000_000
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -47,13 +46,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where one tensor lies: `num_bytes` bytes from `offset` (counted from the start of the file) of `path`."""
+    """What the header of the file at `path` says of a tensor."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
 
 
 class CheckpointFiles:
@@ -70,7 +67,7 @@ class CheckpointFiles:
         self.folder = folder
         self._tensors = tensors
         self._put_beside: dict[str, torch.Tensor] = {}
-        self._mapped: dict[Path, mmap.mmap] = {}
+        self._mapped: dict[Path, Any] = {}
 
     @classmethod
     def open(cls, folder: str | Path) -> CheckpointFiles:
@@ -117,28 +114,16 @@ class CheckpointFiles:
         """
         if name in self._put_beside:
             return self._put_beside[name][slices]
-        tensor = self._tensors[name]
-        if math.prod(tensor.shape) == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)[slices]
-        flat = torch.frombuffer(
-            self._map(tensor.path), dtype=tensor.dtype, count=math.prod(tensor.shape), offset=tensor.offset
-        )
-        return flat.view(tensor.shape)[slices]
-
-    def _map(self, path: Path) -> mmap.mmap:
+        path = self._tensors[name].path
         if path not in self._mapped:
-            with path.open("rb") as file:
-                # A private copy-on-write mapping: torch warns about buffers it could not write to.
-                self._mapped[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._mapped[path]
+            self._mapped[path] = safe_open(path, framework="pt")
+        view: torch.Tensor = self._mapped[path].get_tensor(name)[slices]
+        return view
 
     def forget(self, name: str) -> None:
-        """Let go of the mapped pages of one tensor; they are mapped again if it is read again."""
-        tensor = self._tensors.get(name)
-        if tensor and tensor.path in self._mapped and tensor.num_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            page_start = tensor.offset - tensor.offset % mmap.PAGESIZE
-            length = tensor.offset + tensor.num_bytes - page_start
-            self._mapped[tensor.path].madvise(mmap.MADV_DONTNEED, page_start, length)
+        """Let go of the mapped pages of a tensor with its last view; its file is mapped again if it is read again."""
+        if name in self._tensors:
+            self._mapped.pop(self.file_of(name), None)
 
     def close(self) -> None:
         """Let go of the mapped files (each is unmapped when the last view of it is gone)."""
@@ -163,33 +148,25 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         InputError: the file is not safetensors, or is shorter or longer than its header says.
     """
+    tensors: dict[str, StoredTensor] = {}
     try:
-        file_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= header_bytes <= MAX_HEADER_BYTES or file.read(1) != b"{":
-                raise InputError(_not_safetensors(path, file_bytes))
-            header_text = b"{" + file.read(header_bytes - 1)
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                if not name.isprintable():
+                    raise InputError(f"{path}: the tensor name {name!r} cannot be printed; fetch the file again")
+                tensor = file.get_slice(name)
+                if (dtype := tensor.get_dtype()) not in DTYPES:
+                    raise InputError(f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
+                tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=tuple(tensor.get_shape()))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    data_start = 8 + header_bytes
-    if len(header_text) < header_bytes:
-        raise InputError(_truncated(path, file_bytes, data_start))
-    header = parse_object(header_text, f"{path} is not a safetensors file: its header")
-    header.pop("__metadata__", None)
-    tensors = {name: _stored(path, data_start, name, entry) for name, entry in header.items()}
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)))
-    end = data_start
-    for name, tensor in ordered.items():
-        if tensor.offset != end:
-            raise InputError(f"{path}: damaged header: the data of {name!r} overlaps or leaves a hole; fetch it again")
-        end += tensor.num_bytes
-    if file_bytes < end:
-        raise InputError(_truncated(path, file_bytes, end))
-    if file_bytes > end:
-        raise InputError(f"{path} is {file_bytes - end} bytes longer than its header says: fetch it again")
-    return ordered
+    except SafetensorError as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(24).startswith(b"version https://git-lfs")
+        remedy = "it is a Git LFS pointer: run `git lfs pull`" if is_pointer else "fetch it again"
+        what = f"not a safetensors file, or a truncated or damaged one ({one_line(error)})"
+        raise InputError(f"{path} is {what}: {remedy}") from None
+    return tensors
 
 
 def header_of(
@@ -204,31 +181,6 @@ def header_of(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
     return struct.pack("<Q", len(text)) + text
-
-
-def _stored(path: Path, data_start: int, name: str, entry: Any) -> StoredTensor:
-    if not name.isprintable():
-        raise InputError(f"{path}: damaged header: the tensor name {name!r} cannot be printed; fetch the file again")
-    fields = entry if isinstance(entry, dict) else {}
-    dtype_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype_name, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise InputError(
-            f"{path}: damaged header: tensor {name!r} has no dtype, shape and two data_offsets; fetch the file again"
-        )
-    if dtype_name not in DTYPES:
-        raise InputError(f"{path}: tensor {name!r} has dtype {dtype_name!r}; known: {', '.join(DTYPES)}")
-    dtype, (begin, end) = DTYPES[dtype_name], offsets
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise InputError(
-            f"{path}: damaged header: tensor {name!r} of shape {tuple(shape)} and dtype {dtype_name} "
-            f"cannot take {end - begin} bytes; fetch the file again"
-        )
-    return StoredTensor(path=path, dtype=dtype, shape=tuple(shape), offset=data_start + begin, num_bytes=end - begin)
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether JSON says whole numbers that a file can have room for."""
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**62 for size in value)
 
 
 def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
@@ -256,14 +208,3 @@ def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
         if name not in tensors or tensors[name].path != path:
             raise InputError(f"{index_path} says that tensor {name!r} is in {path.name}, but that file lacks it")
     return tensors
-
-
-def _not_safetensors(path: Path, file_bytes: int) -> str:
-    with path.open("rb") as file:
-        starts_as_pointer = file.read(24).startswith(b"version https://git-lfs")
-    hint = "it is a Git LFS pointer: run `git lfs pull`" if starts_as_pointer else "fetch it again"
-    return f"{path} ({file_bytes} bytes) is not a safetensors file: {hint}"
-
-
-def _truncated(path: Path, file_bytes: int, needed_bytes: int) -> str:
-    return f"{path} is truncated: it has {file_bytes} bytes and its header needs {needed_bytes}; fetch it again"

@@ -32,7 +32,7 @@ from open_instruct.models.export_files import (
 from open_instruct.models.fingerprint import weights_fingerprint
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
 from open_instruct.models.hf.names import HF_SCORE, LM_HEAD, Head, TensorNames, clean_name
-from open_instruct.models.load import MAX_NAMED
+from open_instruct.models.load import cover_problem
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.process import on_main_process
 
@@ -106,15 +106,8 @@ def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoR
     path = folder / WEIGHTS_NAME
     files = CheckpointFiles(folder, read_header(path))
     wanted = {file_name_of(name, names): name for name in shapes}
-    for problem, found in (("has no tensor", wanted.keys() - set(files)), ("holds", set(files) - wanted.keys())):
-        if found:
-            raise InputError(
-                f"{path} {problem} {', '.join(sorted(found)[:MAX_NAMED])}: it is of other --lora_target_modules, or of "
-                "another model"
-            )
-    for file_name, name in wanted.items():
-        if files.shapes[file_name] != shapes[name]:
-            raise InputError(f"{path}: {file_name} is {files.shapes[file_name]}, expected {shapes[name]}")
+    if problem := cover_problem(files, {file_name: shapes[name] for file_name, name in wanted.items()}):
+        raise InputError(f"{path} {problem}. It is of other --lora_target_modules, or of another model")
     return {name: files.read(file_name) for file_name, name in wanted.items()}
 
 
