@@ -14,6 +14,7 @@ from open_instruct.config.parser import parse
 from open_instruct.learner.deepspeed import planned_zero
 from open_instruct.learner.deepspeed.planned import DeepSpeed
 from open_instruct.learner.deepspeed.planned_zero import ZeroMoments, exchanges_of
+from open_instruct.learner.deepspeed.settings import zpg_of
 from open_instruct.parallel.layout import layout_of
 from open_instruct.planning.memory.phases import BUFFERS
 from open_instruct.planning.memory.sync_buckets import sync_buckets
@@ -159,8 +160,8 @@ def test_what_is_there_before_the_step(measured: Measured, name: str) -> None:
     planned = measured.planned(name)
     expected = sum(planned.state_bytes()) + planned.held(0)[BUFFERS]
     expected += planned.most_reduced if planned.stage == 1 else 0
-    if planned.flags.zpg > 1:
-        expected += planned.c * sum(planned.sizes.values()) // planned.flags.zpg
+    if zpg_of(planned.flags) > 1:
+        expected += planned.c * sum(planned.sizes.values()) // zpg_of(planned.flags)
     least = 1 - (TOUCHED if planned.stage == 2 and planned.c == 4 else FILLED_UP)
     for rank, found in enumerate(measured.by_case[name]):
         assert found["between"] <= found["with_gradients"]
