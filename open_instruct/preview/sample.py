@@ -14,8 +14,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.renamed import Renamed
+from open_instruct.data.files.opening import Renamed, open_rows
 from open_instruct.data.mixer import MixerEntry, parse_mixer_list
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.data.report import DataReport
