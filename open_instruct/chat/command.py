@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from open_instruct.chat.folder import TalkingFolder, talking_folder
+from open_instruct.chat.folder import talking_folder
 from open_instruct.chat.talk import answer_one, converse
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.parser import parse
@@ -70,7 +70,9 @@ def main(words: Sequence[str]) -> int:
 
     from open_instruct.chat.on_transformers import TransformersSpeaker
 
-    chat = _format_of(folder, flags.chat_template_name)
+    tokenizer = load_tokenizer(str(folder.model), flag="DIR")
+    template = flags.chat_template_name or (str(folder.template) if folder.template else None)
+    chat = ChatFormat(tokenizer, choose_chat_template(tokenizer, template))
     sampling = SamplingSettings(temperature=flags.temperature, top_p=flags.top_p, max_tokens=flags.max_tokens)
     speaker = TransformersSpeaker(folder, chat, sampling=sampling, dtype=flags.param_dtype)
     if is_asked:
@@ -78,10 +80,3 @@ def main(words: Sequence[str]) -> int:
     else:
         answer_one(question, speaker, chat, system_prompt=flags.system_prompt)
     return 0
-
-
-def _format_of(folder: TalkingFolder, template_name: str | None) -> ChatFormat:
-    tokenizer = load_tokenizer(str(folder.model), flag="DIR")
-    if template_name is None and folder.template is not None:
-        template_name = str(folder.template)
-    return ChatFormat(tokenizer, choose_chat_template(tokenizer, template_name))

@@ -6,7 +6,7 @@ The name of an entry point is the flag's value, and its object a `BackendRecord`
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 from open_instruct.config.parser import nearest
@@ -16,14 +16,10 @@ GROUP = "open_instruct.backends"
 
 
 @cache
-def _entry_points() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=GROUP)}
-
-
-@cache
 def installed_backend(name: str) -> Any:
     """:raises InputError: none that is installed has this name."""
-    if not (known := _entry_points()):
+    known = {each.name: each for each in entry_points(group=GROUP)}
+    if not known:
         raise InputError("no backend is installed: run `make install`, or `pip install .`, once more")
     if name not in known:
         raise InputError(f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}")

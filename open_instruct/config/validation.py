@@ -46,9 +46,9 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: object, *names: str) -> list[str]:
-    """Those of the flags `names` of `config` that are not at their default, spelled `--name value`."""
+    """Of the flags `names`, those that `config` has and that are not at their default, spelled `--name value`."""
     flags = flags_of(type(config))
-    values = {name: getattr(getattr(config, flags[name].section), name) for name in names}
+    values = {name: getattr(getattr(config, flags[name].section), name) for name in names if name in flags}
     return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
 
 
@@ -60,7 +60,7 @@ def idle_problems(config: LearnerConfig) -> Iterator[str]:
         if other in flags:
             value = getattr(getattr(config, flags[other].section), other)
             is_met = value in values if values else bool(value)
-            for given in () if is_met else changed(config, *(name for name in names if name in flags)):
+            for given in () if is_met else changed(config, *names):
                 yield f"{given} is read only with --{condition}; add that, or leave this out"
 
 
@@ -139,8 +139,7 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
             f"--lora_dropout {config.adapters.lora_dropout} cannot go with --use_lora: ranks that split a matrix would "
             "each leave out others; use 0, or --tensor_parallel_degree 1"
         )
-    moves = changed(config, "ref_policy_update_freq") if "ref_policy_update_freq" in flags_of(type(config)) else []
-    for given in moves:
+    for given in changed(config, "ref_policy_update_freq"):
         yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
 
 
@@ -189,7 +188,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
         if not config.optim.weight_decay or config.optim.optimizer == "muon":
             yield f"{given} is read only with a --weight_decay above 0, and by AdamW; leave it out"
     if config.run.push_to_hub:
-        for given in changed(config, *flags_of(type(config)).keys() & {"cache_dataset_only", "cache_logprobs_only"}):
+        for given in changed(config, "cache_dataset_only", "cache_logprobs_only"):
             yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
         yield "--output_dir is empty: name a folder"

@@ -18,8 +18,7 @@ import numpy as np
 
 from open_instruct.data.cache import DamagedFile, cache_root, read_arrays, write_arrays
 from open_instruct.data.chat import ChatFormat, choose_chat_template
-from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.renamed import Renamed
+from open_instruct.data.files.opening import Renamed, open_rows
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder

@@ -14,8 +14,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import ChatFormat, choose_chat_template, load_tokenizer
 from open_instruct.data.files.foreign_json import shortened
-from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.renamed import Renamed
+from open_instruct.data.files.opening import Renamed, open_rows
 from open_instruct.data.mixer import MixerEntry, parse_mixer_list
 from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.data.report import DataReport
@@ -62,16 +61,14 @@ class ShownRow:
 class Sample:
     """What a preview shows.
 
-    `lengths` are the tokens of every document that was read, `learned` those of them that are learned, and `limit` the
-    longest that a document may be, as `limit_flag` says. `refusal` is what the run would say of these rows instead of
-    starting.
+    `lengths` are the tokens of every document that was read, `learned` those of them that are learned, and
+    `limit_flag` says how long a document may be. `refusal` is what the run would say of these rows instead of starting.
     """
 
     template: str
     rows: tuple[ShownRow, ...]
     lengths: tuple[int, ...]
     learned: tuple[int, ...]
-    limit: int
     limit_flag: str
     report: DataReport
     refusal: InputError | None
@@ -103,7 +100,6 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
         rows=tuple(_shown(dataset, int(row), builder.titles, tokenizer) for row in chosen),
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
-        limit=builder.max_seq_length - (objective is None),
         limit_flag=builder.limit(),
         report=replace(report, warnings=(*report.warnings, *told)),
         refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,

@@ -18,8 +18,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.chat import check_tokenizer_folder
 from open_instruct.data.chat_templates import template_text
 from open_instruct.data.files.names import refuse_missing_file
-from open_instruct.data.files.opening import open_rows
-from open_instruct.data.files.renamed import Renamed
+from open_instruct.data.files.opening import Renamed, open_rows
 from open_instruct.data.files.rows import BadRow, MalformedRow
 from open_instruct.data.mixer import parse_mixer_list, select_rows
 from open_instruct.data.report import BadRowLog

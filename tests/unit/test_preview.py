@@ -99,7 +99,7 @@ def test_it_is_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path
 
 def test_a_part_of_many_rows_and_what_is_cut(model: Path, pairs: Path) -> None:
     shown = sample("reward_model", model, pairs, "--max_seq_length", "100", num_read=5)
-    assert len(shown.lengths) == 10 and max(shown.lengths) == shown.limit == 100
+    assert len(shown.lengths) == 10 and max(shown.lengths) == 100
     assert shown.limit_flag == "--max_seq_length 100"
     assert any("cut to --max_seq_length" in line for line in shown.report.lines())
     assert {document.num_learned for row in shown.rows for document in row.documents} == {1}, "a reward is read once"

@@ -7,15 +7,17 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from open_instruct.data.files.columnar import ColumnFile
 from open_instruct.data.files.json_rows import json_lines
 from open_instruct.data.files.lists import is_json_lines, json_list
 from open_instruct.data.files.named import NamedRows
 from open_instruct.data.files.names import SUFFIXES, refuse_missing_file, suffix_of
-from open_instruct.data.files.rows import BadRow, RawRow, RowSource
+from open_instruct.data.files.rows import BadRow, RawRow, RowSource, reach
 from open_instruct.data.files.tables import TextTable
 from open_instruct.errors import InputError
 
@@ -100,3 +102,34 @@ class _Folder:
 def _split_of(file: Path) -> str:
     words = set(re.split(r"[^a-z]+", str(file).lower()))
     return next((split for split, names in _SPLITS.items() if words & set(names)), "train")
+
+
+class Renamed:
+    """A source with words of `--columns`, what a row should have and the column it has it in: `messages=dialogue`."""
+
+    def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
+        self.name, self.fingerprint = source.name, source.fingerprint
+        self._source = source
+        self._columns = dict(word.split("=", 1) for word in columns)
+        self._unseen = set(self._columns.values())
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def rows(self, indices: Sequence[int]) -> Iterator[RawRow | BadRow]:
+        for row in self._source.rows(indices):
+            yield replace(row, value=self._renamed(row.value)) if isinstance(row, RawRow) else row
+
+    def warnings(self) -> Iterator[str]:
+        """Of columns that no row so far had."""
+        for ours, theirs in self._columns.items():
+            if theirs in self._unseen:
+                yield f"--columns {ours}={theirs}: no row of {self.name} has a column {theirs!r}"
+
+    def _renamed(self, value: dict[str, Any]) -> dict[str, Any]:
+        if not self._columns:
+            return value
+        found = {ours: item for ours, theirs in self._columns.items() if (item := reach(value, theirs)) is not None}
+        self._unseen -= {self._columns[ours] for ours in found}
+        moved = {theirs if theirs in value else theirs.partition(".")[0] for theirs in self._columns.values()}
+        return {key: item for key, item in value.items() if key not in moved} | found
