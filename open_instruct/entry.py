@@ -40,11 +40,11 @@ from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks, world_of
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import UnequalNodesError, node_sizes_from_environment
-from open_instruct.parallel.wording import escaped
 from open_instruct.report.closing import say_what_happened
 from open_instruct.run import run_lock
 from open_instruct.run.run_directory import exported_by
 from open_instruct.run.signals import set_handler
+from open_instruct.wording import escaped
 
 # Most errors are met by every rank at once, and rank 0 tells of them. torchrun ends all ranks as soon as one
 # has failed, so the others wait for this long, or rank 0 might be ended before it has spoken. A rank that

@@ -32,8 +32,8 @@ from open_instruct.data.row_forms import conversation_of
 from open_instruct.entry import leave, run_to_exit_code
 from open_instruct.errors import InputError
 from open_instruct.objectives.prm import IS_PLACEHOLDER, STEP_END, places, texts_of_steps
-from open_instruct.parallel.wording import counted
 from open_instruct.records import Document, Span
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

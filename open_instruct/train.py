@@ -114,7 +114,6 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.models.lora.adapters import adapters_off
     from open_instruct.packing.balance import best_fit
     from open_instruct.packing.steps import BatchShape
-    from open_instruct.parallel.wording import counted
     from open_instruct.run.datasets import load_datasets
     from open_instruct.run.opened import open_run
     from open_instruct.run.plan_check import planned_run
@@ -122,6 +121,7 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
     from open_instruct.run.signals import stopped_by
     from open_instruct.run.start_model import start_model_of
     from open_instruct.run.trackers import logging_steps
+    from open_instruct.wording import counted
 
     if config.data.eval_mixer_list and objective.evaluate is None:
         raise InputError(f"--eval_mixer_list: {objective.name} has no `evaluate`; write one, or leave the flag out")

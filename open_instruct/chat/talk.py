@@ -12,7 +12,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.errors import InputError
 from open_instruct.parallel import peers
-from open_instruct.parallel.wording import escaped
+from open_instruct.wording import escaped
 
 QUESTION, REPLY = "you> ", "model> "
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
 from open_instruct.errors import InputError, RunError
-from open_instruct.parallel.wording import counted, nodes_text
+from open_instruct.parallel.wording import nodes_text
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

@@ -12,7 +12,7 @@ import numpy as np
 
 from open_instruct.config.validation import mixer_problems, refuse
 from open_instruct.errors import InputError
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 MAX_SELECTED_ROWS = 1_000_000_000
 

@@ -14,7 +14,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message, check_is_learned
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.row_forms import replies_to_one
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.saved_place import check_saved_place
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.errors import RunError
-from open_instruct.parallel.wording import counted
 from open_instruct.records import Check, Prompt
 from open_instruct.verifiers.registry import judges_named
 from open_instruct.verifiers.verifier import Verifier
 from open_instruct.whole_file import read_asked
+from open_instruct.wording import counted
 
 
 class Prompts:

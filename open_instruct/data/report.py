@@ -12,7 +12,7 @@ from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import BadRow
 from open_instruct.data.row_forms import guessed_columns
 from open_instruct.errors import InputError
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 NUM_REASONS_SHOWN = 5
 WARNING = "warning: "  # how a line begins that is one

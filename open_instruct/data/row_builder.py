@@ -22,7 +22,7 @@ from open_instruct.data.messages import unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.errors import InputError
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 _ROWS_AT_ONCE = 512
 _MOST_KEYS = 8  # to name

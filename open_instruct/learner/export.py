@@ -17,11 +17,11 @@ from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.models.shards import Held
 from open_instruct.parallel.peers import doing
-from open_instruct.parallel.wording import counted
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.run.run_directory import RunDirectory, card_of
+from open_instruct.wording import counted
 
 
 def export_policy(

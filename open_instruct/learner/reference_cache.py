@@ -17,8 +17,8 @@ from open_instruct.learner.rows.row_cache import RowCache, open_row_cache
 from open_instruct.learner.scoring import Scorer
 from open_instruct.packing.steps import BatchShape
 from open_instruct.parallel.process import on_main_process
-from open_instruct.parallel.wording import counted
 from open_instruct.run.pretrained import Pretrained
+from open_instruct.wording import counted
 
 
 def reference_logprobs(scorer: Scorer, dataset: TokenDataset, *, cache: RowCache, title: str) -> np.ndarray:

@@ -23,9 +23,9 @@ from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
 from open_instruct.parallel.process import gathered, on_main_process
-from open_instruct.parallel.wording import counted
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+from open_instruct.wording import counted
 
 
 def compare_with(

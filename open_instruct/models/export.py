@@ -46,7 +46,7 @@ from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames
 from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
 from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME = "generation_config.json"

@@ -22,8 +22,8 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, Teacher, TokenLogprobs
-from open_instruct.parallel.wording import counted
 from open_instruct.records import Batch, mean_metrics
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -33,8 +33,8 @@ from open_instruct.objectives.objective import (
     Objective,
     TokenLogprobs,
 )
-from open_instruct.parallel.wording import counted
 from open_instruct.records import ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,8 +17,8 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import kind_of, parse_conversation
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.parallel.wording import counted
 from open_instruct.records import ROW_VALUES, Batch, mean_metrics
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,8 +19,8 @@ from open_instruct.data.preference_rows import PreferenceBuilder, parse_preferen
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.parallel.wording import counted
 from open_instruct.records import ROW_VALUES, Batch, Metric, mean_metrics
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,8 +10,8 @@ from open_instruct.config.sections import SFTDataSection, SFTOptimSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.parallel.wording import counted
 from open_instruct.records import Batch, mean_metrics
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     import numpy as np

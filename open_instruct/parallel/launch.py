@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from open_instruct.config.sections import RanksSection
 from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, InputError, stop_signals
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 AUTO = "auto"
 # Tells a rank what was typed to start it, for its messages.

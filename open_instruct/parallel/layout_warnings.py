@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from open_instruct.parallel.wording import counted, group_name, nodes_text, one_of, ranks_text
+from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
 from open_instruct.records import ShardLayout
+from open_instruct.wording import counted, one_of
 
 MAX_GROUPS_SHOWN = 3
 TENSOR, CONTEXT, SHARD = "--tensor_parallel_degree", "--context_parallel_degree", "--fsdp_shard_degree"

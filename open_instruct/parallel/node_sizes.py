@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from open_instruct.errors import InputError
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 MAX_GPUS = 10_000
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
-from open_instruct.parallel.wording import counted, degrees_of, group_name, nodes_text, ranks_text
+from open_instruct.parallel.wording import degrees_of, group_name, nodes_text, ranks_text
 from open_instruct.records import ShardLayout
+from open_instruct.wording import counted
 
 WIDTH = 80
 MAX_NODES_SHOWN, NODES_SHOWN_FIRST = 8, 4

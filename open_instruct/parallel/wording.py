@@ -1,28 +1,11 @@
-"""How ranks, groups and lists of choices are written in warnings, errors and pictures."""
+"""How ranks, groups and nodes are written in warnings, errors and pictures."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from open_instruct.records import ShardLayout
-
-# What steers a terminal or turns the order of letters, and what has no form in UTF-8.
-_STEERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def one_of(values: Iterable[object]) -> str:
-    """Values as a choice: `[1, 2, 4]` is "1, 2 or 4"."""
-    words = [str(value) for value in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def counted(count: int, noun: str) -> str:
-    """`counted(1, "node")` is "1 node", `counted(2000, "node")` "2,000 nodes", `counted(2, "copy")` "2 copies"."""
-    if count == 1:
-        return f"1 {noun}"
-    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
-    return f"{count:,} {many}"
+from open_instruct.wording import counted
 
 
 def degrees_of(layout: ShardLayout) -> list[str]:
@@ -63,8 +46,3 @@ def nodes_text(gpus_per_node: Sequence[int], device: str = "GPU") -> str:
     if len(gpus_per_node) <= 4:
         return f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} {device}s"
     return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} {device}s"
-
-
-def escaped(text: str, kept: str = "") -> str:
-    """Words of a model or a file, which then steer no terminal; of those that would, `kept` stay."""
-    return _STEERS.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)

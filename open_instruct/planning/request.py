@@ -14,10 +14,10 @@ from open_instruct.config.validation import limit_problems
 from open_instruct.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.node_sizes import read_node_sizes
-from open_instruct.parallel.wording import counted, one_of
 from open_instruct.planning.plan import Setting
 from open_instruct.planning.subject.devices import Device, device_named
 from open_instruct.planning.subject.workload import GRPO, RunConfig, objective_of, shape_of_run, validate
+from open_instruct.wording import counted, one_of
 
 # Whatever can be trained can be planned: with the flags of its run, and those of its plan.
 _RUNS = {name: objective_named(name).config_class for name in OBJECTIVES} | {GRPO: GRPOConfig}

@@ -18,8 +18,8 @@ from open_instruct.config.sections import flag
 from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.parallel.wording import one_of
 from open_instruct.whole_file import write_asked
+from open_instruct.wording import one_of
 
 GRPO = "grpo"
 RUNS = (*OBJECTIVES, GRPO)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from open_instruct.parallel.wording import counted
 from open_instruct.preview.lengths import bars_of, summary
 from open_instruct.preview.sample import Sample, Token
+from open_instruct.wording import counted
 
 
 def html_page(sample: Sample, *, title: str) -> str:

@@ -8,9 +8,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from open_instruct.parallel.wording import counted, escaped
 from open_instruct.preview.lengths import bars_of, summary
 from open_instruct.preview.sample import Sample, ShownDocument
+from open_instruct.wording import counted, escaped
 
 LEARNED_STYLE = "bold green"
 BAR_WIDTH = 40

@@ -13,9 +13,9 @@ from rich.table import Table
 from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.metric_table import followed, in_order
-from open_instruct.parallel.wording import counted
 from open_instruct.run.console import Console, time_words
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
+from open_instruct.wording import counted
 
 NUM_HELD_OUT = 3  # of the table of metrics the first, which are what the objective is about
 

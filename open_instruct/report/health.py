@@ -8,9 +8,9 @@ from math import fsum
 from statistics import median
 from typing import Literal
 
-from open_instruct.parallel.wording import counted
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import is_number
+from open_instruct.wording import counted
 
 # Steps below which a trend is chance.
 FEW_STEPS = 10

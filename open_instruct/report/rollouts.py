@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.parallel.wording import counted
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import is_number
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     import pyarrow

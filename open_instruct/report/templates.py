@@ -11,9 +11,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from open_instruct.parallel.wording import counted, group_name
+from open_instruct.parallel.wording import group_name
 from open_instruct.planning.shown.summary import LETTERS
 from open_instruct.planning.subject import units
+from open_instruct.wording import counted
 
 NUM_COLOURS = len(LETTERS)
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4

@@ -28,10 +28,10 @@ from open_instruct.episodes.requests import samples_of
 from open_instruct.episodes.walk import Answer, Episodes, group_of
 from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
-from open_instruct.parallel.wording import counted
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.learning_signal import refuse_failed_verdicts
 from open_instruct.rollout.samples import RolloutStepBatch
+from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     from open_instruct.data.prompts import PromptStream

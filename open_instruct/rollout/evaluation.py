@@ -14,10 +14,10 @@ from open_instruct.engines.requests import SamplingSettings
 from open_instruct.episodes.requests import samples_of
 from open_instruct.episodes.walk import Episodes, group_of
 from open_instruct.errors import RunError
-from open_instruct.parallel.wording import counted
 from open_instruct.records import Prompt, RolloutGroup
 from open_instruct.rollout.samples import length_metrics, mean, verdict_metrics
 from open_instruct.verifiers.reward import RewardManager
+from open_instruct.wording import counted
 
 NUM_SHOWN = 3
 

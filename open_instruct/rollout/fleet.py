@@ -24,7 +24,6 @@ from open_instruct.engines.requests import EngineSettings
 from open_instruct.engines.vllm_core import engine_environment
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.parallel.peers import doing
-from open_instruct.parallel.wording import counted
 from open_instruct.rollout.checked_run import RolloutRun
 from open_instruct.rollout.conductor import Conductor
 from open_instruct.run.console import Console
@@ -32,6 +31,7 @@ from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.verifiers.reward import RewardManager
 from open_instruct.weights.publisher import WeightPublisher
 from open_instruct.weights.ways import choose_backend
+from open_instruct.wording import counted
 
 LOGS_FOLDER = "logs"
 

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from open_instruct.parallel.peers import doing
-from open_instruct.parallel.wording import escaped
 from open_instruct.records import RolloutGroup
 from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.run.console import Console
 from open_instruct.run.metrics_log import step_words
+from open_instruct.wording import escaped
 
 REFRESHES_PER_S = 2
 CURVE_HEIGHT = 6

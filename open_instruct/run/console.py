@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from open_instruct.data.report import WARNING
-from open_instruct.parallel.wording import escaped
+from open_instruct.wording import escaped
 
 log = logging.getLogger(__name__)
 

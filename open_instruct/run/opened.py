@@ -21,11 +21,11 @@ from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, on_main_process, start_process, stop_process
-from open_instruct.parallel.wording import counted
 from open_instruct.records import ShardLayout
 from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.run_lock import locked
+from open_instruct.wording import counted
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from types import CodeType
 from typing import Any, ClassVar
 
 from open_instruct.errors import InputError
-from open_instruct.parallel.wording import counted
 from open_instruct.verifiers.verifier import Verifier
+from open_instruct.wording import counted
 
 ABOVE = '"""The reward of this run, as it was given to fit()."""\n\nfrom __future__ import annotations\n\n\n'
 

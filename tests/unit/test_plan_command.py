@@ -22,7 +22,6 @@ from open_instruct.config.dpo import DPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.parallel.wording import one_of
 from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of, ranked_layouts
@@ -33,6 +32,7 @@ from open_instruct.planning.shown.terminal import print_plan
 from open_instruct.planning.subject.units import GIB
 from open_instruct.planning.traffic.step_time import flops_per_step
 from open_instruct.report.plan_page import html_page
+from open_instruct.wording import one_of
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS_PAGE = REPOSITORY / "docs" / "planning.md"

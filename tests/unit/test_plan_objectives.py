@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.parallel.wording import one_of
+from open_instruct.wording import one_of
 
 REPOSITORY = Path(__file__).parents[2]
 MADE_UP = """

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.errors import InputError
-from open_instruct.parallel.wording import escaped
 from open_instruct.whole_file import MAX_BYTES, kind_of_other, read_whole
+from open_instruct.wording import escaped
 
 # Ends of the names of files in a model's folder.
 READ_BY_LIBRARIES = (".json", ".jinja", ".model", ".safetensors", "vocab.txt", "merges.txt")

@@ -12,7 +12,7 @@ from olmo_core.train.callbacks import Callback, ProfilerCallback
 from olmo_core.train.callbacks.profiler import TorchMemoryHistoryCallback
 
 from open_instruct.errors import InputError
-from open_instruct.parallel.wording import counted
+from open_instruct.wording import counted
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.parallel import data_parallel
 from open_instruct.parallel.peers import doing
-from open_instruct.parallel.wording import counted
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
+from open_instruct.wording import counted
 
 # Of what is frozen nothing is in a checkpoint.
 STATE_OF_ADAPTERS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from open_instruct.parallel.wording import counted, nodes_text
+from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.memory.forward_backward import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, REDUCED, TEMPORARIES
 from open_instruct.planning.memory.phases import BUFFERS, CUDA, ENGINE, OPTIMIZER, PARAMETERS, Phase
 from open_instruct.planning.plan import Plan
@@ -14,6 +14,7 @@ from open_instruct.planning.subject.units import GIB, billions, gib, seconds
 from open_instruct.planning.subject.workload import REFERENCE, TEACHER
 from open_instruct.planning.traffic.per_step import Exchange
 from open_instruct.planning.traffic.step_time import ON_THE_PATH
+from open_instruct.wording import counted
 
 # Axes whose groups may leave a node.
 MEANT_TO_CROSS = ("replica", "sync", "world", "all")

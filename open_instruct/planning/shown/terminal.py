@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from open_instruct.parallel.picture import WIDTH, draw_layout, wrapped
-from open_instruct.parallel.wording import counted
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.shown import summary
 from open_instruct.planning.subject.units import amount, gib, seconds
+from open_instruct.wording import counted
 
 BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
