@@ -75,10 +75,9 @@ def config_fields(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: see `load_hf_config`.
     """
-    if not folder.exists():
-        raise InputError(f"{folder}: no such folder; give the folder that holds config.json and the safetensors files")
     if not folder.is_dir():
-        raise InputError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+        what = " is a file" if folder.exists() else ": no such folder"
+        raise InputError(f"{folder}{what}; give the folder that holds config.json and the safetensors files")
     file = folder / "config.json"
     if not file.is_file():
         run = folder.parent if (folder / "checkpoint.json").is_file() else folder
