@@ -34,13 +34,11 @@ REFUSED = {
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Fields by which transformers finds code to run: in the folder or on the hub, as a class or as a kernel.
-CODE_FIELDS = frozenset(
-    {
-        *("auto_map", "custom_pipelines", "transformers_weights"),
-        *("attn_implementation", "experts_implementation"),
-        *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
-    }
-)
+CODE_FIELDS = {
+    *("auto_map", "custom_pipelines", "transformers_weights"),
+    *("attn_implementation", "experts_implementation"),
+    *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
+}
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
