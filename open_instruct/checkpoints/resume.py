@@ -16,12 +16,13 @@ from open_instruct.checkpoints.background import Way, at_once
 from open_instruct.checkpoints.finite import check_weights
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.checkpoints.step_folder import (
+    DAMAGED,
     candidates,
     damage_of,
     find_checkpoints,
-    keep_aside,
     latest_step,
     remove,
+    set_aside,
     step_of,
     tidy,
 )
@@ -157,7 +158,7 @@ def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
         return None
     _load(trainer, chosen)
     for path, reason in reasons.items():
-        kept = on_main_process(lambda path=path: keep_aside(path))  # type: ignore[misc]
+        kept = on_main_process(lambda path=path: set_aside(path, DAMAGED))  # type: ignore[misc]
         warn(
             f"the checkpoint {path.name} is damaged: {reason}. Going on from {chosen.name}, the newest that is whole; "
             f"the damaged one is kept as {kept}, to be looked at and removed"

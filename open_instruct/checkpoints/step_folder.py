@@ -161,7 +161,7 @@ def begin(final: Path) -> Path:
 
 def publish(part: Path, final: Path) -> None:
     """Give a folder that is complete its name; one that has it gives way."""
-    old = _set_aside(final, REMOVED) if final.exists() else None
+    old = set_aside(final, REMOVED) if final.exists() else None
     part.replace(final)
     sync_folder(final.parent)
     if old is not None:
@@ -170,12 +170,7 @@ def publish(part: Path, final: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Renamed first: half of a checkpoint must not go by its name."""
-    shutil.rmtree(_set_aside(folder, REMOVED), ignore_errors=True)
-
-
-def keep_aside(folder: Path) -> Path:
-    """Take the name of a checkpoint from a damaged one, which may still be looked at."""
-    return _set_aside(folder, DAMAGED)
+    shutil.rmtree(set_aside(folder, REMOVED), ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:
@@ -191,7 +186,8 @@ def tidy(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _set_aside(folder: Path, suffix: str) -> Path:
+def set_aside(folder: Path, suffix: str) -> Path:
+    """Give a checkpoint's folder the name with `suffix`, such as that of a damaged one, which may be looked at."""
     aside = beside(folder, suffix)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.replace(aside)

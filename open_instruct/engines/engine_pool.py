@@ -126,10 +126,8 @@ class EnginePool:
     ) -> list[Future[R]]:
         """Have every engine begin a method, with the same arguments."""
 
-        def ask(handle: RayEngine) -> R:
-            return handle.ask(timeout_s, method, *args, **kwargs)
-
-        return [self._callers.submit(ask, member.handle) for member in self._members]
+        asking = [partial(member.handle.ask, timeout_s, method, *args, **kwargs) for member in self._members]
+        return [self._callers.submit(each) for each in asking]
 
     def start_each(self, timeout_s: float, method: Callable[[Engine, A], R], arguments: Sequence[A]) -> list[Future[R]]:
         """Have every engine begin a method, each with its own argument."""

@@ -153,8 +153,7 @@ class VLLMCore:
                 f"the prompt has {len(request.prompt_token_ids)} tokens, and a completion of "
                 f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's {self._max_model_len}"
             )
-        tokens = list(request.prompt_token_ids)
-        self._add(str(key), tokens, self._params_of(request))
+        self._add(str(key), list(request.prompt_token_ids), self._params_of(request))
         self._seeds[key] = request.seed
 
     def abort(self, key: int) -> None:

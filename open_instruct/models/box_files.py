@@ -151,10 +151,9 @@ def read_parts(folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapp
             if stored is None or (stored.dtype, list(stored.shape)) != (piece.into.dtype, piece.size):
                 raise ValueError(f"rank{rank}.safetensors does not hold {piece.name!r} as the index says")
     for rank, pieces in sorted(of_ranks.items()):
-        with CheckpointFiles(folder, headers[rank]) as files:
-            for piece in pieces:
-                piece.into.copy_(files.read(piece.name, piece.there))
-                files.forget(piece.name)
+        files = CheckpointFiles(folder, headers[rank])
+        for piece in pieces:
+            piece.into.copy_(files.read(piece.name, piece.there))
 
 
 def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[tuple[int, _Piece]]:

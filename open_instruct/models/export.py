@@ -43,10 +43,9 @@ from open_instruct.models.export_files import (
 )
 from open_instruct.models.hf.hf_config import without_code
 from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames
-from open_instruct.models.load import MAX_NAMED, parameter_shapes, raise_together
+from open_instruct.models.load import listing, parameter_shapes, raise_together
 from open_instruct.models.shards import Delivery, Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.wording import counted
 
 MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -98,13 +97,12 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}
     differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
     if differing:
-        examples = ", ".join(
-            f"{name} (ours {written.get(name, 'absent')}, theirs {wanted.get(name, 'absent')})"
-            for name in differing[:MAX_NAMED]
-        )
+        told = [
+            f"{each} (ours {written.get(each, 'absent')}, theirs {wanted.get(each, 'absent')})" for each in differing
+        ]
         raise InputError(
-            f"an export of this model would not open in transformers: what config.json asks for is not met "
-            f"by {counted(len(differing), 'tensor')}: {examples}. Is config.json of the same model?"
+            "an export of this model would not open in transformers: what config.json asks for is not met by "
+            f"{listing(told)}. Is config.json of the same model?"
         )
 
 

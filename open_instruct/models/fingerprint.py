@@ -26,7 +26,8 @@ def weights_fingerprint(files: CheckpointFiles) -> str:
 
     :param files: the opened checkpoint; all ranks see the same files.
     """
-    chunks = _chunks(files)
+    # In the order of the files' names; none across two files.
+    chunks = [(path, start) for path in files.paths for start in range(0, path.stat().st_size, CHUNK_BYTES)]
     own = {number: _digest(*chunks[number]) for number in range(get_rank(), len(chunks), get_world_size())}
     digests = {number: digest for of_rank in gathered(own) for number, digest in of_rank.items()}
     return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
@@ -36,11 +37,6 @@ def with_config(weights: str, config: dict[str, object]) -> str:
     """A name for weights and what a config makes of them: the same tensors under another window are another model."""
     computed_with = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
     return hashlib.sha256((weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()).hexdigest()
-
-
-def _chunks(files: CheckpointFiles) -> list[tuple[Path, int]]:
-    """(file, offset) of every chunk; files in the order of their names, no chunk across two files."""
-    return [(path, offset) for path in files.paths for offset in range(0, path.stat().st_size, CHUNK_BYTES)]
 
 
 def _digest(path: Path, offset: int) -> bytes:

@@ -122,7 +122,6 @@ def stream_load(
         for target, stored in _chunks(held, files, names.hf_name(name), chunk_bytes):
             target.copy_(stored)
             num_bytes_read += stored.numel() * stored.element_size()
-        files.forget(names.hf_name(name))
         loaded.append(name)
     missed = set(names.olmo_core_names) - set(loaded)
     assert not missed, f"the model has no parameter {sorted(missed)[:MAX_NAMED]}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import fsum
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import is_number
@@ -18,28 +19,23 @@ PARTS_OF_TRAINING = ("time/data", "time/forward", "time/backward", "time/optimiz
 PARTS_OF_ROLLOUTS = ("time/generate", "time/train", "time/sync")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Level = Literal["bad", "fair", "good"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """A sentence about a run, how bad that is, and the remedy, if any is needed.
 
     Example: `Finding(level="bad", text="The reward did not rise.", remedy="Use easier prompts.")`.
     """
 
-    level: Literal["good", "fair", "bad"]
+    level: Level
     text: str
     remedy: str = ""
 
 
-def bad(text: str, remedy: str) -> Finding:
-    return Finding(level="bad", text=text, remedy=remedy)
-
-
-def fair(text: str, remedy: str = "") -> Finding:
-    return Finding(level="fair", text=text, remedy=remedy)
-
-
-def good(text: str) -> Finding:
-    return Finding(level="good", text=text)
+bad, fair, good = (partial(Finding, level) for level in LEVELS)
 
 
 def findings_of(run: RunFiles) -> list[Finding]:
@@ -47,7 +43,7 @@ def findings_of(run: RunFiles) -> list[Finding]:
     found = [finding for rule in RULES for finding in rule(run)]
     if not any(finding.level == "bad" for finding in found) and len(run.rows) >= FEW_STEPS:
         found.append(good("Nothing else in the numbers of this run speaks against it."))
-    return sorted(found, key=lambda finding: ("bad", "fair", "good").index(finding.level))
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
 def parts_of_step(run: RunFiles) -> dict[str, float]:

@@ -15,13 +15,11 @@ from open_instruct.errors import InputError
 from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
 from open_instruct.whole_file import read_whole
 
-OF_PLAN = frozenset({"memory_bytes", "peak_phase", "phases"})
-OF_LAYOUT = frozenset(
-    {
-        *("gpus_per_node", "shard_degree", "num_replicas", "shard_groups"),
-        *("tensor_parallel_degree", "context_parallel_degree", "warnings"),
-    }
-)
+OF_PLAN = {"memory_bytes", "peak_phase", "phases"}
+OF_LAYOUT = {
+    *("gpus_per_node", "shard_degree", "num_replicas", "shard_groups"),
+    *("tensor_parallel_degree", "context_parallel_degree", "warnings"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +106,7 @@ def _num_steps(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _object_in(path: Path, keys: frozenset[str]) -> dict[str, Any]:
+def _object_in(path: Path, keys: set[str]) -> dict[str, Any]:
     """Nothing where it is of a version that wrote less."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

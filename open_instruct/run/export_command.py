@@ -89,20 +89,19 @@ def export_command(words: Sequence[str]) -> int:
         plain |= {LM_HEAD: of_step[LM_HEAD]} if LM_HEAD in of_step else {}
         weights = MergedWeights(plain, {name: each.local for name, each in of_step.items()}, scale=lora.scale)
     trained_by = objective.name if objective else "grpo"
-    with pretrained.files:
-        report = export_hf(
-            model.to(dtype),
-            pretrained.hf_config,
-            pretrained.names,
-            source_folder=pretrained.folder,
-            tokenizer_folder=pretrained.tokenizer_folder,
-            out_folder=flags.output_dir,
-            dtype=dtype,
-            chat_template=pretrained.chat_template,
-            card=partial(card_of, RunDirectory(path=run), trained_by=trained_by, until=step_of(folder)),
-            more_config=objective.exported(config, pretrained.tokenizer, pretrained.hf_config) if objective else None,
-            weights=weights,
-        )
+    report = export_hf(
+        model.to(dtype),
+        pretrained.hf_config,
+        pretrained.names,
+        source_folder=pretrained.folder,
+        tokenizer_folder=pretrained.tokenizer_folder,
+        out_folder=flags.output_dir,
+        dtype=dtype,
+        chat_template=pretrained.chat_template,
+        card=partial(card_of, RunDirectory(path=run), trained_by=trained_by, until=step_of(folder)),
+        more_config=objective.exported(config, pretrained.tokenizer, pretrained.hf_config) if objective else None,
+        weights=weights,
+    )
     print(f"{folder} is in {report.folder} ({report.num_bytes / 1e6:,.1f} MB)")
     return 0
 

@@ -29,7 +29,7 @@ class GrowthWatch:
             if value is None or not isfinite(value):
                 continue  # a step that was left out is told of elsewhere
             (first if len(first) < WINDOW else self._last[name]).append(value)
-        grown = [self._told(name) for name in self._first if self._is_grown(name)]
+        grown = [*filter(None, map(self._growth_of, self._first))]
         if not grown or self._has_warned:
             return None
         self._has_warned = True
@@ -40,14 +40,12 @@ class GrowthWatch:
             "skip_step_adamw"
         )
 
-    def _is_grown(self, name: str) -> bool:
+    def _growth_of(self, name: str) -> str:
+        """What there is to say of it: nothing where it has hardly grown."""
         if len(self._last[name]) < WINDOW:
-            return False
+            return ""
         before, now = median(self._first[name]), median(self._last[name])
+        is_grown, what = now > TIMES_GRAD_NORM * before > 0, "the norm of the gradient"
         if name == "loss":
-            return now > TIMES_LOSS * before and now > before + MORE_LOSS
-        return now > TIMES_GRAD_NORM * before > 0
-
-    def _told(self, name: str) -> str:
-        what = {"loss": "the loss", "grad_norm": "the norm of the gradient"}[name]
-        return f"{what} has grown from {median(self._first[name]):.3g} to {median(self._last[name]):.3g}"
+            is_grown, what = now > max(TIMES_LOSS * before, before + MORE_LOSS), "the loss"
+        return f"{what} has grown from {before:.3g} to {now:.3g}" if is_grown else ""

@@ -100,10 +100,9 @@ def open_pretrained(
     """
     model, data, lora = config.model, config.data, config.adapters
     doing("reading what is in the start model's folder")
-    folder, tokenizer_folder = local_folder(model.model_name_or_path, revision=model.model_revision), None
+    folder = tokenizer_folder = local_folder(model.model_name_or_path, revision=model.model_revision)
     if model.tokenizer_name_or_path:
         tokenizer_folder = local_folder(model.tokenizer_name_or_path, revision=model.revision_of_tokenizer)
-    tokenizer_folder = tokenizer_folder or folder
     hf_config = load_hf_config(str(folder))
     if layout is not None:
         check_heads(

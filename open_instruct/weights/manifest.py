@@ -50,10 +50,6 @@ class Bucket:
     piece: int = 0
     num_pieces: int = 1
 
-    @property
-    def is_last_piece(self) -> bool:
-        return self.piece == self.num_pieces - 1
-
     def span(self, rank: int) -> tuple[int, int]:
         """First byte of what `rank` brings, and the one after the last."""
         parts = list(self.parts.get(rank, {}).values())

@@ -114,7 +114,7 @@ class IncomingWeights:
             take(index, wholes)
             wait_for_device(self._device)
             self._progress.report(f"done/{self._position + index}")
-            if bucket.is_last_piece:
+            if bucket.piece == bucket.num_pieces - 1:
                 yield _handed_over(wholes, self._manifest.slabs)
         self._position += len(buckets)
 

@@ -244,4 +244,3 @@ class WeightSender:
     def _remove_file(self) -> None:
         if self._path is not None:
             remove_shared_file(self._path)
-            self._path = None

@@ -12,6 +12,7 @@ import pytest
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.step_folder import (
+    DAMAGED,
     MANIFEST,
     Damaged,
     Manifest,
@@ -19,12 +20,12 @@ from open_instruct.checkpoints.step_folder import (
     candidates,
     damage_of,
     find_checkpoints,
-    keep_aside,
     latest_step,
     publish,
     read_manifest,
     refuse_earlier_format,
     remove,
+    set_aside,
     tidy,
     write_manifest,
 )
@@ -192,7 +193,7 @@ def test_half_removed_ones_are_removed_whole(tmp_path: Path, monkeypatch: pytest
 
 def test_damaged_ones_lose_their_name_and_nothing_else(tmp_path: Path) -> None:
     for _ in range(2):
-        kept = keep_aside(save(tmp_path, 4))
+        kept = set_aside(save(tmp_path, 4), DAMAGED)
         tidy(tmp_path)
         assert candidates(tmp_path) == [] and kept.name == "step4-damaged" and (kept / "rank0.safetensors").exists()
 

@@ -18,7 +18,6 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -67,7 +66,6 @@ class CheckpointFiles:
         self.folder = folder
         self._tensors = tensors
         self._put_beside: dict[str, torch.Tensor] = {}
-        self._mapped: dict[Path, Any] = {}
 
     @classmethod
     def open(cls, folder: str | Path) -> CheckpointFiles:
@@ -110,30 +108,20 @@ class CheckpointFiles:
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
         """A view of `tensor[slices]` on the mapped file: no bytes are read until it is copied from.
 
-        The view is for reading (writes to it would never reach the file) and lives until `close`.
+        The view is for reading (writes to it would never reach the file). The file is mapped anew for each, and its
+        pages are let go with the last view of them.
         """
         if name in self._put_beside:
             return self._put_beside[name][slices]
-        path = self._tensors[name].path
-        if path not in self._mapped:
-            self._mapped[path] = safe_open(path, framework="pt")
-        view: torch.Tensor = self._mapped[path].get_tensor(name)[slices]
+        with safe_open(self.file_of(name), framework="pt") as file:
+            view: torch.Tensor = file.get_tensor(name)[slices]
         return view
-
-    def forget(self, name: str) -> None:
-        """Let go of the mapped pages of a tensor with its last view; its file is mapped again if it is read again."""
-        if name in self._tensors:
-            self._mapped.pop(self.file_of(name), None)
-
-    def close(self) -> None:
-        """Let go of the mapped files (each is unmapped when the last view of it is gone)."""
-        self._mapped.clear()
 
     def __enter__(self) -> CheckpointFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Nothing is open but while a tensor is looked up."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors or name in self._put_beside

@@ -34,13 +34,11 @@ REFUSED = {
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Fields by which transformers finds code to run: in the folder or on the hub, as a class or as a kernel.
-CODE_FIELDS = frozenset(
-    {
-        *("auto_map", "custom_pipelines", "transformers_weights"),
-        *("attn_implementation", "experts_implementation"),
-        *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
-    }
-)
+CODE_FIELDS = {
+    *("auto_map", "custom_pipelines", "transformers_weights"),
+    *("attn_implementation", "experts_implementation"),
+    *("kernel_config", "use_kernels", "fusion_config", "distributed_config"),
+}
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
@@ -75,10 +73,9 @@ def config_fields(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: see `load_hf_config`.
     """
-    if not folder.exists():
-        raise InputError(f"{folder}: no such folder; give the folder that holds config.json and the safetensors files")
     if not folder.is_dir():
-        raise InputError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+        what = " is a file" if folder.exists() else ": no such folder"
+        raise InputError(f"{folder}{what}; give the folder that holds config.json and the safetensors files")
     file = folder / "config.json"
     if not file.is_file():
         run = folder.parent if (folder / "checkpoint.json").is_file() else folder

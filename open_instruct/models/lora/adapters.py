@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import types
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -183,18 +184,19 @@ def weights_of(model: nn.Module) -> Mapping[str, Held]:
     return MergedWeights(held_of(model), halves, scale=scale)
 
 
-class MergedWeights(Mapping[str, Held]):
+class MergedWeights(UserDict[str, Held]):
     """`plain` with adapters added, in float32; each matrix is made when it is asked for.
 
     :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows held of the matrix.
     """
 
     def __init__(self, plain: Mapping[str, Held], halves: Mapping[str, torch.Tensor], *, scale: float) -> None:
-        self._plain, self._halves, self._scale = plain, halves, scale
+        super().__init__(plain)
+        self._halves, self._scale = halves, scale
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Held:
-        plain, layer = self._plain[name], name.removesuffix(".weight")
+        plain, layer = self.data[name], name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:
             return plain
         a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(plain.local.device, torch.float32) for half in ADAPTER)
@@ -213,9 +215,3 @@ class MergedWeights(Mapping[str, Held]):
         rows[own] = plain.local.float()
         merged = rows.view(-1, width).addmm(b_OR[first:last], a_RI, alpha=self._scale)
         return replace(plain, local=merged.flatten()[own])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plain)
-
-    def __len__(self) -> int:
-        return len(self._plain)
