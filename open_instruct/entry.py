@@ -144,8 +144,8 @@ def run_entry(
 
 def typed(script: str) -> str:
     """The command that was typed: `open-instruct dpo`, or `script` where that was started, as a rank too."""
-    if told := os.environ.get(TYPED):
-        return told
+    if command := os.environ.get(TYPED):
+        return command
     is_command = Path(sys.argv[0]).name in ("open-instruct", "cli.py") and len(sys.argv) > 1
     return f"open-instruct {sys.argv[1]}" if is_command else script
 
@@ -232,8 +232,8 @@ class _Teller:
     def tell(self, error: BaseException) -> int:
         error = peers.stop or error  # what a library has made of a stop that came while it worked
         is_stop = isinstance(error, Terminated | KeyboardInterrupt | SystemExit)
-        if not isinstance(error, InputError) and (told := peers.explanation(error) or (is_stop and peers.loss_now())):
-            self._tell_of_others(error, *told)
+        if not isinstance(error, InputError) and (loss := peers.explanation(error) or (is_stop and peers.loss_now())):
+            self._tell_of_others(error, *loss)
             return EXIT_FAILURE
         if is_stop:
             return self._tell_of_stop(error)

@@ -59,9 +59,9 @@ def look_at_run(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
     verifiers = known_verifiers(config.reward.verifier)
     look_at(config)
-    data, said = config.data, row_changes(config)
-    said.pop("system_prompt", None)  # of which the rows need not know
-    check = partial(parse_prompt_row, known_verifiers=verifiers, **said)
+    data, changes = config.data, row_changes(config)
+    changes.pop("system_prompt", None)  # of which the rows need not know
+    check = partial(parse_prompt_row, known_verifiers=verifiers, **changes)
     for flag, listed, splits in (
         ("--dataset_mixer_list", data.dataset_mixer_list, data.dataset_mixer_list_splits),
         ("--dataset_mixer_eval_list", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits),

@@ -64,8 +64,8 @@ def main(words: Sequence[str]) -> int:
         dtype = None if flags.export_dtype == "source" else getattr(torch, flags.export_dtype)
         model.to(dtype or next(iter(files.dtypes.values())))
         adapter = open_adapter(adapter_folder, model, names, lora)
-        if told := check_base(adapter_folder, base, files):
-            print(f"warning: {told}", file=sys.stderr)
+        if warning := check_base(adapter_folder, base, files):
+            print(f"warning: {warning}", file=sys.stderr)
         stored = {name: held(files.read(hf_name)) for name, hf_name in names}  # views: nothing is read before its use
         report = export_hf(
             model,

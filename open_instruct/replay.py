@@ -157,7 +157,7 @@ def replay(replayed: Replay) -> dict[str, Any]:
     groups = read_traces(directory.path, step)
     weights = weights_before(directory.path, step, config=settings, given=replayed.asked.replay.weights)
     recorded = recorded_row(directory.metrics, step)
-    print(f"step {step} of {directory.path}: {weights.told}", flush=True)
+    print(f"step {step} of {directory.path}: {weights.description}", flush=True)
 
     process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
 
@@ -167,8 +167,8 @@ def replay(replayed: Replay) -> dict[str, Any]:
     recomputed = taken_again(settings)
     changed = None
     if changes:
-        told = (f"--{name} {spelled(new)} (was {spelled(old)})" for name, (old, new) in changes.items())
-        print(f"changed: {', '.join(told)}", flush=True)
+        flags = (f"--{name} {spelled(new)} (was {spelled(old)})" for name, (old, new) in changes.items())
+        print(f"changed: {', '.join(flags)}", flush=True)
         changed = taken_again(replayed.asked)
     stop_process()
 

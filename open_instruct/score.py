@@ -124,9 +124,9 @@ def scored_rows(
     while some := list(islice(rows, ROWS_AT_ONCE)):
         documents, is_cut = zip(*(document_of(row, read) for row in some), strict=True)
         scores = model.scores(documents, batch_tokens=flags.batch_tokens)
-        for row, of_places, was_cut in zip(some, scores, is_cut, strict=True):
-            said: dict[str, Any] = {"scores": of_places} if model.classes else {"score": of_places[0]}
-            yield row.value | said | ({"truncated": True} if was_cut else {})
+        for row, row_scores, was_cut in zip(some, scores, is_cut, strict=True):
+            result: dict[str, Any] = {"scores": row_scores} if model.classes else {"score": row_scores[0]}
+            yield row.value | result | ({"truncated": True} if was_cut else {})
 
 
 def document_of(row: Any, read: Callable[[dict[str, Any]], tuple[Document, bool]]) -> tuple[Document, bool]:

@@ -214,8 +214,8 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         with logging_steps(run, config, first_step=loop.step, num_steps=num_steps) as on_step:
             signal = loop.fit(loader, on_step=on_step, heldout=heldout)
         if signal is not None:
-            told, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
-            run.console.say(told)
+            message, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
+            run.console.say(message)
             return code
 
         if heldout is not None:

@@ -25,4 +25,4 @@ def counted(count: int, noun: str) -> str:
 
 def escaped(text: str, kept: str = "") -> str:
     """Words of a model or a file, which then steer no terminal; of those that would, `kept` stay."""
-    return _STEERS.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
+    return _STEERS.sub(lambda match: match[0] if match[0] in kept else ascii(match[0])[1:-1], text)

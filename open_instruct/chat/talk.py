@@ -49,8 +49,8 @@ def converse(speaker: Speaker, chat: ChatFormat, *, system_prompt: str | None) -
         try:
             reply = _reply([*messages, asked], speaker, chat, said_before=REPLY)
         except InputError as error:
-            told = f"{error}" if len(messages) == len(_opening(system_prompt)) else f"{error}; beginning anew"
-            print(escaped(told, "\n\t"))
+            message = f"{error}" if len(messages) == len(_opening(system_prompt)) else f"{error}; beginning anew"
+            print(escaped(message, "\n\t"))
             messages = _opening(system_prompt)
             continue
         messages += [asked, {"role": "assistant", "content": reply}]

@@ -125,9 +125,9 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> None:
     :raises InputError: it is of a run with another start model.
     :raises RunError: it cannot be read.
     """
-    told = _damage_on_any_rank(folder)
-    if told:
-        raise RunError(f"the checkpoint {folder} is damaged: {told[0]}")
+    damage = _damage_on_any_rank(folder)
+    if damage:
+        raise RunError(f"the checkpoint {folder} is damaged: {damage[0]}")
     _load(trainer, folder)
 
 
@@ -144,11 +144,11 @@ def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
     reasons: dict[Path, str] = {}
     chosen = None
     for path in on_main_process(lambda: candidates(folder)):
-        told = _damage_on_any_rank(path)
-        if not told:
+        damage = _damage_on_any_rank(path)
+        if not damage:
             chosen = path
             break
-        reasons[path] = told[0]
+        reasons[path] = damage[0]
     if chosen is None:
         if reasons:
             raise RunError(
@@ -183,4 +183,4 @@ def _damage_on_any_rank(folder: Path) -> list[str]:
     """What is wrong with the files of a checkpoint: each is read by one rank, and all ranks return the same."""
 
     own = damage_of(folder, share=get_rank(), num_shares=get_world_size())
-    return [told for of_rank in gathered(own) for told in of_rank]
+    return [problem for problems in gathered(own) for problem in problems]

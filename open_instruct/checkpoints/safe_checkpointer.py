@@ -183,18 +183,18 @@ class SafeCheckpointer(Checkpointer):
             return
         self._under_way = None
         try:
-            of_ranks = gathered(_together(save.written.result, kind=OSError))
-            _together(lambda: self._name(save, of_ranks) if get_rank() == 0 else None, kind=OSError)
+            rank_files = gathered(_together(save.written.result, kind=OSError))
+            _together(lambda: self._name(save, rank_files) if get_rank() == 0 else None, kind=OSError)
         except OSError:
             if get_rank() == 0:  # a full disk has better use for it
                 shutil.rmtree(save.part, ignore_errors=True)
             raise
         save.saved.set_result(None)
 
-    def _name(self, save: UnderWay, of_ranks: Sequence[Files]) -> None:
-        files = {name: file for of_rank in of_ranks for name, file in of_rank.items()}
+    def _name(self, save: UnderWay, rank_files: Sequence[Files]) -> None:
+        files = {name: file for files_of_rank in rank_files for name, file in files_of_rank.items()}
         step = step_of(save.final)
-        manifest = Manifest(step=step, num_ranks=len(of_ranks), start_model=self.start_model, files=files)
+        manifest = Manifest(step=step, num_ranks=len(rank_files), start_model=self.start_model, files=files)
         write_manifest(save.part, manifest)
         publish(save.part, save.final)
 
@@ -265,8 +265,8 @@ def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], 
     """This rank's files of a checkpoint; no other rank is asked anything."""
     wait_for(part.exists, f"waiting for {part}", timeout=VISIBLE_WITHIN_S)
     name = f"rank{rank}.safetensors"
-    of_json = {name: write_hashed(part / name, [json.dumps(content).encode()]) for name, content in documents.items()}
-    return {name: write_tensors(part / name, tensors)} | of_json
+    written = {name: write_hashed(part / name, [json.dumps(content).encode()]) for name, content in documents.items()}
+    return {name: write_tensors(part / name, tensors)} | written
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[str, Any]]:
@@ -304,11 +304,11 @@ def _on_all_ranks(is_so: bool) -> bool:
 
 def _together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
     """Do `work` on every rank; if it fails on any, all raise one `kind` that says what and where. Collective."""
-    told, result = [], None
+    failures, result = [], None
     try:
         result = work()
     except Exception as error:
         where = f"rank {get_rank()}: " if get_world_size() > 1 else ""
-        told = [f"{where}{' '.join(f'{type(error).__name__}: {error}'.split())}"]
-    raise_together(told, kind=kind)
+        failures = [f"{where}{' '.join(f'{type(error).__name__}: {error}'.split())}"]
+    raise_together(failures, kind=kind)
     return cast(T, result)

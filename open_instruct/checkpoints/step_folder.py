@@ -69,9 +69,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise Damaged(f"{folder} is of the format before this one, which holds pickles, and those are never read")
         raise Damaged(f"{path} is missing")
     try:
-        told = json.loads(path.read_bytes())
-        content = told["checkpoint"]
-        if told["xxh3"] != _digest(content) or content.pop("format") != FORMAT:
+        document = json.loads(path.read_bytes())
+        content = document["checkpoint"]
+        if document["xxh3"] != _digest(content) or content.pop("format") != FORMAT:
             raise ValueError
         files = {name: WrittenFile(**file) for name, file in content.pop("files").items()}
         if any(name != Path(name).name or name in ("", "..") for name in files):
@@ -91,16 +91,16 @@ def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]
         manifest = read_manifest(folder)
     except Damaged as error:
         return [str(error)]
-    told = []
+    damage = []
     for name, written in sorted(manifest.files.items())[share::num_shares]:
         path = folder / name
         try:
             whole = path.is_file() and path.stat().st_size == written.num_bytes and digest_of(path) == written.xxh3
             if not whole:
-                told.append(f"{path} is {'not what was written' if path.is_file() else 'missing'}")
+                damage.append(f"{path} is {'not what was written' if path.is_file() else 'missing'}")
         except OSError as error:
-            told.append(f"{path} cannot be read: {error.strerror}")
-    return told
+            damage.append(f"{path} cannot be read: {error.strerror}")
+    return damage
 
 
 def step_of(folder: Path) -> int:
@@ -110,9 +110,9 @@ def step_of(folder: Path) -> int:
 def candidates(folder: Path) -> list[Path]:
     """Folders that are named like checkpoints and hold something of one, whole or not; newest first."""
     signs = (MANIFEST, INDEX, *EARLIER_FORMAT)
-    found = [path for path in folder.glob("step*") if NAME.fullmatch(path.name) and path.is_dir()]
-    found = [path for path in found if _has_any(path, signs) or any(path.glob("rank*"))]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [path for path in folder.glob("step*") if NAME.fullmatch(path.name) and path.is_dir()]
+    folders = [path for path in folders if _has_any(path, signs) or any(path.glob("rank*"))]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:

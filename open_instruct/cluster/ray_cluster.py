@@ -94,14 +94,14 @@ def _join(address: str) -> None:
     try:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        said, way = _first_line(error), WAY_OUT
-        if isinstance(error, ray.exceptions.AuthenticationError) or said.startswith("Failed to connect"):
-            said = (
+        reason, way = _first_line(error), WAY_OUT
+        if isinstance(error, ray.exceptions.AuthenticationError) or reason.startswith("Failed to connect"):
+            reason = (
                 "what answers there does not let this process in. If the cluster has a token, give it here too, as "
                 f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: {token or 'none'})"
             )
             way = f"if it is no cluster, {way}"
-        raise InputError(f"--ray_address {address}: {said}; {way}") from error
+        raise InputError(f"--ray_address {address}: {reason}; {way}") from error
 
 
 def _given_token() -> str | None:

@@ -76,9 +76,9 @@ class Engine:
         """What has come of requests begun, each told once; waits up to `wait_s` for something to tell."""
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
-            told = EngineAnswers(health=self.health(), outcomes=self._outcomes)
+            answers = EngineAnswers(health=self.health(), outcomes=self._outcomes)
             self._outcomes = {}
-        return told
+        return answers
 
     # Weights
 

@@ -226,8 +226,8 @@ class EnginePool:
 
     def _take(self, member: _Member, answers: EngineAnswers) -> None:
         with self._lock:
-            told = answers.outcomes.items()
-            outcomes = [(member.asked.pop(key), outcome) for key, outcome in told if key in member.asked]
+            finished = answers.outcomes.items()
+            outcomes = [(member.asked.pop(key), outcome) for key, outcome in finished if key in member.asked]
             for each, outcome in outcomes:
                 if isinstance(outcome, Completion):
                     member.token_s.append((time.monotonic() - each.asked_s) / max(1, len(outcome.token_ids)))

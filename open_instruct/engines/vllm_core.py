@@ -265,8 +265,8 @@ class VLLMCore:
 def refusal_of_memory(words: str, settings: EngineSettings, *, has_cache_size: bool) -> str | None:
     """What vLLM says of memory when it starts, in our flags; None where it speaks of something else."""
     share = settings.fleet.vllm_gpu_memory_utilization
-    if found := FREE_MEMORY.match(words):
-        free, total = map(float, found.groups())
+    if match := FREE_MEMORY.match(words):
+        free, total = map(float, match.groups())
         percent = max(0, floor(100 * (free - ROUNDED_GIB) / total))
         remedy = f"use {percent / 100:g}, or less where the learner's steps need memory (open-instruct plan grpo)"
         return (

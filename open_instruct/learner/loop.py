@@ -131,7 +131,7 @@ class Loop:
         self.trainer.global_train_tokens_seen += num_tokens
         doing(f"training step {self.step}")
         self._call("pre_step", {"updates": updates})
-        of_updates: list[dict[str, float]] = []
+        update_metrics: list[dict[str, float]] = []
         for update in updates:
             self.learner.zero_grads()
             metrics = dict(self.learner.forward_backward(update))
@@ -139,12 +139,12 @@ class Loop:
             with self._clock.timing("checkpoint"):
                 wait_for_copy(self.trainer)
             metrics |= self.learner.update()
-            of_updates.append({name: float(value) for name, value in metrics.items()})
+            update_metrics.append({name: float(value) for name, value in metrics.items()})
         self.learner.zero_grads()
         self.learner.end_step()
         doing(f"finishing step {self.step}")
         self._call("post_train_batch")
-        row = merged(of_updates) | {"num_tokens": self.trainer.global_train_tokens_seen}
+        row = merged(update_metrics) | {"num_tokens": self.trainer.global_train_tokens_seen}
         row |= {"time/checkpoint": 0.0} | self._clock.read()
         if self.step % WINDOW == 0:
             paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
@@ -190,8 +190,8 @@ class Loop:
                 spent.append((waited_s, time.perf_counter() - began_s))
                 row |= {"time/data": waited_s} | self._speeds(update, spent[-1][1])
                 if self.step % WINDOW == 0:
-                    of_rows_s, of_all_s = map(sum, zip(*spent, strict=True))
-                    row |= slowest_loader(gathered(of_rows_s / of_all_s))
+                    data_s, total_s = map(sum, zip(*spent, strict=True))
+                    row |= slowest_loader(gathered(data_s / total_s))
                 if heldout is not None and is_scored:
                     row |= heldout.metrics(self.step)
                 on_step(self.step, row)

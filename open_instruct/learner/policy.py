@@ -228,11 +228,11 @@ class Policy:
         self.model.post_batch()
 
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
-        of_rank = sums.means() | maxima
+        metrics = sums.means() | maxima
         # Here and not in `update`: so the norm is read together with the loss, in one wait for the device.
         if (norm := self.backend.clip()) is not None:
-            of_rank[GRAD_NORM] = Metric(value=norm, reduction="max")
-        reduced = reduce_metrics(of_rank, group=self.dp_process_group, device=self.device)
+            metrics[GRAD_NORM] = Metric(value=norm, reduction="max")
+        reduced = reduce_metrics(metrics, group=self.dp_process_group, device=self.device)
         if not math.isfinite(reduced["loss"]):
             raise self._broken(f"the loss is {reduced['loss']}{self._where(step, losses)}")
         self._check(reduced["loss"], step.counts)
@@ -285,7 +285,7 @@ class Policy:
             batch for batch, loss in zip(step.microbatches, losses, strict=True) if not math.isfinite(float(loss))
         ]
         own = [row for batch in broken for row in batch.row_ids]
-        rows = sorted({row for of_rank in gathered(own, self.dp_process_group) for row in of_rank})
+        rows = sorted({row for ids in gathered(own, self.dp_process_group) for row in ids})
         more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
         named = ", ".join(map(str, rows[:MAX_NAMED]))
         noun = "row" if len(rows) == 1 else "rows"

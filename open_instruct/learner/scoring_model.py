@@ -83,8 +83,8 @@ class ScoringModel:
         scores: list[list[float]] = [[] for _ in documents]
         for batch in best_fit(range(len(lengths)), lengths, max(batch_tokens, max(lengths, default=0))):
             packed = pack_documents([documents[document] for document in batch])
-            said = token_logprobs(self.model, packed, device=self.device, classes=self.classes)
-            values_N = said.logprobs_N.exp() if self.classes else said.logprobs_N
-            for index, value in zip(said.sequence_ids_N.tolist(), values_N.tolist(), strict=True):
+            output = token_logprobs(self.model, packed, device=self.device, classes=self.classes)
+            values_N = output.logprobs_N.exp() if self.classes else output.logprobs_N
+            for index, value in zip(output.sequence_ids_N.tolist(), values_N.tolist(), strict=True):
                 scores[batch[index]].append((value - self.mean) / self.std)
         return scores

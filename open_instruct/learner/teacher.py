@@ -49,7 +49,7 @@ class OpenedTeacher:
             )
         return cls(teacher=teacher, pretrained=pretrained, vocab_size=vocab_size)
 
-    def of_both(self, logits_NV: torch.Tensor) -> torch.Tensor:
+    def shared_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:
         return logits_NV[:, : self.vocab_size]
 
 
@@ -75,9 +75,9 @@ class Comparison:
         return Measure(self.compare_logits, (hidden_BKD,))
 
     def compare_kept(self, logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
-        return self.opened.teacher.compare(self.opened.of_both(logits_NV), kept_NC)
+        return self.opened.teacher.compare(self.opened.shared_logits(logits_NV), kept_NC)
 
     def compare_logits(self, logits_NV: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
         assert self.head_VD is not None
         teacher_NV = F.linear(hidden_ND, self.head_VD).float()
-        return self.opened.teacher.compare(self.opened.of_both(logits_NV), self.opened.of_both(teacher_NV))
+        return self.opened.teacher.compare(self.opened.shared_logits(logits_NV), self.opened.shared_logits(teacher_NV))

@@ -77,13 +77,13 @@ def _keep(
     scorer: Scorer,
 ) -> None:
     """Have the teacher read the rows that `cache` lacks, and put what is kept of them there, on every rank."""
-    measure = Measure(lambda logits_NV: keep(opened.of_both(logits_NV)))
+    measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
     for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
         kept_NC = token_logprobs(model, batch.packed, device=scorer.device, measure=measure).measured_N
         assert kept_NC is not None
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
-        of_rows = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
-        own = {dataset.key(row): values_NC.numpy() for row, values_NC in of_rows}
+        kept_by_row = zip(batch.row_ids, kept_NC.float().cpu().split(lengths), strict=True)
+        own = {dataset.key(row): values_NC.numpy() for row, values_NC in kept_by_row}
         for key, values_NC in chain.from_iterable(each.items() for each in gathered(own, scorer.dp_group)):
             cache.add(key, values_NC)
     reshard(model)

@@ -40,10 +40,10 @@ bad, fair, good = (partial(Finding, level) for level in LEVELS)
 
 def findings_of(run: RunFiles) -> list[Finding]:
     """The worst first."""
-    found = [finding for rule in RULES for finding in rule(run)]
-    if not any(finding.level == "bad" for finding in found) and len(run.rows) >= FEW_STEPS:
-        found.append(good("Nothing else in the numbers of this run speaks against it."))
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    findings = [finding for rule in RULES for finding in rule(run)]
+    if not any(finding.level == "bad" for finding in findings) and len(run.rows) >= FEW_STEPS:
+        findings.append(good("Nothing else in the numbers of this run speaks against it."))
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def parts_of_step(run: RunFiles) -> dict[str, float]:

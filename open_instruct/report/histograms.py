@@ -33,11 +33,11 @@ def _of_rollouts(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
     lengths = lengths_of(table)
     steps = table["step"].to_numpy()
     rewards = table["reward"].combine_chunks().fill_null(0).to_numpy(zero_copy_only=False)
-    of_tokens = numpy.repeat(steps, lengths)
-    behind = of_tokens - 1 - flat(table, "versions")
+    token_steps = numpy.repeat(steps, lengths)
+    behind = token_steps - 1 - flat(table, "versions")
     yield from _halves("length of a completion, in tokens", lengths, steps)
     yield from _halves("reward of a completion", rewards, steps)
-    yield from _halves("staleness of a token, in steps", behind, of_tokens)
+    yield from _halves("staleness of a token, in steps", behind, token_steps)
 
 
 def _halves(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Iterator[dict[str, Any]]:

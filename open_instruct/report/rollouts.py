@@ -129,8 +129,8 @@ def _prompts(table: pyarrow.Table) -> tuple[list[int], list[dict[str, Any]]]:
     """Of each row the number of its prompt, and the prompts, each once."""
     numbers: dict[tuple[str, str], int] = {}
     rows = zip(*(table[name].to_pylist() for name in OF_PROMPTS), strict=True)
-    of_rows = [numbers.setdefault(row, len(numbers)) for row in rows]
-    return of_rows, [dict(zip(OF_PROMPTS, prompt, strict=True)) for prompt in numbers]
+    prompt_numbers = [numbers.setdefault(row, len(numbers)) for row in rows]
+    return prompt_numbers, [dict(zip(OF_PROMPTS, prompt, strict=True)) for prompt in numbers]
 
 
 def _add_held_out(

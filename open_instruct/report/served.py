@@ -29,8 +29,8 @@ class Pages:
     def mark(self) -> str:
         """Another one once a file of the runs has."""
         names = ("metrics.jsonl", "eval.jsonl", "config.yaml", "plan.json", "hf_model", "traces")
-        found = [folder / name for folder in self._folders for name in names]
-        return "-".join(f"{_changed_ns(path):x}" for path in found)
+        paths = [folder / name for folder in self._folders for name in names]
+        return "-".join(f"{_changed_ns(path):x}" for path in paths)
 
     def page(self) -> str:
         with self._lock:

@@ -208,8 +208,8 @@ class Driver:
     def _stop_early(self, number: int) -> int:
         if self.step > 0:
             self._save(waits=True)
-        told, code = stopped_by(number, step=self.step, folder=self.run.directory.path)
-        self.console.say(told)
+        message, code = stopped_by(number, step=self.step, folder=self.run.directory.path)
+        self.console.say(message)
         return code
 
     def _say_signal(self, name: str) -> None:

@@ -23,17 +23,17 @@ def export_finished(run: RolloutRun) -> bool:
         InputError: the start model was changed in place.
         RunError: the disk filled up or failed; an earlier export is unharmed.
     """
-    found, config = candidates(run.directory.path), run.config
+    checkpoints, config = candidates(run.directory.path), run.config
     is_safe = run.pretrained.dtype_named(config.run.export_dtype) != torch.float16
-    if not found or step_of(found[0]) < config.num_steps or config.adapters is not None or not is_safe:
+    if not checkpoints or step_of(checkpoints[0]) < config.num_steps or config.adapters is not None or not is_safe:
         return False
     doing("exporting the trained model")
-    if damage_of(found[0]):
+    if damage_of(checkpoints[0]):
         return False
-    refuse_another_start_model(found[0], fingerprint_of(run.pretrained))
-    run.console.say(f"all {config.num_steps:,} steps were taken: exporting the model of {found[0]}")
+    refuse_another_start_model(checkpoints[0], fingerprint_of(run.pretrained))
+    run.console.say(f"all {config.num_steps:,} steps were taken: exporting the model of {checkpoints[0]}")
     model = run.pretrained.build(init_device="meta")
-    weights = SavedWeights(found[0], parameter_shapes(model))
+    weights = SavedWeights(checkpoints[0], parameter_shapes(model))
     write_model(
         model, weights, run.pretrained, directory=run.directory, console=run.console, config=config, trained_by="grpo"
     )

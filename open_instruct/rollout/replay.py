@@ -33,7 +33,7 @@ class StepWeights:
     model: str
     checkpoint: Path | None
     are_the_steps_own: bool
-    told: str
+    description: str
 
 
 def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
@@ -59,28 +59,28 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
     """
     start = config.model.model_name_or_path
     if given is not None:
-        told = f"the weights are those of {given}, with a fresh optimizer"
+        description = f"the weights are those of {given}, with a fresh optimizer"
         if config.loss.ref_policy_update_freq is not None:
-            told += "; the reference policy is the start model, although the run moved it"
-        return StepWeights(model=given, checkpoint=None, are_the_steps_own=False, told=told)
+            description += "; the reference policy is the start model, although the run moved it"
+        return StepWeights(model=given, checkpoint=None, are_the_steps_own=False, description=description)
     checkpoints = {step_of(path): path for path in find_checkpoints(run)}
     newest = max((saved for saved in checkpoints if saved < step), default=0)
     checkpoint, are_the_steps_own = checkpoints.get(newest), newest == step - 1
-    told = f"the weights are the start model's, {start}"
+    description = f"the weights are the start model's, {start}"
     if checkpoint is not None:
-        told = f"the weights are those of {'' if are_the_steps_own else f'step {newest}, '}{checkpoint}"
+        description = f"the weights are those of {'' if are_the_steps_own else f'step {newest}, '}{checkpoint}"
     if not are_the_steps_own:
-        told += (
+        description += (
             f": step {step} began with those of step {step - 1}, of which there is no checkpoint. Loss, gradient and "
             "the ratios to the engine are of another policy than the run's"
         )
-    return StepWeights(model=start, checkpoint=checkpoint, are_the_steps_own=are_the_steps_own, told=told)
+    return StepWeights(model=start, checkpoint=checkpoint, are_the_steps_own=are_the_steps_own, description=description)
 
 
 def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
     """Raises InputError where a trace has a token that the model does not know."""
     ids = [ids for group in groups for ids in (group.prompt.token_ids, *(c.token_ids for c in group.completions))]
-    largest = max((max(of_text, default=0) for of_text in ids), default=0)
+    largest = max((max(text_ids, default=0) for text_ids in ids), default=0)
     if largest >= vocab_size:
         raise InputError(
             f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do not belong together"
@@ -105,10 +105,10 @@ def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) 
 
     The loss's difference is absolute: advantages of both signs nearly cancel in it.
     """
-    of_loss = abs(recorded["loss"] - recomputed["loss"])
-    of_norm = abs(recorded["grad_norm"] - recomputed["grad_norm"])
-    share = of_norm / recorded["grad_norm"] if recorded["grad_norm"] else of_norm
-    return f"recorded and recomputed differ by {of_loss:.1e} in loss, by {share:.1e} of itself in grad_norm"
+    loss_gap = abs(recorded["loss"] - recomputed["loss"])
+    norm_gap = abs(recorded["grad_norm"] - recomputed["grad_norm"])
+    share = norm_gap / recorded["grad_norm"] if recorded["grad_norm"] else norm_gap
+    return f"recorded and recomputed differ by {loss_gap:.1e} in loss, by {share:.1e} of itself in grad_norm"
 
 
 def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:

@@ -66,10 +66,10 @@ def training_samples(batch: RolloutStepBatch, *, config: RolloutSection, version
     advantages = advantages_of(batch.groups, name, pass_k=config.advantage_pass_k, own=own)
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
-    for group, of_group in zip(batch.groups, advantages, strict=True):
-        learns = any(of_group) or not config.filter_zero_std_samples
+    for group, group_advantages in zip(batch.groups, advantages, strict=True):
+        learns = any(group_advantages) or not config.filter_zero_std_samples
         used: list[bool] = []
-        for completion, advantage in zip(group.completions, of_group, strict=True):
+        for completion, advantage in zip(group.completions, group_advantages, strict=True):
             is_masked = config.mask_truncated_completions and completion.is_truncated
             used.append(learns and len(completion.token_ids) > 0 and not is_masked)
             if used[-1]:

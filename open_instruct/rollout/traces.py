@@ -137,7 +137,7 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
         rows = [row for row in rows if not row["rejected"]]
         for row in rows:
             _check_row(row)
-        return [_group_of(list(of_ticket)) for _, of_ticket in groupby(rows, key=lambda row: row["ticket"])]
+        return [_group_of(list(ticket_rows)) for _, ticket_rows in groupby(rows, key=lambda row: row["ticket"])]
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor, nor have those of a damaged row
         raise InputError(
             f"{path} cannot be read as a trace of ours: {one_line(error)}; copy it again, or take another step"
@@ -162,8 +162,8 @@ def _rows(step: int, batch: RolloutStepBatch, learned: StepSamples) -> Iterator[
     ]
     for group, advantages, is_used, rejected in judged:
         checks = json.dumps([asdict(check) for check in group.prompt.checks])
-        of_samples = zip(group.completions, group.verdicts, advantages, is_used, strict=False)
-        for index, (completion, verdict, advantage, used) in enumerate(of_samples):
+        samples = zip(group.completions, group.verdicts, advantages, is_used, strict=False)
+        for index, (completion, verdict, advantage, used) in enumerate(samples):
             yield {
                 "step": step,
                 "ticket": group.ticket,

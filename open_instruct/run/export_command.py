@@ -81,13 +81,13 @@ def export_command(words: Sequence[str]) -> int:
     if lora is not None:
         adapt(model, lora, dtype=dtype)
     trained = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
-    of_step = SavedWeights(folder, trained)
-    weights: Mapping[str, Held] = of_step
+    saved = SavedWeights(folder, trained)
+    weights: Mapping[str, Held] = saved
     if lora is not None:
         refuse_another_start_model(folder, fingerprint_of(pretrained))
         plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
-        plain |= {LM_HEAD: of_step[LM_HEAD]} if LM_HEAD in of_step else {}
-        weights = MergedWeights(plain, {name: each.local for name, each in of_step.items()}, scale=lora.scale)
+        plain |= {LM_HEAD: saved[LM_HEAD]} if LM_HEAD in saved else {}
+        weights = MergedWeights(plain, {name: each.local for name, each in saved.items()}, scale=lora.scale)
     trained_by = objective.name if objective else "grpo"
     report = export_hf(
         model.to(dtype),
@@ -141,9 +141,9 @@ def checkpoint_of(run: Path, named: str) -> Path:
     """
     from open_instruct.checkpoints.step_folder import damage_of, find_checkpoints
 
-    found = {path.name: path for path in find_checkpoints(run)}
-    if (name := named or next(reversed(found), "")) not in found:
-        raise InputError(f"{run} has {', '.join(found) or 'no checkpoint'}" + (f", and not {named}" if named else ""))
-    if told := damage_of(found[name]):
-        raise InputError(f"the checkpoint {found[name]} is damaged: {told[0]}; take another step of the run")
-    return found[name]
+    folders = {path.name: path for path in find_checkpoints(run)}
+    if (name := named or next(reversed(folders), "")) not in folders:
+        raise InputError(f"{run} has {', '.join(folders) or 'no checkpoint'}" + (f", and not {named}" if named else ""))
+    if damage := damage_of(folders[name]):
+        raise InputError(f"the checkpoint {folders[name]} is damaged: {damage[0]}; take another step of the run")
+    return folders[name]

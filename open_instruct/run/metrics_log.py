@@ -64,11 +64,11 @@ class MetricsLog:
 
         :param row: with the number of the step as `step`.
         """
-        said = {
+        json_row = {
             name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()
         }
         with self.path.open("a") as file:
-            file.write(json.dumps(said, allow_nan=False) + "\n")
+            file.write(json.dumps(json_row, allow_nan=False) + "\n")
         for tracker in self.trackers:
             tracker.log(dict(row), step=int(row["step"]))
         for warning in (self._growth.after_step(row), *self._slowness.after_step(row)):

@@ -138,9 +138,9 @@ def _refuse_another_run(
             "states; sums are taken in another order, so losses may differ in their last digits"
         )
     if lengths := changed_lengths(saved, config):
-        told, schedule = "; ".join(lengths.values()), config.optim.lr_scheduler_type
+        changes, schedule = "; ".join(lengths.values()), config.optim.lr_scheduler_type
         console.warn(
-            f"the run in {directory.path} had ended after step {step}, and goes on from there ({told}). "
+            f"the run in {directory.path} had ended after step {step}, and goes on from there ({changes}). "
             f"--lr_scheduler_type {schedule} and --warmup_ratio stretch over all steps of a run: the learning rate is "
             "from now on that of a run of the new length, which is higher than it was at the end"
         )

@@ -90,24 +90,24 @@ def last_number(text: str) -> Decimal | None:
 
     Example: `last_number("that is $1,250.50 in all.") == Decimal("1250.50")`.
     """
-    found = None
+    number = None
     for match in _NUMBER.finditer(text):
         word = match.group()
         if word.startswith("-") and match.start() > 0 and text[match.start() - 1].isalnum():
             word = word[1:]
-        found = word
-    if found is None:
+        number = word
+    if number is None:
         return None
     try:
-        return Decimal(found.replace(",", ""))
+        return Decimal(number.replace(",", ""))
     except InvalidOperation:
         return None
 
 
 def answer_of(completion: str) -> str:
     """What follows the last "Answer:" (in any case) on its line, or the whole completion."""
-    found = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
-    return found[-1] if found else completion
+    answers = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
+    return answers[-1] if answers else completion
 
 
 def words_of(text: str) -> list[str]:

@@ -140,8 +140,8 @@ def number_of_placeholders(text: str, *, count: int) -> bool:
 def has_postscript(text: str, *, marker: str) -> bool:
     """`marker` in any case, with or without spaces after its full stops, and something behind it."""
     pattern = re.escape(marker).replace(r"\.", r"\.\s?")
-    found = re.search(rf"(?<![\w.]){pattern}", text, flags=re.IGNORECASE)
-    return found is not None and _WORD.search(text, found.end()) is not None
+    match = re.search(rf"(?<![\w.]){pattern}", text, flags=re.IGNORECASE)
+    return match is not None and _WORD.search(text, match.end()) is not None
 
 
 def number_of_bullets(text: str, *, count: int) -> bool:

@@ -61,8 +61,8 @@ def find_answer(completion: str) -> str | None:
         start = boxes[-1].end()
         end = _closed_at(completion, start - 1, "{", "}")
         return None if end is None else completion[start:end]
-    if said := _SAID.findall(completion):
-        return str(said[-1]).strip().rstrip(".")
+    if answers := _SAID.findall(completion):
+        return str(answers[-1]).strip().rstrip(".")
     dollars = _DOLLARS.findall(completion)
     return str(dollars[-1]) if dollars else None
 

@@ -65,15 +65,15 @@ def _add(verifiers: dict[str, Verifier], origin: str, word: str) -> None:
 
 def _own(word: str, origin: str) -> Verifier:
     """What somebody has written: a class of verifiers, or a function that gives rewards."""
-    found = load_named(word, origin=origin, what="NAME")
-    if inspect.isfunction(found):
-        return RewardFunction(found)
-    if not (isinstance(found, type) and issubclass(found, Verifier) and isinstance(getattr(found, "name", None), str)):
+    named = load_named(word, origin=origin, what="NAME")
+    if inspect.isfunction(named):
+        return RewardFunction(named)
+    if not (isinstance(named, type) and issubclass(named, Verifier) and isinstance(getattr(named, "name", None), str)):
         raise InputError(
             f"{origin} is neither a function nor a verifier; write `def reward(completions, **columns)`, or make it a "
             "subclass of open_instruct.verifiers.verifier.Verifier with a name and a score method"
         )
     try:
-        return found()
+        return named()
     except Exception as error:
         raise InputError(f"{origin} cannot be made without arguments ({type(error).__name__}: {error})") from error

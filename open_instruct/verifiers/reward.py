@@ -33,9 +33,9 @@ class RewardManager:
         `non_stop_penalty_value` instead of all that. Scores of a verifier that appears twice are averaged.
         """
         checks = [*prompt.checks, FORM] if self._config.apply_r1_style_format_reward else prompt.checks
-        of_checks = [self._pool.scores(check, prompt.text, completions) for check in checks]
+        check_outcomes = [self._pool.scores(check, prompt.text, completions) for check in checks]
         return [
-            self._verdict(prompt, completion, [outcomes[at] for outcomes in of_checks])
+            self._verdict(prompt, completion, [outcomes[at] for outcomes in check_outcomes])
             for at, completion in enumerate(completions)
         ]
 

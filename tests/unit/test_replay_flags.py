@@ -136,8 +136,8 @@ def test_the_weights_before_a_step(run: Path, step: int, checkpoint: str | None,
     weights = weights_before(run, step, config=asked(run).settings, given=None)
     assert (weights.model, weights.are_the_steps_own) == ("start", are_the_steps_own)
     assert weights.checkpoint == (None if checkpoint is None else run / checkpoint)
-    assert ("of another policy" in weights.told) == (not are_the_steps_own)
-    assert (f"step {step} began with those of step {step - 1}" in weights.told) == (not are_the_steps_own)
+    assert ("of another policy" in weights.description) == (not are_the_steps_own)
+    assert (f"step {step} began with those of step {step - 1}" in weights.description) == (not are_the_steps_own)
 
 
 def test_given_weights_overrule_checkpoints(run: Path) -> None:

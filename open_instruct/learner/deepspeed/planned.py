@@ -47,14 +47,14 @@ class DeepSpeed(Backend):
         """Later stages (kind 0), the optimizer in host memory (4), the weights too (5), then a tensor degree (6)."""
         now, stages, on_host = self.parallel, range(4), {"adam_offload": True}
         later, none = stages[now.deepspeed_stage + 1 :] if setting.layout.world_size > 1 else (), dict[str, Any]()
-        found = [(0, stage, none) for stage in later]
+        remedies = [(0, stage, none) for stage in later]
         if setting.on_cuda and not now.adam_offload:
-            found += [(4, stage, on_host) for stage in stages[max(1, now.deepspeed_stage) :]]
+            remedies += [(4, stage, on_host) for stage in stages[max(1, now.deepspeed_stage) :]]
         if setting.on_cuda and not now.offload:
-            found += [(5, 3, on_host | {"offload": True})]
+            remedies += [(5, 3, on_host | {"offload": True})]
         degrees = tensor_degrees(setting.shape, setting.layout.context_parallel_degree)
-        found += [(6, 3, {"tensor_parallel_degree": n}) for n in degrees if n > now.tensor_parallel_degree]
-        for kind, stage, flags in found:
+        remedies += [(6, 3, {"tensor_parallel_degree": n}) for n in degrees if n > now.tensor_parallel_degree]
+        for kind, stage, flags in remedies:
             yield Way(kind=kind, strength=stage, values={"deepspeed_stage": stage} | flags)
 
 

@@ -148,8 +148,8 @@ class ZeroPasses(Passes):
         # Below stage 2 gradients of a first microbatch come one by one.
         self.accumulates |= run.stage > 1 or run.is_flat
 
-    def forward(self, held: Moment, **told: Any) -> Iterator[Moment]:
-        for moment in super().forward(held, **told):
+    def forward(self, held: Moment, **kwargs: Any) -> Iterator[Moment]:
+        for moment in super().forward(held, **kwargs):
             yield {**moment, GATHERED: self.c * self.run.most_gathered}
 
     def backward(self, held: Moment) -> Iterator[Moment]:

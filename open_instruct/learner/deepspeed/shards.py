@@ -126,11 +126,11 @@ class Masters:
         held = {name: (master.start, master.weights) for name, master in self.own.items() if stage}
         if stage == 3:
             held |= {name: _frozen(each) for name, each in named.items() if not each.requires_grad}
-        of_ranks = gathered({name: (start, start + local.numel()) for name, (start, local) in held.items()})
+        rank_ranges = gathered({name: (start, start + local.numel()) for name, (start, local) in held.items()})
         # Where the other ranks have theirs: with --adam_offload that is the host.
         nothing = next((each.weights[:0] for each in self.own.values()), torch.empty(0, device=engine.device))
-        for name in set[str]().union(*of_ranks):
-            ranges, shape = [ranges.get(name, (0, 0)) for ranges in of_ranks], self.shapes[name]
+        for name in set[str]().union(*rank_ranges):
+            ranges, shape = [ranges.get(name, (0, 0)) for ranges in rank_ranges], self.shapes[name]
             local, slabs = held[name][1] if name in held else nothing, cuts[name].degree if cuts[name].dim else 1
             named[name].held = held_run(local, shape, ranges, rank=rank, num_slabs=slabs)
 
@@ -147,8 +147,8 @@ class Masters:
     def parts(self, values: Mapping[str, torch.Tensor]) -> dict[str, Part]:
         """Of values like the weights, what a checkpoint is told."""
         return {
-            name: Part(local=of_name, start=(self.own[name].start,), shape=(math.prod(self.shapes[name]),))
-            for name, of_name in values.items()
+            name: Part(local=tensor, start=(self.own[name].start,), shape=(math.prod(self.shapes[name]),))
+            for name, tensor in values.items()
         }
 
     @property

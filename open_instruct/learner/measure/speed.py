@@ -82,9 +82,9 @@ class OwnPace:
         self._spans.clear()
         return median(paces) if paces else None
 
-    def _around(self, of_logits: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def timed(logits_NV: torch.Tensor, *others: Any) -> Any:
-            began, losses, ended = self._clock.now(), of_logits(logits_NV, *others), self._clock.now()
+            began, losses, ended = self._clock.now(), compute(logits_NV, *others), self._clock.now()
             self._spans.append((max(1, len(logits_NV)), began, ended))
             return losses
 
@@ -93,8 +93,8 @@ class OwnPace:
     def _begin(self, head: torch.nn.Module, inputs: Any) -> None:
         self._began = self._clock.now()
 
-    def _end(self, head: torch.nn.Module, inputs: Any, told: Mapping[str, Any], output: Any) -> None:
-        kept = told.get("logits_to_keep")
+    def _end(self, head: torch.nn.Module, inputs: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        kept = kwargs.get("logits_to_keep")
         num_tokens = (inputs[0][..., 0] if kept is None else kept).numel()
         self._spans.append((max(1, num_tokens), self._began, self._clock.now()))
 
@@ -122,7 +122,7 @@ def flops_of_step(model: Transformer, counts: Mapping[str, int], *, mean_length:
     def flops(module: Any) -> int:
         """What is frozen has no gradient of its own, which is two of the six a weight."""
         frozen = sum(each.numel() for each in module.parameters() if not each.requires_grad)
-        of_all: int = module.num_flops_per_token(mean_length)
-        return of_all - 2 * frozen
+        num_flops: int = module.num_flops_per_token(mean_length)
+        return num_flops - 2 * frozen
 
     return counts["tokens"] * sum(map(flops, model.blocks.values())) + counts["labels"] * flops(model.lm_head)

@@ -53,10 +53,10 @@ def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not any(names_module([pattern], name) for name in names):
-            of_block = ", ".join(f"blocks.*.{name}" for name, _ in model.blocks["0"].named_children())
+            parts = ", ".join(f"blocks.*.{name}" for name, _ in model.blocks["0"].named_children())
             raise InputError(
                 f"--activation_checkpointing_modules {pattern}: the model has no module of that name (a * stands for "
-                f"anything but a dot); the parts of its blocks are {of_block}"
+                f"anything but a dot); the parts of its blocks are {parts}"
             )
     selected: list[str] = []
     for name in names:

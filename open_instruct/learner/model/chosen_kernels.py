@@ -19,6 +19,6 @@ def choose_kernels(
     checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
     for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:
         run.console.warn(warning)
-    if said := choose_attention(device, param_dtype=param_dtype):
-        run.console.say(said)
+    if message := choose_attention(device, param_dtype=param_dtype):
+        run.console.say(message)
     return checkpointing

@@ -46,7 +46,7 @@ def token_logprobs(
     settings = HeadSettings(temperature, with_entropy, with_collisions, classes, measure)
     output, inputs = _run(model, batch, settings, device=device)
 
-    def of_labels(values: torch.Tensor) -> torch.Tensor:
+    def at_labels(values: torch.Tensor) -> torch.Tensor:
         # Tensor-parallel ranks hold a part each.
         values = values.full_tensor() if isinstance(values, DTensor) else values
         values = values.flatten(0, 1)
@@ -56,13 +56,13 @@ def token_logprobs(
 
     if isinstance(output, LabelLosses):
         return TokenLogprobs(
-            logprobs_N=-of_labels(output.loss),
+            logprobs_N=-at_labels(output.loss),
             sequence_ids_N=inputs.sequence_ids_N,
-            entropy_N=None if output.entropy is None else of_labels(output.entropy),
-            collision_logprobs_N=None if output.collision_logprobs is None else of_labels(output.collision_logprobs),
-            measured_N=None if output.measured is None else of_labels(output.measured),
+            entropy_N=None if output.entropy is None else at_labels(output.entropy),
+            collision_logprobs_N=None if output.collision_logprobs is None else at_labels(output.collision_logprobs),
+            measured_N=None if output.measured is None else at_labels(output.measured),
         )
-    values_NC = torch.stack([of_labels(column) for column in output], dim=1)
+    values_NC = torch.stack([at_labels(column) for column in output], dim=1)
     logprobs_NC = values_NC.log_softmax(dim=1) if classes else values_NC
     return TokenLogprobs(logprobs_N=logprobs_NC[:, 0], sequence_ids_N=inputs.sequence_ids_N, values_NC=values_NC)
 
@@ -111,7 +111,7 @@ class _Inputs(NamedTuple):
     """
 
     input_ids_BT: torch.Tensor
-    told: dict[str, Any]
+    model_kwargs: dict[str, Any]
     labelled_N: torch.Tensor
     sequence_ids_N: torch.Tensor
 
@@ -127,7 +127,7 @@ def _run(
             ignore_index=IGNORE_INDEX,
             loss_reduction="none",
             return_logits=False,
-            **inputs.told,
+            **inputs.model_kwargs,
         )
     return output, inputs
 
@@ -135,20 +135,20 @@ def _run(
 def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
     """On the CPU, where all of it is found without a wait for the device."""
     context, (own, kept) = context_of(model), _own(model, batch)
-    told: dict[str, Any] = {"labels": own.labels_BT}
+    model_kwargs: dict[str, Any] = {"labels": own.labels_BT}
     if (lengths := batch.document_lengths) is not None:
         assert sum(lengths) == batch.input_ids_BT.numel(), "a token of no document would be computed from nothing"
         segments = Segments.of(lengths, batch.prefix_lengths or (0,) * len(lengths), device=torch.device("cpu"))
         if context is not None:
             part = context.part_of(batch.input_ids_BT.shape[1])
             segments = segments._replace(positions_T=segments.positions_T[part])
-        told["segments"] = segments
+        model_kwargs["segments"] = segments
     assert lengths is not None or context is None, "padded rows are not split over ranks"
     if kept is not None:
-        told["logits_to_keep"] = kept.positions_BK
+        model_kwargs["logits_to_keep"] = kept.positions_BK
     sequence_ids = (batch.sequence_ids_BT if kept is None or context is not None else kept.sequence_ids_BK).flatten()
     labelled_N = (sequence_ids >= 0).nonzero().squeeze(1)
-    return _Inputs(own.input_ids_BT, told, labelled_N, sequence_ids[labelled_N])
+    return _Inputs(own.input_ids_BT, model_kwargs, labelled_N, sequence_ids[labelled_N])
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
@@ -164,7 +164,7 @@ def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
 
 def _whole_row(values: torch.Tensor, inputs: _Inputs, context: ContextGroup) -> torch.Tensor:
     """The values of a row's tokens, shape (T, ...), from those that this rank has of its part."""
-    if "logits_to_keep" not in inputs.told:
+    if "logits_to_keep" not in inputs.model_kwargs:
         return context.whole_row(values)
     values_T = values.new_zeros(inputs.input_ids_BT.numel(), *values.shape[1:])
-    return context.whole_row(values_T.index_copy(0, inputs.told["logits_to_keep"].flatten(), values))
+    return context.whole_row(values_T.index_copy(0, inputs.model_kwargs["logits_to_keep"].flatten(), values))

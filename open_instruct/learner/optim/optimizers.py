@@ -59,8 +59,8 @@ class HostSkipStepAdamW(SkipStepAdamW):
         return torch.device("cpu")
 
     def get_step_factor(self) -> torch.Tensor:
-        of_weights = self.param_groups[0]["params"][0].device
-        return torch.full((), float(super().get_step_factor()), device=of_weights)
+        weights_device = self.param_groups[0]["params"][0].device
+        return torch.full((), float(super().get_step_factor()), device=weights_device)
 
     @property
     def step_skipped(self) -> torch.Tensor:
@@ -81,8 +81,8 @@ def build_optimizer_config(
 
     :param has_biases: whether the model has any. OLMo-core refuses a pattern that names nothing.
     """
-    of_adam = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
-    common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | of_adam
+    adam_settings = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
+    common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | adam_settings
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
     if not_decayed := [name for name in optim.not_decayed if has_biases or name != BIASES]:
