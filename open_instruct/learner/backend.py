@@ -1,4 +1,4 @@
-"""What holds the weights of a policy and steps its optimizer, whatever library does it."""
+"""A backend holds the weights of a policy and steps its optimizer, with one sharding library or another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRAD_NORM = "grad_norm"
 
 
 def refuse_other_backend(names: Iterable[str], *, own: str, part: str) -> None:
-    """:raises InputError: the checkpoint that has `names` in it has not the `part` that the backend `own` writes."""
+    """:raises InputError: a checkpoint with these `names` lacks the `part` that the backend `own` writes."""
     if not any(name.startswith(f"{part}.") for name in names):
         raise InputError(
             f"the checkpoints in --output_dir are not of --backend {own}, which cannot go on from them: give the "
@@ -44,7 +44,7 @@ class Backend(Protocol):
 
     @property
     def model(self) -> Transformer:
-        """What is trained: the parameters' own dtype, this rank's shards."""
+        """The trained model: this rank's shards, in the parameters' own dtype."""
 
     @property
     def computing_model(self) -> Transformer:
@@ -58,15 +58,15 @@ class Backend(Protocol):
 
     @property
     def dp_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see other rows than this one, this one among them."""
+        """The data-parallel group: this rank, and the ranks that see other rows."""
 
     @property
     def leaves_out_outliers(self) -> bool:
-        """Whether a step whose gradient is not finite is left out; else it ends the run."""
+        """Whether a step with a gradient that is not finite is left out; otherwise it ends the run."""
 
     @property
     def train_module(self) -> TrainModule:
-        """What OLMo-core's checkpoints and callbacks are given: the state of model and optimizer."""
+        """OLMo-core's checkpoints and callbacks read the state of model and optimizer from this train module."""
 
     def set_mode(self, mode: Literal["train", "eval"]) -> None: ...
 
@@ -76,22 +76,22 @@ class Backend(Protocol):
     def backward(self, loss: torch.Tensor) -> None: ...
 
     def clip(self) -> torch.Tensor | None:
-        """Clip the gradient. Returns its norm before that; None where it is known, and clipped, in the step alone."""
+        """Clip the gradient and return its norm before clipping; None where only `step` clips and knows the norm."""
 
     def set_learning_rate(self) -> float | torch.Tensor:
-        """The schedule's, for the step that comes; returns it."""
+        """Set the scheduled learning rate of the coming step, and return it."""
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
         """Take the optimizer's step. Returns `grad_norm` if it is known only now, and `step_skipped` if that can be.
 
-        :param loss: of the update, over all ranks, by which an optimizer may know an outlier.
-        :param grad_norm: what `clip` has returned.
+        :param loss: the update's, over all ranks; an optimizer may recognise an outlier by it.
+        :param grad_norm: the norm that `clip` returned.
         """
 
     def leave_out_step(self) -> None:
-        """Let go of the gradients, and change nothing."""
+        """Drop the gradients, and change nothing."""
 
     def zero_grads(self) -> None: ...
 
     def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
-        """One that begins as the policy did, from `pretrained`, and then follows it; `moves` are `Reference`'s."""
+        """A reference that starts from `pretrained` then follows the policy; `moves` are `Reference`'s arguments."""

@@ -1,4 +1,4 @@
-"""How a run ends: with an exported model."""
+"""A run ends by exporting its model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export_policy(
 ) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`; see `export_hf`. Every rank enters together.
 
-    Of a policy with adapters that is the model with them added, and OUT/adapter has them by themselves.
+    For a policy with adapters, OUT/hf_model is the model with the adapters merged, and OUT/adapter has them alone.
     """
     doing("exporting the trained model")
     dtype = pretrained.dtype_named(config.run.export_dtype)
@@ -80,7 +80,7 @@ def write_model(
     trained_by: str,
     more_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write OUT/hf_model from `weights`, which are known to be finite; `model` says their names and shapes."""
+    """Write OUT/hf_model from `weights`, which are known to be finite; `model` gives their names and shapes."""
     report = export_hf(
         model,
         pretrained.hf_config,
@@ -89,7 +89,7 @@ def write_model(
         tokenizer_folder=pretrained.tokenizer_folder,
         out_folder=directory.hf_model,
         dtype=pretrained.dtype_named(config.run.export_dtype),
-        # The template it was trained with is the one to use it with.
+        # The exported model keeps the chat template that it was trained with.
         chat_template=pretrained.chat_template,
         card=partial(card_of, directory, trained_by=trained_by),
         more_config=more_config,

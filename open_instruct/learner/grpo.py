@@ -1,4 +1,4 @@
-"""One rank's learner of GRPO: its steps are brought by a driver."""
+"""One rank's learner of GRPO; a driver brings its steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from open_instruct.run.start_model import start_model_of
 
 @dataclass(slots=True)
 class DriversState:
-    """Where the driver stands among its prompts: the learners keep it for the driver, in their checkpoints."""
+    """The driver's place among its prompts; the learners keep it in their checkpoints."""
 
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -37,10 +37,10 @@ class GRPOLearner:
     """Policy, reference and loop of one rank. Usable once constructed; every method is collective.
 
     Args:
-        pretrained: what the policy starts from.
-        reference: what the reference policy starts from; not built with `--beta 0`. Default: `pretrained`.
-        run: that the process has joined.
-        config: of the run.
+        pretrained: the checkpoint that the policy starts from.
+        reference: the checkpoint of the reference policy; not built with `--beta 0`. Default: `pretrained`.
+        run: the run that this process has joined.
+        config: the flags of the run.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class GRPOLearner:
         minibatches = rollout_minibatches(work, pad_token_id=pad_token_id, pad_to_multiple_of=multiple)
         updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs)
         row = self.loop.take_step(updates * num_epochs, num_tokens=work.num_tokens_global)
-        # The weights go out next, which waits for the optimizer too: here it counts as training.
+        # Sending the weights comes next and would wait for the optimizer; waiting here counts its time as training.
         self.loop.wait_for_device()
         return row
 
     def save(self, drivers_state: dict[str, Any], *, waits: bool = True) -> None:
-        """Write a checkpoint of this step; `drivers_state`, which JSON can say, goes with it.
+        """Write a checkpoint of this step, with `drivers_state`, an object of JSON.
 
-        :param waits: that it is there on return.
-        :raises RunError: if it cannot be written; those written before are unharmed.
+        :param waits: whether it is written on return.
+        :raises RunError: it cannot be written; earlier checkpoints are unharmed.
         """
         self.drivers.state = drivers_state
         self.loop.save(waits=waits)

@@ -1,4 +1,4 @@
-"""How well a policy does on rows it was not trained on, before training, after, and between; see `eval.jsonl`."""
+"""The held-out rows of a run are scored before, during and after training; the results go to `eval.jsonl`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Heldout:
     _last: tuple[int, Evaluation] | None = field(default=None, init=False)
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """At the start, and with --eval_steps after every so many steps and the last one."""
+        """Whether to score after `step`: at the start, and with --eval_steps after every so many steps and the last."""
         every = self.config.data.eval_steps
         return step == 0 or (every > 0 and (step % every == 0 or step == num_steps))
 
@@ -48,7 +48,7 @@ class Heldout:
         return evaluation
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What a row of metrics.jsonl has of it: the numbers, and the seconds that it took."""
+        """The entries of an evaluation in a row of metrics.jsonl: its numbers, and the seconds that it took."""
         began_s = time.perf_counter()
         row = self.evaluate(step).row
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}

@@ -1,8 +1,8 @@
-"""All that is reached of OLMo-core without a public door, and why.
+"""Every use of OLMo-core's private attributes is in this file, with the reason for it.
 
-OLMo-core's `Trainer.fit` asks a loader for batches and reads one metric record a step. GRPO's steps are brought by a
-driver, have several updates each, and a step's numbers travel to another process; so the loop is ours, and what `fit`
-does between steps is done by the functions here.
+OLMo-core's `Trainer.fit` asks a loader for batches and reads one metric record a step. GRPO's steps come from a driver,
+have several updates each, and send their metrics to another process. So the loop is ours, and the functions here do the
+work that `fit` does between steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from olmo_core.train.callbacks import Callback
 
 
 def pass_on_metrics(trainer: Trainer) -> None:
-    """Give what was recorded since the last call to the callbacks' `log_metrics`, as `fit` does after a step."""
+    """Give the metrics recorded since the last call to the callbacks' `log_metrics`, as `fit` does after a step."""
     trainer._log_metrics()
 
 

@@ -1,4 +1,4 @@
-"""The one loop: takes the steps of a run, whoever brings them and whatever holds the shards.
+"""The one training loop takes the steps of every run, for every source of batches and every backend.
 
 OLMo-core's callbacks are called at the points at which its own trainer calls them.
 """
@@ -39,8 +39,8 @@ from open_instruct.run.opened import Run
 from open_instruct.run.signals import noting_signals
 from open_instruct.run.slowness import WINDOW, slowest, slowest_loader
 
-# OLMo-core's trainer always has these: checkpoints are written here, and the monitor's all-reduce in every step says
-# nothing that is not in the metrics.
+# OLMo-core's trainer always has these callbacks. They are not called: this loop writes the checkpoints, and the
+# monitor's all-reduce in every step adds nothing to the metrics.
 NOT_CALLED = ("checkpointer", "speed_monitor")
 
 OnStep = Callable[[int, Mapping[str, float]], None]
@@ -52,7 +52,7 @@ class EpochLoader(Place, Protocol):
     epoch: int
 
     def rest_of_epoch(self) -> Iterator[StepBatch]:
-        """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
+        """The steps left in the epoch; `state_dict` counts every step given out so far as taken."""
 
     def begin_next_epoch(self) -> None: ...
 
@@ -61,13 +61,13 @@ class Loop:
     """Takes optimisation steps and keeps the checkpoints of a run in its folder. Every method is collective.
 
     Args:
-        learner: that learns.
-        place: where the run stands in its data, saved and loaded with every checkpoint.
-        run: that the process has joined.
-        config: of the run.
-        start_model: fingerprint of what the policy began as, see `start_model_of`.
-        num_steps: of the whole run; the schedule stretches over them.
-        max_tokens_per_step: over all ranks, an upper bound.
+        learner: the policy that learns.
+        place: the run's place in its data, saved and loaded with every checkpoint.
+        run: the run that this process has joined.
+        config: the flags of the run.
+        start_model: fingerprint of the start model, see `start_model_of`.
+        num_steps: number of steps of the whole run; the schedule stretches over them.
+        max_tokens_per_step: an upper bound on the tokens of a step, over all ranks.
         save_interval: steps between checkpoints that last. Those of --ephemeral_save_interval are removed once there is
             a newer one.
         callbacks: OLMo-core's, by name, beside those of the flags.
@@ -108,10 +108,10 @@ class Loop:
         self._callbacks = [
             callback for name, callback in self.trainer.callbacks.items() if name in own or name not in NOT_CALLED
         ]
-        # Passing metrics on costs two all-reduces in every step: only where someone listens.
+        # Passing metrics on costs two all-reduces in every step, so it is done only where a callback listens.
         self._is_heard = bool(own)
         self._has_begun = False
-        self._clock = StepClock(torch.device("cpu"))  # a save is the host's, and what it waits for
+        self._clock = StepClock(torch.device("cpu"))  # a save takes the host's time
         self._removal = at_once(lambda: None)
         self._peak_flops = peak_flops_per_second(learner.device)
 
@@ -123,8 +123,8 @@ class Loop:
     def take_step(self, updates: Sequence[StepBatch], *, num_tokens: int) -> dict[str, float]:
         """One optimizer update for each of `updates`, and at last the learner's `end_step`.
 
-        Returns the metrics of the step, the same on every rank: means over the updates, maxima of what is called
-        `…/max`; and `time/…`, sums of this rank's seconds. `num_tokens` is what the whole step counts, on all ranks.
+        Returns the metrics of the step, the same on every rank: means over the updates, but the maximum of each
+        `…/max`; and `time/…`, sums of this rank's seconds. `num_tokens` are the tokens of the whole step, on all ranks.
         """
         self._begin()
         self.trainer.global_step += 1
@@ -165,12 +165,12 @@ class Loop:
         on_step: OnStep,
         heldout: Heldout | None = None,
     ) -> int | None:
-        """Take all steps that are left, one update each, and save those whose time it is and the last one.
+        """Take all remaining steps, one update each; save a checkpoint at each due step and at the last.
 
-        `on_step` is told the number and the metrics of every step, on every rank, those of `heldout` where it is due
-        among them.
+        `on_step` is called with the number and the metrics of every step, on every rank; the metrics of `heldout` are
+        among them where it is due.
 
-        Returns the number of the signal that ended it early, after the step and its checkpoint, or None.
+        Returns the number of the signal that ended the training early (after a step and its checkpoint), or None.
         """
         began_s = time.perf_counter()
         with noting_signals() as noted:
@@ -182,10 +182,10 @@ class Loop:
                 signal = self._first_signal(noted.number)
                 is_last = bool(signal) or self.step == self.num_steps
                 is_saved = is_last or any(self.step % every == 0 for every in self.save_intervals if every)
-                # Not after a signal: who sent it waits. A run that resumes there scores first of all.
+                # After a signal nothing is scored, as its sender waits. A run that resumes there scores first of all.
                 is_scored = heldout is not None and not signal and heldout.is_due(self.step, self.num_steps)
                 if is_saved or is_scored:
-                    # The optimizer's time is a step's: this one's, where no other will wait for it.
+                    # The optimizer's time counts as this step's, as no later step will wait for it.
                     self.wait_for_device()
                 spent.append((waited_s, time.perf_counter() - began_s))
                 row |= {"time/data": waited_s} | self._speeds(update, spent[-1][1])
@@ -209,8 +209,8 @@ class Loop:
     def save(self, *, waits: bool = True) -> None:
         """Write a checkpoint of this step, and remove those before the last `keep_last_n`.
 
-        :param waits: that it is there on return; else it may be written while the next steps are taken.
-        :raises RunError: if it, or the one begun before, cannot be written; those written earlier are unharmed.
+        :param waits: whether it is written on return; otherwise it may be written while the next steps are taken.
+        :raises RunError: this checkpoint, or the one begun before, cannot be written; earlier ones are unharmed.
         """
         self._finish_save()
         by_thread = self.saves_in_background and not waits
@@ -232,21 +232,21 @@ class Loop:
             )
 
     def resume(self, *, warn: Callable[[str], None]) -> bool:
-        """Load the newest checkpoint that is whole; whether there was one."""
+        """Load the newest checkpoint that is whole. Returns whether there was one."""
         doing("loading the checkpoint")
         return resume(self.trainer, warn=warn) is not None
 
     def stand_before(self, step: int, *, checkpoint: Path | None) -> None:
-        """Be about to take `step`, with weights and optimizer of `checkpoint`, or as they are.
+        """Make `step` the next one, with the weights and the optimizer of `checkpoint`, or with those that are loaded.
 
-        :raises RunError: if the checkpoint cannot be read.
+        :raises RunError: the checkpoint cannot be read.
         """
         if checkpoint is not None:
             load_checkpoint(self.trainer, checkpoint)
         self.trainer.global_step = step - 1
 
     def wait_for_device(self) -> None:
-        """Until it has done all that it was given, the optimizer's step last."""
+        """Wait until the device has done all its work, the optimizer's step last."""
         if self.learner.device.type == "cuda":
             torch.cuda.current_stream(self.learner.device).synchronize()
 
@@ -259,7 +259,7 @@ class Loop:
         self._call("close")
 
     def _speeds(self, update: StepBatch, duration_s: float) -> dict[str, float]:
-        """Real tokens a second, and of a GPU that is known the share of its peak FLOP/s."""
+        """Real tokens a second and, for a GPU whose peak is known, the share of its peak FLOP/s."""
         speeds = {"tokens_per_second": update.counts["tokens"] / duration_s}
         if self._peak_flops is not None:
             packed = [microbatch.packed for microbatch in update.microbatches]
@@ -290,14 +290,14 @@ class Loop:
             getattr(callback, hook)(*arguments)
 
     def _first_signal(self, number: int | None) -> int | None:
-        """The signal that any rank has had: they must stop after the same step."""
-        agreed = torch.tensor(number or 0)  # on the CPU, also with a GPU: nobody waits for that
+        """The signal that any rank has received, the same on all ranks, as they must stop after the same step."""
+        agreed = torch.tensor(number or 0)  # on the CPU, so that no rank waits for its GPU
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return int(agreed) or None
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several updates as those of one: means, but maxima of `…/max` and of a peak, and sums of times."""
+    """The metrics of several updates in one row: means, but the maximum of each `…/max` and peak, and sums of times."""
     assert rows, "a step has at least one update"
     return {
         name: max(row[name] for row in rows)

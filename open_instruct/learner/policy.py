@@ -1,6 +1,6 @@
-"""What a rank of a policy does in a step, whatever it learns and whoever holds its weights.
+"""One rank's part of a policy: forward passes, losses, checks and metrics, for every objective and every backend.
 
-A policy is given an objective's loss, and owns a `Backend`: it knows no algorithm, and no library that shards.
+A policy is given an objective's loss and owns a `Backend`: it knows no algorithm and no sharding library.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 OLD_TOKENS = "old_logprobs_N"
 TEACHER_TOKENS = "teacher_logprobs_N"
 NEGATIVE_BY_ROUNDING = 1e-3
-# A backend may leave out a step whose gradient is not finite. More than so many in a row are no outliers.
+# A backend may leave out a step with a gradient that is not finite. More than this many in a row end the run.
 MAX_LEFT_OUT = 10
 MAX_NAMED = 16
 
@@ -54,7 +54,7 @@ class Policy:
     `forward_backward`, `update`; at last `end_step`.
 
     Losses are sums over the microbatch divided by a global count, so their total over microbatches and ranks is the
-    loss of the global batch however that was cut.
+    loss of the global batch, however the batch was cut.
 
     Args:
         backend: holds the weights and steps them.
@@ -64,11 +64,11 @@ class Policy:
     def __init__(self, backend: Backend, loss: BoundLoss) -> None:
         self.backend = backend
         self.loss = loss
-        self.model = backend.model  # what is trained: the parameters' own dtype, this rank's shards
+        self.model = backend.model  # the trained model: this rank's shards, in the parameters' own dtype
         self.computing_model = backend.computing_model  # the model to call
         self.device = backend.device
-        self.dp_process_group = backend.dp_process_group  # the ranks that see other rows than this one, and this one
-        # For losses that compare logits with a teacher's.
+        self.dp_process_group = backend.dp_process_group  # this rank, and the ranks that see other rows
+        # Set for losses that compare logits with a teacher's.
         self.comparison: Comparison | None = None
         # A frozen model that the policy is drawn to on its own completions; built from its files after a restart.
         self.teacher: Transformer | None = None
@@ -86,8 +86,9 @@ class Policy:
 
     @property
     def reference(self) -> Reference | None:
-        """For losses that are penalised for leaving it. Give it before the first step, and before a checkpoint is
-        loaded: the backend keeps it, as one that moves is part of the checkpoints.
+        """The reference policy, for losses with a penalty for leaving it.
+
+        Set it before the first step, and before a checkpoint is loaded: the backend saves a moving reference in it.
         """
         return self.backend.reference
 
@@ -113,9 +114,8 @@ class Policy:
     def with_frozen_logprobs(self, updates: Sequence[StepBatch], *, num_epochs: int) -> tuple[StepBatch, ...]:
         """The updates of a step with the log-probs that are fixed during it; call it before the first of them.
 
-        The reference policy's, if there is one, and those of the policy as it is now. The latter are left out where the
-        step is a single update: there they are those of the update's own forward pass, so a pass is saved, and the
-        ratio is exactly 1.
+        They are the log-probs of the reference policy, if there is one, and of the policy before the step. A step of a
+        single update needs no pass for the latter: its own forward pass gives them, and the ratio is exactly 1.
         """
         models = {} if self.teacher is None else {TEACHER_TOKENS: self.teacher}
         if len(updates) * num_epochs > 1:
@@ -130,7 +130,7 @@ class Policy:
     def _with_logprobs_of(
         self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]
     ) -> tuple[StepBatch, ...]:
-        """The updates with the log-probs of each of `models`, by the names of the values that they become."""
+        """The updates with the log-probs of each of `models` added as values; the keys are the values' names."""
         if not models:
             return tuple(updates)
         self.backend.set_mode("eval")
@@ -151,7 +151,7 @@ class Policy:
         return filled
 
     def _frozen(self, models: Mapping[str, Transformer], packed: PackedBatch) -> dict[str, torch.Tensor]:
-        """The reference, and the teacher, may be the policy itself, without its adapters."""
+        """Log-probs under frozen `models`; a reference or a teacher may be the policy itself without its adapters."""
         values = {}
         for name, model in models.items():
             with nullcontext() if name == OLD_TOKENS else adapters_off(model):
@@ -160,8 +160,10 @@ class Policy:
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> TokenLogprobs:
-        """Log-probs of the labelled tokens under the policy as it is, and what the loss compares with a teacher; no
-        gradient. Call `reshard` after the last of several."""
+        """Log-probs of the labelled tokens under the policy, and the comparison with a teacher, without gradient.
+
+        Call `reshard` after the last of several calls.
+        """
         measure, with_entropy = self._measure(batch), self.loss.with_entropy
         return self._scores(self.computing_model, batch.packed, measure=measure, with_entropy=with_entropy)
 
@@ -184,7 +186,7 @@ class Policy:
 
     @torch.no_grad()
     def prepared(self, step: StepBatch) -> StepBatch:
-        """The step as its loss is to see it: with the reference's log-probs, and see `BoundLoss.prepare`."""
+        """The step with the reference's log-probs, and prepared by the loss (`BoundLoss.prepare`)."""
         if self.reference is not None and REFERENCE_TOKENS not in step.microbatches[0].values:
             (step,) = self.with_frozen_logprobs([step], num_epochs=1)
         if self.loss.prepare is None:
@@ -202,15 +204,15 @@ class Policy:
     def forward_backward(self, step: StepBatch) -> Metrics:
         """Gradients of this rank's microbatches, reduced over ranks and clipped; then one all-reduce for all metrics.
 
-        Returns `loss` and what goes with it.
+        Returns `loss` and the other metrics of the update.
 
-        :raises RunError: the loss or the gradient is not finite, or the first loss is not what it must be.
+        :raises RunError: the loss or the gradient is not finite, or the first loss is not the expected one.
         """
         step = self.prepared(step)
         self._has_nothing_to_learn = step.counts["rows"] == 0
         self.backend.set_mode("train")
-        # FSDP averages gradients over the data-parallel ranks; the denominators are global already. Ranks that split a
-        # row are averaged over too, while each has only its tokens' part of the row's gradient.
+        # FSDP averages gradients over the data-parallel ranks, and the denominators are global already. FSDP averages
+        # over context-parallel ranks too, though each has only its own tokens' part of a row's gradient.
         context = context_of(self.model)
         gradient_scale = get_world_size(self.dp_process_group) * (1 if context is None else context.degree)
         sums = WeightedSums()
@@ -229,7 +231,7 @@ class Policy:
 
         maxima = {name: Metric(value=value, reduction="max") for name, value in memory_so_far(self.device).items()}
         metrics = sums.means() | maxima
-        # Here and not in `update`: so the norm is read together with the loss, in one wait for the device.
+        # Clipping here and not in `update` reads the norm together with the loss, in one wait for the device.
         if (norm := self.backend.clip()) is not None:
             metrics[GRAD_NORM] = Metric(value=norm, reduction="max")
         reduced = reduce_metrics(metrics, group=self.dp_process_group, device=self.device)
@@ -248,10 +250,10 @@ class Policy:
     def update(self) -> Metrics:
         """Take the optimizer's step. Returns `grad_norm`, `lr`, and `step_skipped` where that can be.
 
-        Not from a gradient that is not finite; nor where there was nothing to learn from, or momentum alone would move
-        the weights.
+        No step is taken from a gradient that is not finite, nor from an update without rows to learn from, since
+        momentum alone would move the weights.
 
-        :raises RunError: the backend found in its step that the gradient is not finite.
+        :raises RunError: the backend found during its step that the gradient is not finite.
         """
         if self._has_nothing_to_learn:
             self.backend.leave_out_step()
@@ -269,7 +271,7 @@ class Policy:
         return {**metrics, **taken, **self._clock.read()}
 
     def own_pace(self) -> float | None:
-        """Seconds that this rank computes by itself for a token, since the last call; the first begins to measure."""
+        """Seconds of this rank's own computation per token since the last call; the first call begins to measure."""
         if self._pace is None:
             self._pace = OwnPace(self.computing_model.lm_head, self.device)
         return self._pace.read()
@@ -280,7 +282,7 @@ class Policy:
             self.reference.follow(self.model, step=self.trainer.global_step)
 
     def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
-        """The rows of the microbatches, on any rank, whose own losses are not finite, in parentheses."""
+        """Names, in parentheses, the rows of all ranks' microbatches whose losses are not finite."""
         broken = [
             batch for batch, loss in zip(step.microbatches, losses, strict=True) if not math.isfinite(float(loss))
         ]
@@ -296,8 +298,8 @@ class Policy:
         expected = first_loss(counts) if callable(first_loss) else first_loss
         if self.trainer.global_step != 1 or expected is None:
             return
-        # Policy and reference are the same weights before the first update: the cheapest proof that
-        # packing, labels and the frozen scores agree.
+        # Policy and reference have the same weights before the first update, so the expected loss is the cheapest proof
+        # that packing, labels and the frozen scores agree.
         tolerance = (1e-3 if self.backend.compute_dtype == torch.float32 else 5e-2) * max(1.0, expected)
         if abs(loss - expected) > tolerance:
             raise RunError(

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from open_instruct.models.build import local_part
 from open_instruct.models.shards import reshard
 
-# What a reference policy that moves is called in a checkpoint.
+# The key of a moving reference policy in a checkpoint.
 IN_CHECKPOINT = "reference"
 
 
@@ -22,8 +22,8 @@ IN_CHECKPOINT = "reference"
 class Reference:
     """A reference policy, sharded as the policy is. `update_freq` is None for one that is never updated.
 
-    That one is the start model, and is built from there again after a restart. One that moves is part of the
-    checkpoints, beside the policy and the optimizer.
+    A reference that is never updated is the start model, and is built from its files again after a restart. A reference
+    that moves is saved in the checkpoints, beside the policy and the optimizer.
     """
 
     model: Transformer
@@ -57,8 +57,8 @@ class Reference:
 def polyak_update(reference: Transformer, policy: Transformer, *, alpha: float) -> None:
     """Move the reference towards the policy: reference <- alpha * policy + (1 - alpha) * reference.
 
-    Shard by shard, on every rank by itself. Both are resharded first: the root's parameters stay gathered after
-    a forward, and what would be averaged then is not what is kept.
+    Every rank averages its own shards. Both models are resharded first: FSDP leaves the root's parameters gathered
+    after a forward pass, and an average of the gathered copies would not reach the shards.
     """
     reshard(reference)
     reshard(policy)

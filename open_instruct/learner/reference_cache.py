@@ -1,8 +1,8 @@
 """Log-probs of the frozen start model: computed once with the sharded model itself, kept by content.
 
-The file's name covers the weights, the configuration, the precision, and how rows are laid out: padded, packed, or with
-shared prompts, which differ by rounding. What is kept is the sum over the reply, so that losses which average divide by
-the length themselves and share the same file. Sums in which tokens do not all count are kept in a folder of their own.
+The file's name covers the weights, the configuration, the precision, and the layout of rows (padded, packed, or with
+shared prompts), since layouts differ by rounding. The cache keeps sums over the reply: a loss that averages divides by
+the length itself, so all losses share the same file. Sums that leave tokens out have a folder of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen models beside the policy, from their files: its reference, and its teacher."""
+"""The frozen models beside the policy, its reference and its teacher, are built from their files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from open_instruct.run.start_model import is_same_model
 
 
 def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> Transformer:
-    """The start model once more, under the policy's own mesh, without gradients and without an optimizer.
+    """A second copy of the start model under the policy's own mesh, without gradients and without an optimizer.
 
-    Call it after the policy is built: the mesh is the policy's.
+    Call it after the policy is built, as it takes the policy's mesh.
     """
     model = build_replica(pretrained, run=run, config=config)
     stream_load(model, pretrained.files, pretrained.names)
@@ -31,9 +31,9 @@ def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) 
 
 
 def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layout: ShardLayout) -> Pretrained:
-    """The model of --teacher_model_name_or_path; `build_teacher` builds it.
+    """Open the model of --teacher_model_name_or_path; `build_teacher` builds it.
 
-    :raises InputError: it cannot be opened, or its vocabulary is not the student's, so that they cannot be compared.
+    :raises InputError: it cannot be opened, or its vocabulary is not the student's.
     """
     model = replace(config.model, model_name_or_path=name, tokenizer_name_or_path=None)
     folder = RunDirectory(path=Path(config.run.output_dir)).hf_model
@@ -54,9 +54,10 @@ def open_teacher(name: str, student: Pretrained, *, config: LearnerConfig, layou
 def build_teacher(
     teacher: Pretrained, student: Pretrained, policy: Transformer, *, run: Run, config: LearnerConfig
 ) -> Transformer:
-    """What `open_teacher` opened; the `policy` to call, where `student` is the same and only gets adapters. Collective.
+    """Build the model that `open_teacher` opened. Collective.
 
-    Ask it within `adapters_off`.
+    Where the teacher is the `student`'s start model and the student only trains adapters, the result is `policy`
+    itself; call it within `adapters_off`.
     """
     doing("loading the teacher")
     if config.adapters is not None and is_same_model(teacher, student):

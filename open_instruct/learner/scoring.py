@@ -1,4 +1,4 @@
-"""Log-probs of a data set's replies under a sharded model as it is.
+"""Log-probs of a data set's replies under a sharded model with its present weights.
 
 Legend: N rows that are asked for, D documents of a row.
 """
@@ -42,7 +42,7 @@ class Scorer:
     def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
         """Sums over the replies of each document of `rows`: float32 array (N, D); of a pair, chosen then rejected.
 
-        Where the loss has several values added up, those of each stand side by side.
+        For a loss that sums several values, the sums of each value stand side by side.
         """
         num_documents = dataset.documents_per_row
         zeros_ND = torch.zeros(len(rows), num_documents, dtype=torch.float32, device=self.device)
@@ -71,7 +71,7 @@ class Scorer:
         return values_ND.cpu().numpy()
 
     def batches(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> Iterator[Batch]:
-        """This rank's microbatches of `rows`; every rank has as many, and goes through them together."""
+        """This rank's microbatches of `rows`; every rank has the same number, and ranks go through them together."""
         doing(f"scoring rows ({title})")
         rank, num_ranks = dist.get_rank(self.dp_group), dist.get_world_size(self.dp_group)
         # Rows of like length share a step, so that padding and waiting are short.

@@ -29,7 +29,7 @@ DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringModel:
-    """A model with the head that it was trained with, and how what that says becomes a score."""
+    """A model with the head that it was trained with, and the rule that turns the head's output into a score."""
 
     model: Transformer
     hf_config: PretrainedConfig
@@ -45,7 +45,7 @@ class ScoringModel:
         """Load it onto the GPU, or the CPU where there is none; without a `dtype`, in that device's.
 
         Raises:
-            InputError: it is damaged, no model that scores, or has no numbers to normalise with.
+            InputError: the folder is damaged, its model does not score, or it has no numbers to normalise with.
         """
         hf_config = load_hf_config(str(folder))
         words: list[str] = getattr(hf_config, REWARD_TOKENS, [])
@@ -78,7 +78,7 @@ class ScoringModel:
 
     @torch.no_grad()
     def scores(self, documents: Sequence[Document], *, batch_tokens: int) -> list[list[float]]:
-        """What the model says at each place of each document; packed, documents of like length together."""
+        """The scores at each place of each document; documents of similar length are packed together."""
         lengths = list(map(len, documents))
         scores: list[list[float]] = [[] for _ in documents]
         for batch in best_fit(range(len(lengths)), lengths, max(batch_tokens, max(lengths, default=0))):

@@ -1,4 +1,4 @@
-"""A frozen teacher beside the policy: a model that is sharded as the policy is, or what was kept of its distributions.
+"""A frozen teacher beside the policy: a model sharded as the policy is, or numbers kept of its distributions.
 
 The matrix of the teacher's head is gathered once and stays: the policy's head multiplies with it chunk by chunk, in the
 forward and again in the backward pass, when the teacher's own parameters have long been shards again.
@@ -36,9 +36,9 @@ class OpenedTeacher:
 
     @classmethod
     def of(cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout) -> OpenedTeacher:
-        """See `open_teacher`.
+        """Open the teacher's checkpoint with `open_teacher`.
 
-        :raises InputError: what is to be kept of a distribution is more than there is of it, too.
+        :raises InputError: also where --teacher_top_k is not smaller than the vocabulary.
         """
         pretrained = open_teacher(teacher.model_name_or_path, student, config=config, layout=layout)
         vocab_size = min(student.hf_config.vocab_size, pretrained.hf_config.vocab_size)
@@ -55,15 +55,18 @@ class OpenedTeacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What a policy is compared with at every label: the model with its head's matrix, whole and in the dtype that is
-    computed in; or, where there is none, the numbers that come with the rows."""
+    """A policy is compared with a teacher at every label.
+
+    The teacher is a `model` with its head's matrix (`head_VD`, whole, in the compute dtype). Without a `model` the rows
+    carry the numbers that were kept of the teacher's distributions.
+    """
 
     opened: OpenedTeacher
     model: Transformer | None = None
     head_VD: torch.Tensor | None = None
 
     def measure(self, policy: Transformer, batch: Batch, *, device: torch.device) -> Measure:
-        """What a forward pass of `policy` over a microbatch is to compute of its logits."""
+        """The `Measure` that a forward pass of `policy` over a microbatch computes of its logits."""
         if self.model is None:
             num_labels = int((batch.packed.sequence_ids_BT >= 0).sum())
             kept_NC = batch.values[ROW_VALUES].view(num_labels, -1 if num_labels else 1)

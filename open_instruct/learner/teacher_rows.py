@@ -1,4 +1,4 @@
-"""The rows that a policy is compared with a teacher on, with what is kept of the teacher's distributions.
+"""A distillation's rows get the numbers that are kept of the teacher's distributions, from a cache or a pass.
 
 Legend: N labelled tokens, V vocabulary, C numbers kept of a distribution.
 """
@@ -38,10 +38,10 @@ def compare_with(
     run: Run,
     config: TrainingConfig,
 ) -> tuple[Comparison, TokenDataset, TokenDataset | None]:
-    """What the policy is compared with, and the rows that it is compared on. Collective; the policy is built.
+    """The teacher to compare the policy with, and both data sets. Collective; call it after the policy is built.
 
-    Where only a part of each distribution is kept, that comes with the rows, from the cache or from the teacher, which
-    is there no longer afterwards.
+    Where only a part of each distribution is kept, the rows carry it, from the cache or from a pass of the teacher,
+    which is freed afterwards.
     """
 
     def build() -> Transformer:
@@ -76,7 +76,7 @@ def _keep(
     cache: RowCache,
     scorer: Scorer,
 ) -> None:
-    """Have the teacher read the rows that `cache` lacks, and put what is kept of them there, on every rank."""
+    """Run the teacher over the rows that `cache` lacks, and add the kept numbers to the cache, on every rank."""
     measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
     for batch in scorer.batches(dataset, cache.missing(dataset), title="teacher's distributions"):
         kept_NC = token_logprobs(model, batch.packed, device=scorer.device, measure=measure).measured_N

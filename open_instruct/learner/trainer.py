@@ -1,4 +1,4 @@
-"""OLMo-core's trainer as the record of a run: its step, its random state, its callbacks, its checkpoints.
+"""OLMo-core's trainer is the record of a run: it holds the step, the random state, callbacks and checkpoints.
 
 `fit` is never called: `learner/loop.py` drives it.
 """
@@ -22,7 +22,7 @@ NEVER = 10**12
 
 
 class Place(Protocol):
-    """Where a run stands in its data; part of every checkpoint."""
+    """A run's place in its data, saved in every checkpoint."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -30,7 +30,7 @@ class Place(Protocol):
 
 
 class PlaceInData(DataLoaderBase):
-    """What OLMo-core's trainer keeps as its loader. Batches come from the loop's caller; the trainer asks for none."""
+    """The loader that OLMo-core's trainer holds. It has no batches: those come from the loop's caller."""
 
     def __init__(
         self, place: Place, *, folder: Path, group: dist.ProcessGroup | None, max_tokens_per_step: int
@@ -78,10 +78,10 @@ def trainer_of(
 ) -> Trainer:
     """A trainer of `num_steps` steps, over which the schedule stretches, with our checkpoints in `folder`.
 
-    Bookkeeping is synchronous: ranks must agree at the end of which step a signal stops them.
+    Bookkeeping is synchronous, since all ranks must stop after the same step when a signal comes.
 
     :param place: saved and loaded with every checkpoint.
-    :param start_model: fingerprint of what the policy began as, see `start_model_of`.
+    :param start_model: fingerprint of the start model, see `start_model_of`.
     """
     return TrainerConfig(
         save_folder=str(folder),
@@ -91,7 +91,7 @@ def trainer_of(
         max_duration=Duration.steps(num_steps),
         metrics_collect_interval=1,
         async_bookkeeping=False,
-        # When one is written is the loop's business.
+        # The loop decides when a checkpoint is written.
         no_checkpoints=True,
         device=str(policy.device),
         callbacks={

@@ -33,34 +33,34 @@ from open_instruct.wording import counted
 
 
 def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]:
-    """What is settled before there is a model, each step on those before it: the mesh, and what DeepSpeed is told.
+    """Set up everything that the model needs: seeds, device, process groups. Returns the mesh and DeepSpeed's config.
 
-    The run has begun with the first three (`start_process`), which are taken again for those who start otherwise.
+    `start_process` did the first three steps already; they are repeated for callers that start in another way.
     """
     parallel, process, layout = config.parallel, run.process, run.layout
     on_cuda = process.device.type == "cuda"
-    # Seeds, the device, torch.distributed: DeepSpeed would start a group of its own if there were none.
+    # First seeds, the device and torch.distributed: without a group DeepSpeed would start one of its own.
     seed_all(config.optim.seed)
     if on_cuda:
         torch.cuda.set_device(process.device)
-    # DeepSpeed, which asks for what a launcher says, and remembers the groups of an earlier run in this process.
+    # Then DeepSpeed, which reads a launcher's variables and remembers the groups of an earlier run in this process.
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))
     mesh = mesh_of(layout, process.device)
     assert mesh is not None
-    # Accumulation: DeepSpeed is told of none, and so divides by nothing.
+    # The config names no gradient accumulation, so DeepSpeed does not divide by it.
     return mesh, engine_settings(parallel, model=config.model, optim=config.optim, on_cuda=on_cuda)
 
 
 def uncompiled(config: LearnerConfig) -> LearnerConfig:
-    """DeepSpeed compiles no blocks, and has nothing to say of a compiler that does not work."""
+    """The config without --compile_model: DeepSpeed compiles no blocks, so a broken compiler needs no warning."""
     return replace(config, memory=replace(config.memory, compile_model=False))
 
 
 def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int) -> ZeroBackend:
-    """Build without weights, share, then stream the checkpoint into the shards of what is trained."""
+    """Build without weights, partition, then stream the checkpoint into the shards of the trained weights."""
     doing("loading the start model")
     mesh, settings = set_up(run, config)
     model, optim, parallel = config.model, config.optim, config.parallel
@@ -72,7 +72,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
         transformer.lm_head.keeps_float32 = False  # DeepSpeed takes one dtype for all, and steps float32 ones
     transformer.to(param_dtype)  # adapters too
     adamw = build_optimizer_config(optim, device=device, has_biases=pretrained.names.has_biases)
-    keep_mesh(None)  # OLMo-core's train module insists on making one of its own, of which nothing is read
+    keep_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
     module = ZeroBackend(
         settings=settings,
         model=transformer,
@@ -84,8 +84,8 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=device,
     )
-    # DeepSpeed is told of no rank that splits rows: it averages over all of them. Frozen models that stand beside the
-    # policy are FSDP2's, over the same ranks.
+    # DeepSpeed does not know which ranks split rows: it averages over all ranks. Frozen models beside the policy are
+    # sharded by FSDP2 over the same ranks.
     module.world_mesh = mesh
     keep_mesh(mesh)
     if run.layout.context_parallel_degree > 1:

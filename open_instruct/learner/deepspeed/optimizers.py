@@ -1,4 +1,4 @@
-"""Which AdamW takes the steps: DeepSpeed's own for the device, or PyTorch's."""
+"""The choice of AdamW: DeepSpeed's own for the device, or PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
 
 
 def adam_for(device: torch.device, *, adam_offload: bool) -> Adam:
-    """On CUDA that which was made for where the states are; a CPU's is PyTorch's, and needs no compiler."""
+    """DeepSpeed's Adam on CUDA, for states on the device or in host memory; PyTorch's on a CPU, without a compiler."""
     return "AdamW" if device.type != "cuda" else "CPUAdam" if adam_offload else "FusedAdam"
 
 
@@ -25,15 +25,15 @@ def building_problem(adam: Adam) -> str | None:
     """Why the kernel of DeepSpeed's Adam cannot be compiled here. It takes a minute or two, once a machine."""
     try:
         getattr(deepspeed.ops.op_builder, f"{adam}Builder")().load()
-    except Exception as error:  # whatever a compiler, or the lack of one, makes of it
+    except Exception as error:  # a compiler, or the lack of one, may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
 
 
 class HeldStep:
-    """Of an optimizer that DeepSpeed steps: it takes no step while `is_held`, which is asked within the engine's step.
+    """An optimizer that takes no step while `is_held()`, which it asks when DeepSpeed's engine steps it.
 
-    DeepSpeed knows the gradient's norm when it calls the optimizer, not earlier.
+    DeepSpeed knows the gradient's norm only when it calls the optimizer, so the check has to be here.
     """
 
     is_held: Callable[[], bool]
@@ -52,7 +52,7 @@ class HeldCPUAdam(HeldStep, deepspeed.ops.adam.DeepSpeedCPUAdam): ...
 
 
 class HeldAdamWConfig(AdamWConfig):
-    """PyTorch's, as OLMo-core configures it."""
+    """PyTorch's AdamW, as OLMo-core configures it."""
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.AdamW]:
@@ -68,7 +68,7 @@ class FusedAdamConfig(AdamLikeConfig):
 
 
 class CPUAdamConfig(FusedAdamConfig):
-    """The same for states in host memory."""
+    """DeepSpeed's Adam for states in host memory."""
 
     @classmethod
     def optimizer(cls) -> type[torch.optim.Optimizer]:
@@ -76,12 +76,12 @@ class CPUAdamConfig(FusedAdamConfig):
 
 
 def choose_adam(adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]) -> OptimConfig[Any]:
-    """PyTorch's as `adamw` has it, or what `adam` has for it, if every rank can compile that. Collective."""
+    """The config of `adam` if every rank can compile its kernel, otherwise PyTorch's `adamw`. Collective."""
     if adam != "AdamW" and (problems := [why for why in gathered(building_problem(adam)) if why]):
         warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
         adam = "AdamW"
     kind: Any = {"AdamW": HeldAdamWConfig, "FusedAdam": FusedAdamConfig, "CPUAdam": CPUAdamConfig}[adam]
-    known = deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS  # of any other class ZeRO warns
+    known = deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS  # ZeRO warns of other classes
     if kind.optimizer() not in known:
         known.append(kind.optimizer())
     return kind(**{each.name: getattr(adamw, each.name) for each in fields(kind)})

@@ -1,4 +1,4 @@
-"""The learner on DeepSpeed, as a plan asks it. Without torch, and without DeepSpeed."""
+"""The DeepSpeed backend's answers to the planner, without torch and without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from open_instruct.records import ShardLayout
 
 
 class DeepSpeed(Backend):
-    """How a run shares under ZeRO."""
+    """How a run shards under ZeRO."""
 
     def __init__(self, config: LearnerConfig) -> None:
         self.parallel = config.parallel
@@ -35,7 +35,7 @@ class DeepSpeed(Backend):
         return {"stage": self.parallel.deepspeed_stage, "zpg": zpg_of(self.parallel), "host": on_host}
 
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
-        """Every stage, with what stays as it is where it can, and second copies within a node."""
+        """Settings of every stage, with and without second copies within a node; other flags stay where they can."""
         flags, sizes = self.parallel, set(setting.layout.gpus_per_node)
         in_nodes = sizes if len(setting.layout.nodes) > 1 and len(sizes) == 1 else set()
         for stage in range(4):

@@ -1,11 +1,11 @@
-"""What a rank holds and exchanges under ZeRO, stage by stage in closed form. Without torch, and without DeepSpeed.
+"""Memory and traffic of a rank under ZeRO, stage by stage in closed form, without torch and without DeepSpeed.
 
 Sources: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), figure 1 and section 7, for what each stage shares and
-sends; DeepSpeed 0.19 (`stage_1_and_2.py`, `bf16_optimizer.py`, `stage3.py`) for what its engine holds besides.
+sends; DeepSpeed 0.19 (`stage_1_and_2.py`, `bf16_optimizer.py`, `stage3.py`) for the buffers of its engine.
 
-P values are trained and F are frozen; N ranks share them, and c bytes a value are computed in. Where ranks split
-matrices, P and F are what one of them has, and N those that have the same part. What comes and goes in a pass counts as
-the most that it can be, at every moment; an exchange is the sum of a step, however DeepSpeed fills buckets.
+P values are trained and F are frozen; N ranks share them, and the compute dtype has c bytes. Where ranks split
+matrices, P and F count one rank's parts, and N the ranks with the same part. Buffers that come and go in a pass count
+at their largest, at every moment; an exchange is the sum of a step, however DeepSpeed fills buckets.
 tests/ranks/test_deepspeed_plan.py compares both with runs.
 """
 
@@ -35,7 +35,7 @@ SMALL = 100_000  # what stays whole at stage 3 (`stage3_param_persistence_thresh
 
 
 class ZeroMoments(Moments):
-    """Of a policy that DeepSpeed shares."""
+    """The memory of a policy that DeepSpeed partitions, moment by moment."""
 
     def __init__(self, flags: ParallelSection, shape: ModelShape, layout: ShardLayout, workload: Workload) -> None:
         self.flags, self.stage, self.c = flags, flags.deepspeed_stage, workload.compute_bytes
@@ -45,7 +45,7 @@ class ZeroMoments(Moments):
         self.num_trained = sum(trained)
         self.largest = max(trained)
         self.num_frozen = sum(self.sizes.values()) - self.num_trained
-        # What this rank's optimizer has: all at stage 0, else P / N. Parameters that reach into that have more.
+        # Values of this rank's optimizer: all at stage 0, else P / N. `touched` counts whole parameters in that range.
         self.own = [-(-size // self.num_ranks) for size in trained]
         self.touched = min(self.num_trained, sum(self.own) + self.largest)
         # `BF16_Optimizer` is stage 1 in bfloat16, without host memory.
@@ -56,7 +56,7 @@ class ZeroMoments(Moments):
     def _state(self, *, on_cuda: bool) -> tuple[Counter[str], Counter[str]]:
         """Bytes that stay from step to step on the device and on its host, with gradients (ZeRO, figure 1).
 
-        Without CUDA both are one.
+        Without CUDA the device is the host.
         """
         stage, c, own = self.stage, self.c, sum(self.own)
         P, F = self.num_trained, self.num_frozen
@@ -67,11 +67,11 @@ class ZeroMoments(Moments):
         # The optimizer's K = 12 bytes are shared from stage 1 on.
         optimizer[PARAMETERS] += MASTER_BYTES * own
         optimizer[OPTIMIZER] += ADAMW_MOMENTS * MOMENT_BYTES * own
-        # Weights to compute with are shared at stage 3, but for small ones; at stage 0 they are the float32 ones.
+        # Compute weights are shared at stage 3, but for small ones; at stage 0 they are the float32 weights.
         weights[PARAMETERS] += c * (F, P + F, P + F, own - (-F // self.num_ranks))[stage]
         if stage == 3 and self.num_ranks > 1:
             device[PARAMETERS] += c * sum(size for size in self.sizes.values() if size <= SMALL)
-        # Gradients are shared from stage 2 on, in float32 as whole ones. BF16_Optimizer has them in both dtypes.
+        # Gradients are shared from stage 2 on, in float32 by whole parameters. BF16_Optimizer has them in both dtypes.
         gradients = optimizer if stage == 3 or (stage == 2 and is_exact) else device
         gradients[GRADIENTS] += GRADIENT_BYTES * (P, P, self.touched if is_exact else own, own)[stage]
         if self.is_flat:
@@ -87,7 +87,7 @@ class ZeroMoments(Moments):
 
     @property
     def most_gathered(self) -> int:
-        """Values at stage 3: up to a limit and a parameter more, and what that is gathered in.
+        """The most values that stage 3 has gathered: its limit, one parameter more, and the buffer of a gather.
 
         Source: `PartitionedParameterCoordinator`. Neighbours' second copy is hpZ of ZeRO++ (Wang et al. 2023,
         arXiv:2306.10209, section 3.2).
@@ -100,9 +100,9 @@ class ZeroMoments(Moments):
 
     @property
     def most_reduced(self) -> int:
-        """Bytes in a backward pass: the bucket, from stage 2 on a copy of it and the gradient that was just made.
+        """Bytes of reduction in a backward pass: the bucket; from stage 2 on also its copy and the newest gradient.
 
-        In float32 stage 2 makes the gradients of a microbatch beside those of others.
+        In float32, stage 2 has the gradients of a microbatch beside those of earlier microbatches.
         """
         made = GRADIENT_BYTES * min(self.num_trained, BUCKET) + self.c * self.largest
         apart = self.c == MASTER_BYTES and self.workload.num_microbatches > 1
@@ -111,7 +111,7 @@ class ZeroMoments(Moments):
         return (0, 0 if self.is_flat else bucket, bucket + made + more, made)[self.stage]
 
     def step(self) -> Iterator[Moment]:
-        """Below stage 2 gradients are reduced first. The optimizer steps with a copy of its part of them."""
+        """The moment of the step: below stage 2 gradients are reduced first; the optimizer copies its part of them."""
         own = sum(self.own)
         copies = self.stage > 0 and not self.flags.adam_offload and not self.is_flat
         reduced = (min(self.num_trained, BUCKET), 0 if self.is_flat else max(BUCKET, self.touched), 0, 0)[self.stage]
@@ -138,14 +138,14 @@ class ZeroMoments(Moments):
 
 
 class ZeroPasses(Passes):
-    """Activations as ever; no unit is gathered or reduced by itself."""
+    """Passes with the usual activations, in which no unit is gathered or reduced by itself."""
 
     splits_rows = False
 
     def __init__(self, run: ZeroMoments, workload: Workload) -> None:
         super().__init__(run.shape, run.layout, workload)
         self.run, self.is_sharded = run, False
-        # Below stage 2 gradients of a first microbatch come one by one.
+        # Below stage 2 the gradients of the first microbatch are allocated one by one.
         self.accumulates |= run.stage > 1 or run.is_flat
 
     def forward(self, held: Moment, **kwargs: Any) -> Iterator[Moment]:
@@ -161,14 +161,14 @@ class ZeroPasses(Passes):
 
 
 def values_of(parameter: ParameterShape, degree: int) -> int:
-    """What each of `degree` ranks has of it, as `tensor_parallel.py` splits; embeddings and norms stay whole."""
+    """Values of `parameter` on each of `degree` ranks, split as by `tensor_parallel.py`: embeddings and norms whole."""
     axis = parameter.tensor_axis
     is_whole = axis is None or parameter.name.startswith("embeddings") or parameter.shape[axis] % degree > 0
     return parameter.num_params // (1 if is_whole else degree)
 
 
 def exchanges_of(run: ZeroMoments) -> Iterator[Exchange]:
-    """Those of one rank in one step. Not the norm, which is a few bytes."""
+    """The exchanges of one rank in one step, but for the norm, which is a few bytes."""
     work, stage = run.workload, run.stage
     num_backward, num_forward = work.num_updates * work.num_microbatches, 0
     yield from _of_activations(run, num_backward, work.num_values, trains=True)
@@ -191,11 +191,11 @@ def exchanges_of(run: ZeroMoments) -> Iterator[Exchange]:
 
 
 def _gathers(run: ZeroMoments, num_forward: int, num_backward: int) -> Iterator[Exchange]:
-    """3 P, section 7.2: each pass gathers all weights, and backward once more, but for what is left of the forward.
+    """Stage 3's gathers, 3 P (section 7.2): every pass gathers all weights; backward reuses those that forward kept.
 
-    Nothing is left where a run's first passes went forward alone: what may be let go of was worked out by their order.
-    Frozen weights come a third time to be recomputed, since modules with adapters ask for them one by one. Where
-    neighbours have a second copy, what is trained comes from all ranks the first time in an update only.
+    Forward keeps none if a run's first passes had no backward, since DeepSpeed plans by the order of those passes.
+    Frozen weights are gathered a third time for recomputation, since modules with adapters ask for them one by one.
+    With a second copy among neighbours, trained weights come from all ranks only the first time in an update.
     """
     work, nearby, everything = run.workload, zpg_of(run.flags), run.num_trained + run.num_frozen
     is_left = 0 if num_forward or work.reference_pass_tokens else min(everything, MOST_AT_ONCE)
@@ -212,9 +212,9 @@ def _sum(run: ZeroMoments, what: str, how: Collective, num_bytes: int, within: i
 
 
 def _of_activations(run: ZeroMoments, num_passes: int, num_values: int, *, trains: bool) -> Iterator[Exchange]:
-    """AutoTP's: ranks add up what a pair of matrices puts out, and backwards what each first one makes of its input.
+    """AutoTP's exchanges: all-reduces of each pair's output and, backwards, of its input's gradient.
 
-    A split head brings its logits together, which are computed again backwards.
+    A split head gathers its logits, which are computed again in the backward pass.
     """
     shape, layout, work, head = run.shape, run.layout, run.workload, run.shape.parameters[-1]
     num_rows = (work.tokens_per_microbatch, work.label_tokens_per_microbatch)

@@ -1,4 +1,4 @@
-"""What is known of the backend on DeepSpeed without torch, and without DeepSpeed."""
+"""The record of the DeepSpeed backend, readable without torch and without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class DeepSpeed:
         refuse_unfit(installed_version())
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-        """All ranks share, on whichever nodes they are."""
+        """All ranks share the weights, on all nodes."""
         shard_degree, num_replicas = (None, 1) if parallel.deepspeed_stage else (1, None)
         if parallel.single_gpu_mode:
             num_replicas = shard_degree = None
         layout = layout_of_degrees(parallel, gpus_per_node, shard_degree=shard_degree, num_replicas=num_replicas)
         check_divides("--deepspeed_zpg", zpg_of(parallel), layout.gpus_per_node)
-        # One rank shares with itself: ZeRO casts what computes, as it does for several.
+        # A single rank is a shard group of its own: ZeRO casts its weights to the compute dtype, as for several ranks.
         return replace(layout, single_device=False, warnings=())
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:

@@ -1,4 +1,4 @@
-"""A reference that follows the policy: its weights lie beside those that are trained, and take their place to compute.
+"""A reference that follows the policy keeps its weights beside the trained ones, and swaps places with them to compute.
 
 So there is no second model: a rank holds 4 bytes more for each weight that it steps.
 """
@@ -19,11 +19,11 @@ from open_instruct.learner.reference import IN_CHECKPOINT, Reference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldReference(Reference):
-    """`model` is the policy's own, with whosever weights it has."""
+    """`model` is the policy's own model, with the weights of the policy or, within `in_place`, of the reference."""
 
     masters: Masters
     weights: Mapping[str, torch.Tensor]  # this rank's range of each parameter
-    wait_for_copy: Callable[[], None]  # until no checkpoint that is being written needs the policy's weights any more
+    wait_for_copy: Callable[[], None]  # returns once no unfinished checkpoint reads the policy's weights
 
     @torch.no_grad()
     def follow(self, policy: Transformer, *, step: int) -> None:
@@ -53,4 +53,4 @@ class HeldReference(Reference):
         return {} if self.update_freq is None else {IN_CHECKPOINT: self.masters.parts(self.weights)}
 
     def load(self, state: dict[str, Any], options: Any) -> None:
-        """Its parts were filled in place."""
+        """Nothing is left to do: a checkpoint is read into the parts in place."""

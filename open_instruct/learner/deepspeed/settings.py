@@ -1,4 +1,4 @@
-"""From flags to DeepSpeed's own configuration, and which cannot be: no torch, no DeepSpeed, only what it reads."""
+"""Flags become DeepSpeed's own configuration, or are refused; neither torch nor DeepSpeed is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from open_instruct.config.sections import ModelSection, OptimizerSection, Parall
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
 
-# Flags of what the other backend does alone; and of what a stage of ZeRO, or a later one, has something for.
+# Flags that only the other backend has, with a reason; and the first stage of ZeRO at which a flag has a use.
 NOT_HAD = {
     **dict.fromkeys(("fsdp_shard_degree", "fsdp_num_replicas", "init_device"), ""),
     **dict.fromkeys(("gradient_reduction", "fsdp_prefetch_factor", "compile_model"), ""),
@@ -23,7 +23,7 @@ FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}
 
 
 def settle(config: LearnerConfig) -> None:
-    """Defaults that count under ZeRO alone, so that elsewhere a flag that was given is told from none."""
+    """Set the defaults of ZeRO's flags. Other backends leave them None, so a flag that was given can be refused."""
     parallel = config.parallel
     if parallel.deepspeed_stage is None:
         parallel.deepspeed_stage = 2
@@ -34,9 +34,9 @@ def settle(config: LearnerConfig) -> None:
 
 
 def neighbours_of(parallel: ParallelSection) -> int:
-    """Ranks that hold a second copy of the weights unless something else is said.
+    """The default of `deepspeed_zpg`: the number of ranks that share a second copy of the weights.
 
-    As open-instruct's 8 learners, of no more than a node has; on one node the first copy is as near as a second.
+    It is 8, as upstream, or the most that a node has room for; and 1 on one node, where a second copy is no nearer.
     """
     nodes = parallel.num_learners_per_node if isinstance(parallel, LearnerParallelSection) else [1]
     has_second = parallel.deepspeed_stage == 3 and parallel.tensor_parallel_degree == 1 and len(nodes) > 1
@@ -44,12 +44,12 @@ def neighbours_of(parallel: ParallelSection) -> int:
 
 
 def zpg_of(parallel: ParallelSection) -> int:
-    """`deepspeed_zpg` where there is something to gather, and 1 elsewhere: below stage 3 it is not read."""
+    """`deepspeed_zpg` at stage 3, and 1 below it, where no weights are gathered."""
     return parallel.deepspeed_zpg if parallel.deepspeed_stage == 3 else 1
 
 
 def problems(config: LearnerConfig) -> Iterator[str]:
-    """What its flags and the others ask of each other."""
+    """The combinations of ZeRO's flags with each other, and with other flags, that cannot work."""
     stage, flags = config.parallel.deepspeed_stage, flags_of(type(config))
     for name, why in sorted(NOT_HAD.items()):
         for given in changed(config, name) if name in flags else ():
@@ -70,10 +70,10 @@ def problems(config: LearnerConfig) -> Iterator[str]:
 def engine_settings(
     parallel: ParallelSection, *, model: ModelSection, optim: OptimizerSection, on_cuda: bool
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given as its `config`.
+    """The `config` of `deepspeed.initialize`.
 
-    DeepSpeed is told nothing of batches: losses come divided by global counts already, and `step()` is called once for
-    all microbatches of an update, however many they are.
+    It says nothing of batches: losses are divided by global counts already, and `step()` is called once for all
+    microbatches of an update.
     """
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -82,7 +82,7 @@ def engine_settings(
         "steps_per_print": 10**9,  # never
         # Without ZeRO DeepSpeed keeps the norm to itself, so there the learner clips.
         "gradient_clipping": optim.max_grad_norm if parallel.deepspeed_stage else 0.0,
-        # PyTorch's AdamW is as good, where DeepSpeed's own for states in host memory cannot be compiled.
+        # PyTorch's AdamW may take the place of DeepSpeed's CPU Adam where that cannot be compiled.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": parallel.deepspeed_stage, "zero_hpz_partition_size": zpg_of(parallel)},
         "tensor_parallel": {"autotp_size": parallel.tensor_parallel_degree},
@@ -91,7 +91,7 @@ def engine_settings(
     for what in (name for name, is_asked in on_host.items() if is_asked):
         settings["zero_optimization"][what] = {"device": "cpu", "pin_memory": on_cuda}
     if model.param_dtype == "bfloat16":
-        # Gradients of microbatches and of ranks add up as on the other backend.
+        # Gradients of microbatches and of ranks are summed in the same dtypes as on the other backend.
         added = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
         settings |= {"bf16": {"enabled": True}} | added
     return settings

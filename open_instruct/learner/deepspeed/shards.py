@@ -1,8 +1,8 @@
-"""What a rank holds under ZeRO: weights that are partitioned before they exist, and what the optimizer steps.
+"""A rank's shards under ZeRO: partitioned weights to compute with, and the optimizer's float32 weights.
 
-What is trained are float32 weights that the optimizer holds flat, a range of each parameter on each rank. A parameter
-has its range beside it (`held`), so that loading, saving and exporting read and write those, and never gather.
-What the forward pass computes with are copies of them, in its own dtype.
+The optimizer trains flat float32 weights, a range of each parameter on each rank. A parameter's `held` attribute is
+this rank's range, so loading, saving and exporting read and write the ranges, and never gather.
+The forward pass computes with copies of these weights in its own dtype.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..., None]:
-    """What stands in for `Transformer.init_weights`: every parameter is a rank's part from the start, not yet filled.
+    """A substitute for `Transformer.init_weights` that makes every parameter this rank's part, not yet filled.
 
-    `deepspeed.zero.Init` partitions modules while they are constructed, and by patching torch for the whole process.
-    It is used for what it knows of one parameter, and never entered.
+    `deepspeed.zero.Init` partitions modules while they are constructed, and patches torch for the whole process. It
+    is never entered here: only its function that partitions one parameter is called.
     """
     degree, stage = settings["tensor_parallel"]["autotp_size"], settings["zero_optimization"]["stage"]
 
@@ -42,23 +42,23 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
             group = deepspeed.utils.groups.get_data_parallel_group()
         if stage == 3:
             init = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype, data_parallel_group=group)
-        made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
         for meta in model.parameters():
-            # What is not read must be noticed.
+            # NaN shows up in the loss if a weight is not read from the checkpoint.
             whole = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=dtype, device=device)) if stage < 3 else None
             made[meta] = _shard(meta, init, dtype) if whole is None else whole
             _take_over(meta, made[meta])
         for module in model.modules():
             for name, meta in [*module.named_parameters(recurse=False)]:
                 setattr(module, name, made[meta])
-        model._device = device  # which it would ask its parameters for, of which none has a value here
+        model._device = device  # the model would otherwise ask its parameters, which have no values yet
         warm_up_rope(model, max_seq_len=max_seq_len, device=device)
 
     return init_weights
 
 
 def _take_over(meta: nn.Parameter, made: nn.Parameter) -> None:
-    """What was marked on the parameter of the meta device."""
+    """Copy the attributes of the meta device's parameter to the one that takes its place."""
     vars(made).update({name: value for name, value in vars(meta).items() if name not in vars(made)})
     if group := getattr(made, "sums_over", None):
         sum_over = deepspeed.module_inject.layers.RowParallel.apply
@@ -66,14 +66,14 @@ def _take_over(meta: nn.Parameter, made: nn.Parameter) -> None:
 
 
 def _shard(meta: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of which this rank has its part, not yet filled, and nothing was ever whole."""
+    """A parameter with this rank's part, not yet filled; the whole parameter is never allocated."""
     placeholder = torch.empty((), dtype=dtype, device=init.local_device).expand(meta.shape)
     shard: Any = nn.Parameter(placeholder, requires_grad=meta.requires_grad)
     init._convert_to_deepspeed_param(shard)
     size = -(-shard.ds_numel // shard.ds_zero_partition_world_size)
     start, stop = _range_of(shard, size)
     part: Any = torch.zeros(size, dtype=dtype, device=init.remote_device)
-    part[: stop - start].fill_(float("nan"))  # what is not read must be noticed
+    part[: stop - start].fill_(float("nan"))  # shows up in the loss if it is not read
     available = deepspeed.runtime.zero.partition_parameters.PartitionedParamStatus.AVAILABLE
     part.ds_numel, part.status, part.final_location = size, available, None
     shard.ds_tensor, shard.ds_numel_aligned = part, size * shard.ds_zero_partition_world_size
@@ -82,20 +82,20 @@ def _shard(meta: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _range_of(shard: Any, size: int) -> tuple[int, int]:
-    """The last ranks' parts are filled up, or are nothing else than that."""
+    """Start and stop of this rank's part of a parameter; the last ranks' parts are padded, or empty."""
     rank = shard.ds_zero_partition_rank
     return min(rank * size, shard.ds_numel), min((rank + 1) * size, shard.ds_numel)
 
 
 def _frozen(shard: Any) -> tuple[int, torch.Tensor]:
-    """The first value of what this rank has of a parameter that is not trained, and that: what is computed with."""
+    """This rank's range of a frozen parameter, as its start and its values in the compute dtype."""
     start, stop = _range_of(shard, shard.ds_tensor.ds_numel)
     return start, shard.ds_tensor[: stop - start]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """What this rank's optimizer holds of a parameter: values from `start` on, and its moments of them.
+    """This rank's part of a parameter in the optimizer: float32 weights from `start` on, and their moments.
 
     Example: `Master(start=4096, weights=…, moments={"exp_avg": …, "exp_avg_sq": …})`.
     """
@@ -106,7 +106,7 @@ class Master:
 
 
 class Masters:
-    """All that this rank's optimizer holds, as views. Collective."""
+    """This rank's float32 weights and moments, as views of the optimizer's flat tensors. Collective."""
 
     def __init__(self, engine: Any, *, rank: int) -> None:
         self._engine = engine
@@ -117,7 +117,7 @@ class Masters:
         parts = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named.items()}
         self.shapes = {name: cuts[name].whole(part) for name, part in parts.items()}
         name_of = {parameter: name for name, parameter in named.items()}
-        # What ranks split a matrix into follows one another, part by part.
+        # The parts of a matrix that ranks split follow one another in the flat order of a checkpoint.
         before = {name: cuts[name].index * math.prod(part) for name, part in parts.items()}
         self.own = {
             (name := name_of[parameter]): self._master(flat, at, before[name] + start, before[name] + stop)
@@ -127,7 +127,7 @@ class Masters:
         if stage == 3:
             held |= {name: _frozen(each) for name, each in named.items() if not each.requires_grad}
         rank_ranges = gathered({name: (start, start + local.numel()) for name, (start, local) in held.items()})
-        # Where the other ranks have theirs: with --adam_offload that is the host.
+        # An empty tensor on the device of the other ranks' weights, which is the host with --adam_offload.
         nothing = next((each.weights[:0] for each in self.own.values()), torch.empty(0, device=engine.device))
         for name in set[str]().union(*rank_ranges):
             ranges, shape = [ranges.get(name, (0, 0)) for ranges in rank_ranges], self.shapes[name]
@@ -136,16 +136,16 @@ class Masters:
 
     def _master(self, flat: torch.Tensor, at: int, start: int, stop: int) -> Master:
         state = self._optimizer.state[flat]
-        if not state:  # what the first step would make, so that it can be saved and loaded before
+        if not state:  # made here as the first step would, so that a state can be saved and loaded before it
             state |= {moment: torch.zeros_like(flat.detach()) for moment in MOMENTS}
-            # PyTorch's counts steps with a tensor, DeepSpeed's with a number.
+            # PyTorch's optimizer counts steps in a tensor, DeepSpeed's in an int.
             where = flat.device if self._optimizer.defaults.get("fused") else "cpu"
             state["step"] = torch.tensor(0.0, device=where) if isinstance(self._optimizer, torch.optim.AdamW) else 0
         views = [values.detach().view(-1)[at : at + stop - start] for values in (flat, *(state[m] for m in MOMENTS))]
         return Master(start=start, weights=views[0], moments=dict(zip(MOMENTS, views[1:], strict=True)))
 
     def parts(self, values: Mapping[str, torch.Tensor]) -> dict[str, Part]:
-        """Of values like the weights, what a checkpoint is told."""
+        """The parts of a checkpoint for `values`, which are laid out as the weights are."""
         return {
             name: Part(local=tensor, start=(self.own[name].start,), shape=(math.prod(self.shapes[name]),))
             for name, tensor in values.items()
@@ -153,11 +153,11 @@ class Masters:
 
     @property
     def num_steps(self) -> float:
-        """Taken by the optimizer."""
+        """Steps that the optimizer has taken."""
         return float(next(iter(self._optimizer.state.values()))["step"])
 
     def changed(self, *, num_steps: float | None = None) -> None:
-        """After weights, and moments, were written from outside: have the forward pass compute with them."""
+        """Have the forward pass compute with weights that were written from outside; set the optimizer's step count."""
         for state in self._optimizer.state.values():
             if num_steps is not None:
                 state["step"] = int(num_steps) if isinstance(state["step"], int) else state["step"].fill_(num_steps)
@@ -172,14 +172,14 @@ class Masters:
 
 
 def _places(engine: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, int, int]]:
-    """Of each parameter that this rank has a part of: the flat tensor, where in it, and its first and last values."""
+    """Yields (parameter, flat tensor, offset in it, start, stop) for each parameter that this rank has a part of."""
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
         for group in zero.param_groups:
             for parameter in group["params"]:
                 yield parameter, parameter, 0, 0, parameter.numel()
     elif stage < 3:
-        in_bfloat16 = hasattr(zero, "fp32_groups_flat_partition")  # at stage 1 it takes another optimizer for that
+        in_bfloat16 = hasattr(zero, "fp32_groups_flat_partition")  # `BF16_Optimizer`, which DeepSpeed takes at stage 1
         flats = zero.fp32_groups_flat_partition if in_bfloat16 else zero.single_partition_of_fp32_groups
         for flat, parameters in zip(flats, zero.bf16_groups if in_bfloat16 else zero.bit16_groups, strict=True):
             for parameter in parameters:

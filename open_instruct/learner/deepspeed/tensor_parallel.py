@@ -1,6 +1,6 @@
-"""Matrices split over neighbouring ranks: the layers of DeepSpeed's AutoTP, put where OLMo-core's names say.
+"""Tensor parallelism: the layers of DeepSpeed's AutoTP take the place of OLMo-core's matrices, chosen by name.
 
-T ranks split a matrix, each of which computes with rows of the first ones of a pair, and with columns of the second.
+T ranks split each pair of matrices: a rank computes with rows of the first ones, and with columns of the second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from open_instruct.models.heads.logprob_head import LogprobHead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Which of `degree` parts of a parameter a rank has, along `dim` of it.
+    """The part of a parameter that a rank has: number `index` of `degree` parts along `dim`.
 
     Example: the right half of a matrix, `Cut(dim=1, index=1, degree=2)`.
     """
@@ -42,7 +42,7 @@ UNCUT = Cut(dim=0, index=0, degree=1)
 def split_matrices(model: Transformer, degree: int) -> None:
     """Have this rank compute with its part of every matrix of `model`, which is on the meta device.
 
-    Parameters that are cut have a `cut` beside them. A head that is tied, or whose rows cannot be dealt out evenly,
+    A parameter that is cut gets a `cut` attribute. A head that is tied, or whose rows cannot be divided evenly,
     stays whole on every rank, and so do embeddings and norms.
     """
     groups = deepspeed.utils.groups
@@ -89,7 +89,7 @@ def _mark(parameter: Any, dim: int, group: Any) -> None:
 
 
 class SplitNorm(nn.Module):
-    """OLMo-core's norm over all heads, of which this rank has some: ranks add up their squares, and nothing else."""
+    """OLMo-core's norm over all heads, for a rank that has some of them: ranks exchange sums of squares only."""
 
     def __init__(self, norm: LayerNorm, group: Any) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class SplitNorm(nn.Module):
 
 
 def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """Over the ranks of `group`, each of which has a gradient of its own to add for all of them."""
+    """The sum over the ranks of `group`; backward sums the gradients of these ranks too."""
     layers = deepspeed.module_inject.layers
     summed: torch.Tensor = layers.ColumnParallel.apply(group, layers.RowParallel.apply(group, values, False))
     return summed

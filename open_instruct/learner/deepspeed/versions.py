@@ -1,4 +1,4 @@
-"""Which DeepSpeed is there, and whether it will do: no torch, no DeepSpeed."""
+"""The installed version of DeepSpeed is checked without importing torch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def installed_version() -> str | None:
 
 
 def refuse_unfit(version: str | None) -> None:
-    """:raises InputError: there is none, or another than those that the tests were run with."""
+    """:raises InputError: DeepSpeed is missing, or its version is none that the tests were run with."""
     remedy = "make install puts it in, and so does pip install 'open-instruct[deepspeed]'"
     if version is None:
         raise InputError(f"--backend deepspeed: the package deepspeed is not installed; {remedy}")
     if Version(version) not in WANTED:
-        # As versions: as strings 0.9.5 would be newer than 0.16.4.
+        # Compared as versions, since the string 0.9.5 would be newer than 0.16.4.
         lacks = "".join(f"; {lack}" for those, lack in LACKING.items() if those.contains(version, prereleases=True))
         raise InputError(
             f"--backend deepspeed: deepspeed {version} is installed, and {WANTED} is needed{lacks}; {remedy}"

@@ -1,4 +1,4 @@
-"""The backend on DeepSpeed: ZeRO holds the shards and takes the steps of a model that is OLMo-core's all the same."""
+"""The backend on DeepSpeed: ZeRO holds the shards of OLMo-core's model and takes its steps."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ OF_ZERO = "zero"
 
 @contextmanager
 def _embeddings_alone(model: Transformer) -> Iterator[None]:
-    """Within, the head does not show a matrix that it shares with the embeddings.
+    """Within, the head has no `weight` if it shares that matrix with the embeddings.
 
-    Stage 3 takes the gradients of a head that is gathered as one when its backward pass ends, and to this one the
-    embeddings have still to add theirs. So it is reduced as what it is too, a matrix of the embeddings.
+    Stage 3 reduces the gradient of a head, gathered as a whole, when the head's backward pass ends. At that time the
+    embeddings have not yet added their part to a shared matrix, so DeepSpeed must see it as the embeddings' alone.
     """
     matrix, embeddings = model.lm_head.w_out, model.embeddings
     is_shared = matrix.weight is embeddings.weight
@@ -55,18 +55,18 @@ class ZeroBackend(TransformerTrainModule):
 
     Args:
         settings: DeepSpeed's configuration.
-        optim: of a class that is a `HeldStep`.
-        olmo_core: `TransformerTrainModule`'s.
+        optim: an optimizer whose class is a `HeldStep`.
+        olmo_core: arguments of `TransformerTrainModule`.
     """
 
     def __init__(self, *, settings: Mapping[str, Any], model: Transformer, **olmo_core: Any) -> None:
         self._split_over = settings["tensor_parallel"]["autotp_size"]
-        # Added to names in a checkpoint where ranks split matrices: values come in another order then.
+        # Added to names in a checkpoint where ranks split matrices, since values have another order there.
         self._over = f"_over_{self._split_over}" if self._split_over > 1 else ""
         if settings["zero_optimization"]["stage"] == 3 or self._split_over > 1:
             dtype = next(model.parameters()).dtype
             model.init_weights = MethodType(without_weights(settings, dtype=dtype), model)  # type: ignore[method-assign]
-        # How often the head runs on a microbatch differs from rank to rank; stage 3 gathers its weights once for all.
+        # Ranks call the head a different number of times in a microbatch, so stage 3 gathers its weights only once.
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
         super().__init__(model=model, **olmo_core)
         self.reference: Reference | None = None
@@ -79,7 +79,7 @@ class ZeroBackend(TransformerTrainModule):
                 model=self.model, optimizer=self.optim, config=dict(settings), dist_init_required=False
             )[0]
         if self._split_over > 1:
-            self.engine.first_dataloader_check.remove()  # of batches, which fails on one rank and leaves others waiting
+            self.engine.first_dataloader_check.remove()  # it would fail on one rank and leave the others waiting
         self.masters: Masters = Masters(self.engine, rank=dist.get_rank())
 
     @property
@@ -88,7 +88,7 @@ class ZeroBackend(TransformerTrainModule):
 
     @property
     def computing_model(self) -> Transformer:
-        """The engine, which is called like its model: called itself, that would not gather what stage 3 has shared."""
+        """The engine, which is called like its model; only the engine gathers the weights that stage 3 partitions."""
         return cast(Transformer, self.engine)
 
     @property
@@ -104,41 +104,41 @@ class ZeroBackend(TransformerTrainModule):
         self.engine.train(mode == "train")
 
     def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
-        """Gradients add up until the engine steps."""
+        """A microbatch needs no context of its own: gradients add up until the engine steps."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def clip(self) -> None:
-        """Ranks have not met, and will in the step."""
+        """Nothing is known of the norm here: gradients are reduced and clipped in the step."""
 
     def set_learning_rate(self) -> float | torch.Tensor:
         return set_learning_rate(self.optim, self.scheduler, self.trainer)
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
-        """Where the norm that it returns is not finite, no step was taken."""
+        """Take the engine's step. If the norm that it returns is not finite, no weight has changed."""
         self._take_step()
         self.model.post_optim_step()
         assert self._norm is not None
         return {GRAD_NORM: self._norm}
 
     def leave_out_step(self) -> None:
-        """A step of the engine in which the optimizer's is held: only so it lets go of the gradients."""
+        """Call the engine's step with the optimizer held, as DeepSpeed drops the gradients in its step only."""
         self._leaves_out = True
         self._take_step()
         self._leaves_out = False
 
     def zero_grads(self) -> None:
-        """DeepSpeed lets go of them in its step."""
+        """Nothing is left to do: DeepSpeed drops the gradients in its step."""
 
     def _take_step(self) -> None:
         self._norm = None
         self.engine.step()
-        self._is_held()  # where DeepSpeed found by itself that the gradient is not finite, it did not ask
+        self._is_held()  # DeepSpeed does not ask if it found by itself that the gradient is not finite
 
     def _is_held(self) -> bool:
-        """Whether there is nothing to step with. Within the engine's step, when gradients are reduced."""
+        """Whether the optimizer's step is held; asked within the engine's step, after gradients are reduced."""
         if self._norm is None:
             # Without ZeRO every rank has the whole gradient, and it is clipped here.
             is_shared, most = self.engine.zero_optimization(), cast(float, self.max_grad_norm)
@@ -157,7 +157,7 @@ class ZeroBackend(TransformerTrainModule):
         )
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
-        """Flat ranges, of any stage alike, so that a run may go on under another stage and on other ranks."""
+        """The state as flat ranges, the same for every stage: a run may go on under another stage or on other ranks."""
         own = self.masters.own.items()
         state: dict[str, Any] = {f"weights{self._over}": self.masters.parts({name: each.weights for name, each in own})}
         for moment in MOMENTS:
@@ -178,7 +178,7 @@ class ZeroBackend(TransformerTrainModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Its parts were filled in place."""
+        """Take over a state dict whose parts were filled in place."""
         self.masters.changed(num_steps=state_dict[OF_ZERO]["num_steps"])
         if self.reference is not None:
             self.reference.load(state_dict, self.state_dict_load_opts)

@@ -1,1 +1,1 @@
-"""What a step says of itself: metrics, memory, seconds, profiles."""
+"""Measurements of a step: metrics, memory, seconds, profiles."""

@@ -1,4 +1,4 @@
-"""Some steps of a run under torch's profiler, and what they did to a GPU's memory, by OLMo-core's callbacks."""
+"""OLMo-core's callbacks profile some steps of a run with torch's profiler, and record a GPU's memory history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from open_instruct.wording import counted
 
 log = logging.getLogger(__name__)
 
-FOLDER = "profiler"  # where OLMo-core's writes
+FOLDER = "profiler"  # OLMo-core's profiler writes there
 
 
 def profiling(steps: Sequence[int], *, num_steps: int, run_folder: Path) -> dict[str, Callback]:
@@ -40,7 +40,7 @@ def profiling(steps: Sequence[int], *, num_steps: int, run_folder: Path) -> dict
 
 @dataclass
 class StepProfiler(ProfilerCallback):
-    """OLMo-core's, which counts steps from a start, told the number of a step instead."""
+    """OLMo-core's profiler, which counts steps from a process's start, set to begin at the run's step `first`."""
 
     first: int = 1
 

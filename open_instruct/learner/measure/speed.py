@@ -1,4 +1,4 @@
-"""How long the parts of a step take, and how much of the device's arithmetic a step makes use of."""
+"""The time that parts of a step take, and the FLOPs of a step beside the device's peak."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from open_instruct.planning.subject.devices import DEVICES
 
 Moment = float | torch.cuda.Event
 MOST_PASSES = 256
-SHORT_S = 2e-4  # the time of a few launches says nothing of a device
-LEAST_TOKENS = 256  # of fewer a GPU takes as long: the head's matrix is read for as many multiplications
+SHORT_S = 2e-4  # shorter passes measure kernel launches, not the device
+LEAST_TOKENS = 256  # fewer tokens take a GPU as long, since reading the head's matrix dominates
 
 
 class StepClock:
-    """Adds up the time of named parts of a step, the device's own where it is a GPU: nobody waits for that."""
+    """Adds up the time of named parts of a step; a GPU's by CUDA events, without a wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -35,7 +35,7 @@ class StepClock:
         self._spans.append((part, began, self.now()))
 
     def read(self) -> dict[str, float]:
-        """Seconds by `time/PART` since the last call, of all that the device is done with; the rest comes next time."""
+        """Seconds by `time/PART` of the spans that the device has finished since the last call; others come later."""
         read, left = defaultdict[str, float](float), []
         for span in self._spans:
             seconds = _seconds_between(*span[1:])
@@ -55,10 +55,10 @@ class StepClock:
 
 
 class OwnPace:
-    """How long this rank takes for a token in the forward pass of the head.
+    """Measures the time that this rank takes for a token in the forward pass of the head.
 
-    Of a step that is what waits for no other rank: the head's weights are there when it begins. Ranks of a tensor group
-    bring logits together in it: of these it is what follows, of the positions that are their own.
+    The head is the part of a step that waits for no other rank: its weights are gathered before it begins. Ranks of a
+    tensor-parallel group exchange logits in it, so there only the losses after the exchange are timed.
     """
 
     def __init__(self, head: torch.nn.Module, device: torch.device) -> None:
@@ -113,14 +113,14 @@ def peak_flops_per_second(device: torch.device) -> float | None:
 
 
 def flops_of_step(model: Transformer, counts: Mapping[str, int], *, mean_length: int) -> int:
-    """FLOPs of forward and backward as OLMo-core counts them, without what is computed again or shared.
+    """FLOPs of forward and backward as OLMo-core counts them, without recomputation and shared prefixes.
 
-    :param counts: of all ranks: `tokens` go through the blocks, `labels` through the head.
-    :param mean_length: of a document, for attention.
+    :param counts: over all ranks: `tokens` go through the blocks, `labels` through the head.
+    :param mean_length: mean tokens of a document, for attention.
     """
 
     def flops(module: Any) -> int:
-        """What is frozen has no gradient of its own, which is two of the six a weight."""
+        """FLOPs a token: 6 a trained weight, and 4 a frozen one, which has no weight gradient."""
         frozen = sum(each.numel() for each in module.parameters() if not each.requires_grad)
         num_flops: int = module.num_flops_per_token(mean_length)
         return num_flops - 2 * frozen

@@ -1,4 +1,4 @@
-"""What a step says of itself: numbers gathered over microbatches, and the most memory so far."""
+"""Metrics of a step: numbers gathered over microbatches, and the most memory so far."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WeightedSums:
                 self._others[name] = replace(metric, value=value)
 
     def means(self) -> dict[str, Metric]:
-        """One `Metric` a name, whose value is this rank's mean (or sum, or maximum)."""
+        """A `Metric` for each name, with this rank's mean (or sum, or maximum) as its value."""
         return self._others | {
             name: Metric(value=total / weight if weight else 0.0, weight=weight)
             for name, (total, weight) in self._sums.items()
@@ -49,7 +49,7 @@ def padding_fraction(packed: PackedBatch) -> Metric:
 
 
 def shared_fraction(packed: PackedBatch) -> Metric:
-    """Share of the documents' tokens that lie in a microbatch once for several documents, all but that once."""
+    """Share of the documents' tokens that prefix sharing saves: those of every copy of a prompt but the first."""
     num_saved = 0
     if packed.prefix_lengths is not None:
         assert packed.document_lengths is not None
@@ -62,7 +62,7 @@ def shared_fraction(packed: PackedBatch) -> Metric:
 def memory_so_far(device: torch.device) -> dict[str, float]:
     """Most memory this process has held: the device's on CUDA, the host's elsewhere.
 
-    On CUDA also what its allocator had taken for that, and how often it found no more and gave back what it kept first.
+    On CUDA also the most that its allocator had reserved, and how often it ran out and freed its cache to try again.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)

@@ -1,1 +1,1 @@
-"""What is done to a model of OLMo-core before it learns, on any backend; and its forward pass."""
+"""Preparation of OLMo-core's model for training, the same for every backend; and its forward pass."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing, from flags to OLMo-core's config; what would silently do nothing is replaced or refused."""
+"""Activation checkpointing, from flags to OLMo-core's config; settings without an effect are replaced or refused."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def build_activation_checkpointing(
 ) -> tuple[TransformerActivationCheckpointingConfig | None, list[str]]:
     """The config (None: keep every activation) and warnings about what was replaced.
 
-    A memory budget is spent by the compiler, which kernels.py sees to. Where compilation is skipped (no CUDA) OLMo-core
-    would keep everything and say nothing, so whole blocks are recomputed instead. Offloading adds to recomputed blocks
-    what inputs_on_host.py does.
+    The compiler spends a memory budget, see kernels.py. Without CUDA nothing is compiled, and OLMo-core would silently
+    keep every activation, so whole blocks are recomputed instead. Offloading recomputes blocks too, and moves their
+    inputs to the host, see inputs_on_host.py.
 
     :raises InputError: a pattern of modules matches nothing in `model`.
     """
@@ -49,7 +49,7 @@ def build_activation_checkpointing(
 
 
 def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
-    """The modules that `patterns` name, without those inside another. OLMo-core's own patterns run over dots."""
+    """The modules that `patterns` name, but none inside another; a * in OLMo-core's own patterns also matches dots."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not any(names_module([pattern], name) for name in names):

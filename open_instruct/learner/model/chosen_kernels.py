@@ -1,4 +1,4 @@
-"""Whose attention runs in a run's model, and what is recomputed in it."""
+"""The choice of attention kernels and of activation checkpointing for a run's model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from open_instruct.run.opened import Run
 def choose_kernels(
     model: Transformer, *, run: Run, config: LearnerConfig
 ) -> TransformerActivationCheckpointingConfig | None:
-    """Whose attention runs, and what is recomputed, which is returned. The console says what is not as it was asked."""
+    """Choose the attention kernels, and return the activation checkpointing; the console warns of replaced settings."""
     device, param_dtype = run.process.device, config.model.param_dtype
     checkpointing, warnings = build_activation_checkpointing(config.memory, model=model, device=device)
     for warning in [*warnings, *kernel_warnings(config.memory, param_dtype=param_dtype, device=device)]:

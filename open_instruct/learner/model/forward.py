@@ -34,12 +34,12 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-prob of every label under `model` with its logits divided by `temperature`, with gradient if enabled.
 
-    `batch` is on the CPU, and so is a temperature for each label, (N,). The language-model head runs only where there
-    are labels. Under tensor parallelism the hidden states are split along T, so there the head runs everywhere and the
-    result is gathered. Where rows are split over ranks, each runs its part and all of them get the log-probs of the
-    whole row. `measure` is computed of the same logits, at the head's own positions.
+    `batch` is on the CPU, and so is a tensor of temperatures, one for each label, (N,). The language-model head runs
+    only where there are labels. Under tensor parallelism the hidden states are split along T, so the head runs
+    everywhere and the result is gathered. Where rows are split over ranks, each rank runs its part, and all ranks get
+    the log-probs of the whole row. `measure` is computed from the same logits, at the head's own positions.
 
-    Of a model that scores, or with `classes` (ids of words), also what its head says there: see `TokenLogprobs`.
+    A model that scores, or a call with `classes` (token ids), also returns the head's values, see `TokenLogprobs`.
     """
     if isinstance(temperature, torch.Tensor):  # 1 where there is no label
         temperature = beside_labels(model, batch, temperature - 1, device=device) + 1
@@ -47,7 +47,7 @@ def token_logprobs(
     output, inputs = _run(model, batch, settings, device=device)
 
     def at_labels(values: torch.Tensor) -> torch.Tensor:
-        # Tensor-parallel ranks hold a part each.
+        # Each tensor-parallel rank holds a part.
         values = values.full_tensor() if isinstance(values, DTensor) else values
         values = values.flatten(0, 1)
         if (context := context_of(model)) is not None:
@@ -68,19 +68,21 @@ def token_logprobs(
 
 
 def hidden_at_labels(model: Transformer, batch: PackedBatch, policy: Transformer, device: torch.device) -> torch.Tensor:
-    """What the head's matrix of `model` is multiplied with, (B, K, D), where that of `policy` runs on this rank."""
+    """The hidden states that the head of `model` reads, (B, K, D), at the positions where `policy`'s head runs here."""
     hidden, _ = _run(model, batch, HeadSettings(only_hidden=True), device=device)
     if not isinstance(hidden, DTensor):
         return cast(torch.Tensor, hidden)
-    # Ranks may split matrices of the policy by other layers, between which each has all tokens.
+    # A policy on DeepSpeed splits matrices by other layers, between which each rank has all tokens.
     return hidden.to_local() if policy.tp_enabled else _where_head_runs(policy, batch, hidden.full_tensor())
 
 
 def beside_labels(
     model: Transformer, batch: PackedBatch, values_N: torch.Tensor, *, device: torch.device
 ) -> torch.Tensor:
-    """Values of the labels (further axes may follow), put at the positions that the head of `model` runs on here: for
-    a `Measure`. 0 where there is no label."""
+    """`values_N` of the labels (further axes may follow), at the positions where the head of `model` runs on this rank.
+
+    Positions without a label get 0. A `Measure` takes them.
+    """
     flat_T = values_N.new_zeros(batch.labels_BT.numel(), *values_N.shape[1:])
     flat_T[(batch.sequence_ids_BT.flatten() >= 0).nonzero().squeeze(1)] = values_N
     values_BT = flat_T.unflatten(0, batch.labels_BT.shape)
@@ -98,16 +100,17 @@ def _where_head_runs(model: Transformer, batch: PackedBatch, values_BT: torch.Te
 
 
 def _own(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, KeptPositions | None]:
-    """This rank's part of the batch, and where in it the head runs; None under tensor parallelism: everywhere."""
+    """This rank's part of the batch, and the positions where its head runs: None, all, under tensor parallelism."""
     if (context := context_of(model)) is not None:
         batch = _part_of_row(batch, context.part_of(batch.input_ids_BT.shape[1]))
     return batch, None if model.tp_enabled else batch.kept or kept_positions(batch)
 
 
 class _Inputs(NamedTuple):
-    """What a forward pass reads, on the device: this rank's tokens, and what else its model is told.
+    """The inputs of a forward pass: this rank's tokens, and the other arguments of its model.
 
-    Of the values that come out, `labelled_N` are those of labels, in the whole row, and `sequence_ids_N` whose.
+    `labelled_N` are the indices of labels among the output's values, for the whole row, and `sequence_ids_N` their
+    documents.
     """
 
     input_ids_BT: torch.Tensor
@@ -119,7 +122,7 @@ class _Inputs(NamedTuple):
 def _run(
     model: Transformer, batch: PackedBatch, settings: HeadSettings, *, device: torch.device
 ) -> tuple[Any, _Inputs]:
-    """The forward pass of this rank's part: what its head puts out, and what it was given."""
+    """Run the forward pass of this rank's part. Returns the head's output and the pass's inputs."""
     inputs = on_device(_inputs(model, batch), device)
     with head_settings(model, settings):
         output = model(
@@ -133,7 +136,7 @@ def _run(
 
 
 def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
-    """On the CPU, where all of it is found without a wait for the device."""
+    """The inputs, computed on the CPU so that nothing waits for the device."""
     context, (own, kept) = context_of(model), _own(model, batch)
     model_kwargs: dict[str, Any] = {"labels": own.labels_BT}
     if (lengths := batch.document_lengths) is not None:
@@ -152,7 +155,7 @@ def _inputs(model: Transformer, batch: PackedBatch) -> _Inputs:
 
 
 def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
-    """The tokens of one rank. Labels were shifted before, so none is lost where the row is cut."""
+    """The batch with one rank's tokens. Labels are shifted already, so none is lost where the row is cut."""
     return replace(
         batch,
         kept=None,
@@ -163,7 +166,7 @@ def _part_of_row(batch: PackedBatch, part: slice) -> PackedBatch:
 
 
 def _whole_row(values: torch.Tensor, inputs: _Inputs, context: ContextGroup) -> torch.Tensor:
-    """The values of a row's tokens, shape (T, ...), from those that this rank has of its part."""
+    """The values of all tokens of a row, shape (T, ...), gathered from each rank's part."""
     if "logits_to_keep" not in inputs.model_kwargs:
         return context.whole_row(values)
     values_T = values.new_zeros(inputs.input_ids_BT.numel(), *values.shape[1:])

@@ -1,7 +1,7 @@
-"""What recomputed blocks are given, in host memory from the forward pass to the backward pass.
+"""Inputs of recomputed blocks wait in host memory from the forward pass to the backward pass.
 
-A recomputed block keeps its input alone. It is copied out while the block runs, and back while the block after it runs
-backward, on a stream of its own: the host waits for neither. The last block's is still there when it is wanted.
+A recomputed block saves only its input. A separate stream copies the input out while the block runs, and back while the
+next block runs backward, so the host waits for neither. The last block's input never leaves the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from open_instruct.models.shards import local_part
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """One input. `copied`: when the last copy was made, out or back; `whole_of`: what its block takes, made of it."""
+    """One input. `copied`: the event after its last copy, out or back; `whole_of`: makes the block's input from it."""
 
     host: torch.Tensor
     shown_as: torch.Tensor
@@ -31,9 +31,9 @@ class Kept:
 
 
 class InputsOnHost:
-    """Keeps what is saved for the backward pass within `around`. Buffers are pinned, and used again.
+    """Moves the tensors that blocks save for the backward pass to pinned host buffers, which are reused.
 
-    All copies are made by one stream, one after the other, so that a buffer is free as soon as its last is asked for.
+    One stream makes all copies in order, so a buffer is free as soon as its copy back has been queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class InputsOnHost:
         self._free: list[torch.Tensor] = []
 
     def around(self, block: torch.nn.Module) -> None:
-        """Keep what `block` saves in its forward passes."""
+        """Keep the tensors that `block` saves in its forward passes."""
         hooks = saved_tensors_hooks(self.pack, self.unpack)
         block.register_forward_pre_hook(lambda *_: hooks.__enter__())
         block.register_forward_hook(lambda *_: hooks.__exit__(), always_call=True)
@@ -54,7 +54,7 @@ class InputsOnHost:
         if tensor.device.type != self._device.type or tensor.numel() == 0:
             return tensor
         if self._kept:
-            # Its block has run. Its memory goes to what is computed next, which comes after the copy then.
+            # The previous block has run. Its input's memory may be reused, by work that is queued behind the copy.
             self._streams.current_stream().wait_event(self._kept[-1].copied)
             self._kept[-1].on_device = None
         local = local_part(tensor.detach())
@@ -101,20 +101,20 @@ class InputsOnHost:
 
 
 def offload_inputs(model: Transformer, memory: MemorySection, device: torch.device) -> None:
-    """`keep_inputs_on_host` where the flags say so and the host is not the device itself."""
+    """Call `keep_inputs_on_host` with --activation_checkpointing offload on CUDA."""
     if memory.activation_checkpointing == "offload" and device.type == "cuda":
         keep_inputs_on_host(model, device)
 
 
 def keep_inputs_on_host(model: Transformer, device: torch.device) -> None:
-    """Do so with those of all blocks of `model`, which are recomputed."""
+    """Keep the inputs of all blocks of `model` in host memory; the blocks must be recomputed ones."""
     inputs = InputsOnHost(device)
     for block in model.blocks.values():
         inputs.around(block)
 
 
 def _whole_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes of what this rank holds of `tensor` what that is."""
+    """A function from this rank's local part of `tensor` back to a tensor (or DTensor) like it."""
     if not isinstance(tensor, DTensor):
         return lambda local: local
     mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()

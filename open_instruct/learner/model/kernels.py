@@ -1,7 +1,7 @@
-"""Which kernels a device computes with: whether blocks are compiled, whose attention, and what float32 costs.
+"""The choice of kernels for a device: compiled blocks or not, and which attention; with a warning for float32.
 
-Decisions are functions of what is there, so that they can be tried on devices that are not. FlashAttention 3 has not
-been run: it is taken where PyTorch has a door to it, and where it then says what PyTorch's own says.
+Decisions are pure functions of the device's facts, so tests can make them for devices that are not there.
+FlashAttention 3 has not been run: it is used where PyTorch offers it, and only if its results equal PyTorch's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from open_instruct.records import ShardLayout
 FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"
 HOPPER = 9
 PROBED_LENGTHS = (200, 56)
-# Of bfloat16, whose steps are 2^-8 of a number.
+# Tolerance for bfloat16, whose steps are 2^-8 of a number.
 PROBED_TOLERANCE = 2e-2
 
 Problem = Callable[[torch.device], str | None]
@@ -46,11 +46,12 @@ def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
 def compiles(
     memory: MemorySection, *, layout: ShardLayout, device: torch.device, problem: Problem = compiler_problem
 ) -> bool:
-    """Whether blocks are compiled: on CUDA if they are asked to be, or nothing is said and it was shown to be right.
+    """Whether blocks are compiled. On CUDA they are, unless --no_compile_model is given.
 
-    That is without tensor and context parallelism. A memory budget, which the compiler spends, asks.
+    Under tensor or context parallelism they are compiled only on request. --activation_memory_budget is a request too,
+    since the compiler is what spends that budget.
 
-    :raises InputError: asked for, and the compiler does not work.
+    :raises InputError: compilation was requested, and the compiler does not work.
     """
     is_asked = memory.compile_model or memory.activation_memory_budget < 1
     is_split = layout.tensor_parallel_degree * layout.context_parallel_degree > 1
@@ -69,7 +70,7 @@ def compiles(
 def kernel_warnings(
     memory: MemorySection, *, param_dtype: str, device: torch.device, problem: Problem = compiler_problem
 ) -> Iterator[str]:
-    """What makes a run slower than its device is."""
+    """Warnings about settings that leave the device's speed unused."""
     if device.type != "cuda":
         return
     if param_dtype == "float32":
@@ -88,7 +89,7 @@ def takes_fa3(*, capability: tuple[int, int], has_package: bool, known: list[str
 
 
 def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
-    """Take FlashAttention 3 where it is there and right; what to say of it, if anything."""
+    """Activate FlashAttention 3 where it is installed and right. Returns a message for the console, or None."""
     has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
@@ -101,11 +102,11 @@ def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
 
 
 def try_fa3(probe: Callable[[], list[torch.Tensor]]) -> str:
-    """Activate it if `probe` then gives what it gives without; leave PyTorch's own where it fails or differs."""
+    """Activate FlashAttention 3 if `probe` gives the same with and without it; otherwise keep PyTorch's attention."""
     expected = probe()
     try:
         torch_attention.activate_flash_attention_impl(FA3)
-        # Not Python's own maximum, which may pass over what is no number.
+        # torch's maximum and not Python's, which may pass over NaN.
         off = float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(probe(), expected, strict=True)]).max())
     except Exception as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -119,7 +120,7 @@ def try_fa3(probe: Callable[[], list[torch.Tensor]]) -> str:
 
 
 def _probe(device: torch.device) -> list[torch.Tensor]:
-    """Output and gradients of a small causal row with shared heads; float32 of bfloat16."""
+    """Output and gradients of a small causal row with grouped heads, computed in bfloat16 and returned as float32."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, PROBED_LENGTHS[0], sum(PROBED_LENGTHS)], dtype=torch.int32, device=device)
     qkv = QKV(*(torch.randn(sum(PROBED_LENGTHS), heads, 64, generator=generator) for heads in (4, 2, 2)))

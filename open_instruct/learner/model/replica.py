@@ -1,4 +1,4 @@
-"""The start model once more beside the policy: sharded as it is, without weights and without an optimizer."""
+"""A second model like the policy, sharded as the policy is, without weights and without an optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_replica(
     config: LearnerConfig,
     checkpointing: TransformerActivationCheckpointingConfig | None = None,
 ) -> Transformer:
-    """The model under the policy's own mesh; on a single device in the dtype it computes in."""
+    """Build the model under the policy's own mesh; on a single device, in the compute dtype."""
     model = pretrained.build(init_device=config.model.init_device)
     if run.layout.single_device:
         model = model.to(getattr(torch, config.model.param_dtype))

@@ -22,7 +22,7 @@ from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.wording import counted
 
-# Of what is frozen nothing is in a checkpoint.
+# Checkpoints of adapters hold no frozen weights.
 STATE_OF_ADAPTERS = {
     "state_dict_save_opts": StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True),
     "state_dict_load_opts": StateDictOptions(
@@ -42,7 +42,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     if lora is not None:
         adapt(transformer, lora, dtype=getattr(torch, model.param_dtype))
     checkpointing = choose_kernels(transformer, run=run, config=config)
-    # FSDP gathers in the dtype that is computed in; on a single device a copy computes, but for a model that is frozen.
+    # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless the model is frozen.
     has_copy = run.layout.single_device and model.param_dtype != "float32" and lora is None
     module = FSDP2Backend(
         reduces_last=config.parallel.gradient_reduction == "last",

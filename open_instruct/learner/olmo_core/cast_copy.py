@@ -1,7 +1,7 @@
-"""A model in the dtype that is computed in, beside the float32 one that is trained: the masters.
+"""A copy of the model in the compute dtype, beside the trained float32 model: the masters.
 
-Where the model is sharded FSDP does this, unit by unit. On a single device the copy stays, and what is updated, saved
-and exported are the masters: an update that is small beside a weight is lost in bfloat16, but not in float32.
+FSDP casts a sharded model unit by unit. On a single device the whole copy stays, and the masters are updated, saved and
+exported: an update that is small beside a weight would be lost in bfloat16, but not in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CastCopy:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the values of the masters."""
+        """Copy the masters' values into `model`."""
         for parameter, master in self._master_of.items():
             local_part(parameter).copy_(local_part(master))
 

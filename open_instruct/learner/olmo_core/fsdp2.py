@@ -1,4 +1,4 @@
-"""The backend on FSDP2: OLMo-core's train module, whose model computes for whatever loss it is asked to learn."""
+"""The backend on FSDP2: OLMo-core's train module, whose model serves any loss."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class FSDP2Backend(TransformerTrainModule):
     """A `Backend`: a model that FSDP2 shards as HSDP, and OLMo-core's optimizer.
 
     Args:
-        reduces_last: gradients stay whole on each rank, float32, until the last microbatch of an update is done.
-        olmo_core: `TransformerTrainModule`'s.
+        reduces_last: gradients stay whole on each rank, in float32, until the last microbatch of an update is done.
+        olmo_core: arguments of `TransformerTrainModule`.
     """
 
     def __init__(self, *, reduces_last: bool = False, **olmo_core: Any) -> None:
         super().__init__(**olmo_core)
-        # From a GPU they are copied while the training goes on, not when they are listed.
+        # Tensors are copied from a GPU while the training goes on, not when they are listed.
         self.state_dict_save_opts.cpu_offload = False
         self.reduces_last = reduces_last
         self.reference: Reference | None = None
@@ -45,7 +45,7 @@ class FSDP2Backend(TransformerTrainModule):
         return self
 
     def compute_with(self, model: Transformer) -> None:
-        """Let `model`, the same in another dtype, run the passes; `self.model` is what is trained. Fill it next."""
+        """Run the passes with `model`, a copy of the trained `self.model` in another dtype; fill the copy next."""
         self._copy = CastCopy(model, self.model)
 
     @property
@@ -95,19 +95,19 @@ class FSDP2Backend(TransformerTrainModule):
         return {"step_skipped": self.optim.step_skipped} if isinstance(self.optim, SkipStepOptimizer) else {}
 
     def leave_out_step(self) -> None:
-        """Gradients are let go of in `zero_grads`."""
+        """Nothing is left to do: `zero_grads` drops the gradients."""
 
     def moving_reference(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any) -> Reference:
         return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
 
     def refresh_copy(self) -> None:
-        """After every change of the weights of `model`."""
+        """Update the copy that computes; call it after every change of the weights of `model`."""
         if self._copy is not None:
             self._copy.refresh()
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         if optim is False or self.optim is None or not self.optim.state:
-            # OLMo-core's own gives the optimizer its first state.
+            # OLMo-core's method gives the optimizer its first state.
             state = super().state_dict_to_save(optim=optim)
         else:
             state = state_of(self.model, self.optim)

@@ -1,4 +1,4 @@
-"""What is known of the backend on FSDP2 without torch."""
+"""The record of the FSDP2 backend, readable without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OlmoCore:
     """A `BackendRecord`: OLMo-core's train module, sharded by FSDP2 as HSDP, with tensor and context parallel."""
 
     def settle(self, config: LearnerConfig) -> None:
-        """Nothing depends on it."""
+        """No default depends on this backend."""
 
     def problems(self, config: LearnerConfig) -> Iterator[str]:
         yield from ()

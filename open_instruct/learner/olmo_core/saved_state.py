@@ -1,6 +1,6 @@
-"""The state dict of a model and its optimizer, as PyTorch's distributed checkpoints name what is in it.
+"""The state dict of a model and its optimizer, with the names of PyTorch's distributed checkpoints.
 
-PyTorch's own functions list it, too, and take five times as long: a training waits while that is done.
+PyTorch's own functions take five times as long to list it, and the training waits for that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from open_instruct.models.hf.names import clean_name
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Both as they are, without what is frozen; the optimizer's are flat. It must have taken a step."""
+    """The present state of both, without frozen weights and with the optimizer's names flat.
+
+    The optimizer must have taken a step.
+    """
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     frozen = {name for parameter, name in names.items() if not parameter.requires_grad}
     held = {clean_name(name): tensor for name, tensor in model.state_dict().items()}

@@ -24,14 +24,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     written for matrices only, so embeddings, head and norms stay with AdamW. Both run on the state and
     the groups of this one optimizer, which is what checkpoints save.
 
-    A matrix in shards comes together on one rank. The ranks that hold one copy take as many matrices at a time as they
-    are: they give each rank all parts of one, in the bfloat16 that torch computes in, and get back their parts of what
-    it has orthogonalised. So a step of float32 weights is torch's on whole matrices, bit for bit. Replicas all do it.
+    A sharded matrix is gathered on one rank. The N ranks of a shard group take N matrices at a time: each rank receives
+    all parts of one matrix, in the bfloat16 that torch computes in, orthogonalises it, and sends the parts back. So a
+    step of float32 weights equals torch's on whole matrices, bit for bit. Every replica does the same work.
     """
 
     def __init__(self, params: Any, *, eps: float = 1e-8, **defaults: Any) -> None:
         super().__init__(params, defaults | {"use_muon": False})
-        # torch's own fill what else they need into our groups.
+        # torch's constructors fill the missing defaults into our groups.
         if groups := self._groups(use_muon=True):
             torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
         groups = self._groups(use_muon=False)
@@ -44,7 +44,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "the train module computes the loss itself"
         for group in self._groups(use_muon=True):
-            # The largest first: those that are taken together are alike, so that no rank waits long for another.
+            # Largest first: matrices that are taken together have similar sizes, so no rank waits long for another.
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
             matrices.sort(key=lambda matrix: -matrix.numel())
             owners = [*boxes_beside(matrices[0], get_rank())] if matrices else []
@@ -56,7 +56,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self._adamw.step()
 
     def _step_together(self, by_owner: dict[int, Any], group: dict[str, Any]) -> None:
-        """With matrices that the same ranks share, one or none to each."""
+        """Step matrices that the same ranks share; each rank owns one of them, or none."""
         first, own = by_owner[min(by_owner)], by_owner.get(get_rank())
         boxes = {} if own is None else boxes_beside(own, get_rank())
         parts = {owner: self._update(matrix, group) for owner, matrix in by_owner.items()}
@@ -74,7 +74,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             local.add_(parts[owner], alpha=group["lr"] * _scale(matrix))
 
     def _update(self, matrix: Any, group: dict[str, Any]) -> torch.Tensor:
-        """This rank's part of the momentum, which the gradient has joined, with Nesterov's look-ahead."""
+        """Add the gradient to this rank's part of the momentum, and return it with Nesterov's look-ahead."""
         if MOMENTUM not in self.state[matrix]:
             self.state[matrix][MOMENTUM] = torch.zeros_like(matrix.grad)
         gradient, momentum = local_part(matrix.grad), local_part(self.state[matrix][MOMENTUM])
@@ -83,11 +83,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _exchange(given: dict[int, torch.Tensor], shapes: dict[int, Any], matrix: Any) -> dict[int, torch.Tensor]:
-    """Send to each of some ranks that share `matrix` a tensor; return those of `shapes` that each of some sends."""
+    """Exchange tensors among the ranks that share `matrix`: send `given` by rank, and receive `shapes` by rank."""
     axes = [axis for axis, cut in enumerate(getattr(matrix, "placements", ())) if not cut.is_replicate()]
     if not axes:
         return given
-    # FSDP's axis and tensor parallelism's have no group together: there all ranks enter, and the others send nothing.
+    # FSDP's and tensor parallelism's axes have no joint group, so there all ranks enter, and others send nothing.
     group = matrix.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
     ranks, nothing = dist.get_process_group_ranks(group), local_part(matrix).new_empty(0, dtype=torch.bfloat16)
     sent = [given.get(rank, nothing).flatten() for rank in ranks]
@@ -99,7 +99,7 @@ def _exchange(given: dict[int, torch.Tensor], shapes: dict[int, Any], matrix: An
 
 
 def _orthogonal(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """torch's step from zero, at the rate that makes its scale 1: nothing of it is rounded."""
+    """The orthogonalised matrix: torch's step from zero at the rate that makes its scale 1, so nothing is rounded."""
     step = nn.Parameter(torch.zeros_like(whole))
     step.grad = whole
     only = {"params": [step], "lr": 1 / _scale(whole), "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
@@ -108,5 +108,5 @@ def _orthogonal(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
 
 
 def _scale(matrix: torch.Tensor) -> float:
-    """Of its steps, to be as large as AdamW's: `match_rms_adamw`."""
+    """The factor that makes Muon's steps as large as AdamW's (`match_rms_adamw`)."""
     return 0.2 * sqrt(max(matrix.shape))

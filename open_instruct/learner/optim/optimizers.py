@@ -24,7 +24,7 @@ from open_instruct.learner.optim.muon import MuonWithAdamW
 
 @dataclass
 class AdamLikeConfig(OptimConfig[Any]):
-    """What any optimizer in the place of AdamW is told. Weight decay is decoupled."""
+    """Settings of an optimizer that takes AdamW's place. Weight decay is decoupled."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,11 +51,11 @@ class MuonWithAdamWConfig(AdamLikeConfig):
 
 
 class HostSkipStepAdamW(SkipStepAdamW):
-    """OLMo-core's, whose losses and gradient norms are the host's: it knows them, and so whether a step is skipped."""
+    """OLMo-core's SkipStepAdamW with losses and gradient norms on the host, which decides whether a step is skipped."""
 
     @property
     def device(self) -> torch.device:
-        """Where the losses and norms are."""
+        """The device of the losses and norms."""
         return torch.device("cpu")
 
     def get_step_factor(self) -> torch.Tensor:
@@ -79,7 +79,7 @@ def build_optimizer_config(
 ) -> OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`; AdamW is fused where there is CUDA.
 
-    :param has_biases: whether the model has any. OLMo-core refuses a pattern that names nothing.
+    :param has_biases: whether the model has biases. OLMo-core refuses a pattern that names nothing.
     """
     adam_settings = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
     common: dict[str, Any] = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay} | adam_settings

@@ -1,4 +1,4 @@
-"""The learning rate of the step that comes, as OLMo-core's schedulers have it."""
+"""The learning rate of the coming step, from OLMo-core's schedulers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from olmo_core.train import Trainer
 def set_learning_rate(
     optim: torch.optim.Optimizer | None, scheduler: Scheduler | None, trainer: Trainer
 ) -> float | torch.Tensor:
-    """Give every group of the optimizer its own; returns that of the first group, which has most of the weights."""
+    """Set the learning rate of every group of the optimizer. Returns that of the first, which has most weights."""
     assert optim is not None
     rates = [group["lr"] if scheduler is None else scheduler.set_lr(group, trainer) for group in optim.param_groups]
     return rates[0]

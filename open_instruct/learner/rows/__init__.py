@@ -1,1 +1,1 @@
-"""Rows on their way to a step: planned, built ahead, and numbers that are kept of them."""
+"""Rows on their way to a step: loaders, batches built ahead, and caches of numbers for rows."""

@@ -1,4 +1,4 @@
-"""What takes the host's time, done while the device is busy."""
+"""The host builds the next batch in a thread while the device is busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ V = TypeVar("V")
 def built_ahead(build: Callable[[T], V], items: Iterable[T]) -> Iterator[V]:
     """`build` of each of `items`, in order; while the caller is busy with one, a thread builds the next, and no more.
 
-    An error is raised where what it is of is asked for. Closed before its end, it waits for what is being built.
+    An error of `build` is raised when its result is asked for. Closing the iterator early waits for the thread.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="built-ahead") as thread:
         wanted: Future[V] | None = None

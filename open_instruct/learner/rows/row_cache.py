@@ -1,7 +1,7 @@
 """Numbers of rows, computed once by a frozen model and kept on disk by content.
 
-A row's key covers its token ids and spans (so the tokenizer, the template and the truncation); what else the numbers
-depend on is in the name of the file: the weights, the configuration, and more.
+A row's key covers its token ids and spans, and so the tokenizer, the template and the truncation. The name of the file
+covers everything else that the numbers depend on: the weights, the configuration, and more.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KEY_NUM_BYTES = 32
 
 
 class RowCache:
-    """One file of (row key -> float32 numbers, any number of them), the same on every rank."""
+    """A file that maps each row's key to any number of float32 values; the same on every rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._values = np.zeros(0, dtype=np.float32)
         self._added: list[np.ndarray] = []
-        self._place_of: dict[str, tuple[int, int]] = {}  # one behind the other, in this order
+        self._place_of: dict[str, tuple[int, int]] = {}  # start and stop among the values, in the order of the file
 
     def read(self) -> None:
-        """Map what is there. A damaged file counts as empty, and is replaced by the next `write`."""
+        """Map the file, if it is there. A damaged file counts as empty, and is replaced by the next `write`."""
         try:
             arrays, _ = read_arrays(self.path)
             keys = [key.tobytes().hex() for key in arrays["keys"]]
@@ -49,12 +49,12 @@ class RowCache:
         return len(self._place_of)
 
     def missing(self, dataset: TokenDataset) -> list[int]:
-        """The first row of `dataset` for every key that is not here."""
+        """The first row of `dataset` for every key that the cache lacks."""
         first_of = {dataset.key(row): row for row in reversed(range(len(dataset)))}
         return sorted(row for key, row in first_of.items() if key not in self._place_of)
 
     def add(self, key: str, values: np.ndarray) -> None:
-        """Take a row in, unless it is here; `write` puts it on disk."""
+        """Add a row, unless the cache has it; `write` puts it on disk."""
         if key not in self._place_of:
             start = next(reversed(self._place_of.values()), (0, 0))[1]
             self._place_of[key] = (start, start + values.size)
@@ -67,12 +67,12 @@ class RowCache:
         write_arrays(self.path, {"keys": keys, "edges": edges, "values": self._all()}, {})
 
     def numbers(self, dataset: TokenDataset) -> np.ndarray:
-        """Of every row of `dataset`, all of which must be here with as many numbers (D): float32 (N, D)."""
+        """The numbers of all rows of `dataset`, float32 (N, D); the cache must have D numbers for each row."""
         places_N2, values = self._places(dataset), self._all()
         return np.array([values[start:stop] for start, stop in places_N2], dtype=np.float32)
 
     def beside(self, dataset: TokenDataset) -> TokenDataset:
-        """The rows of `dataset`, all of which must be here, with their numbers as their values."""
+        """`dataset` with the numbers of its rows as their values; the cache must have all rows."""
         rows, values = copy(dataset), self._all()
         rows.details_C = values.view(np.uint8)
         rows.bounds_N4 = np.concatenate([dataset.bounds_N4[:, :2], self._places(dataset) * values.itemsize], axis=1)
@@ -88,7 +88,7 @@ class RowCache:
 
 
 def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
-    """What is kept of a frozen model, under `words` for all else that it depends on, with what is in its file now.
+    """Open the cache of a frozen model's numbers; `words` name everything else that the numbers depend on.
 
     Collective: all ranks see the same rows before any of them writes.
     """

@@ -18,8 +18,8 @@ from open_instruct.records import StepBatch
 class SampleLoader:
     """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or restarts.
 
-    The last batch of an epoch is the shorter rest: every one of `samples`, which are rows that stay together, is seen
-    once an epoch. `scores` are frozen values of the rows that the loss is given; see `collate`.
+    The last batch of an epoch is the shorter rest, and each of `samples` (rows that stay together) comes once an epoch.
+    `scores` are frozen values of the rows for the loss; see `collate`.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class SampleLoader:
 
     @property
     def max_tokens_per_step(self) -> int:
-        """Over all ranks."""
+        """The most tokens of a step, over all ranks."""
         return self.shape.max_tokens_per_microbatch * self.shape.max_microbatches * self.dp_world_size
 
     def rest_of_epoch(self) -> Iterator[StepBatch]:
-        """What is left of the epoch; `state_dict` is that of a run that has taken all that was given out."""
+        """The steps left in the epoch; `state_dict` counts every step given out so far as taken."""
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
 
         def build(start: int) -> StepBatch:
@@ -62,7 +62,7 @@ class SampleLoader:
             )
 
         size = self.num_samples_per_step
-        # What a thread has built of the next step is not given out, so a checkpoint knows nothing of it.
+        # A step that the thread has built ahead is not given out yet, so a checkpoint does not count it.
         for step in built_ahead(build, range(self.batches_processed * size, len(self.samples), size)):
             self.batches_processed += 1
             yield step
