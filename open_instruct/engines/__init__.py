@@ -1,1 +1,1 @@
-"""A vLLM engine, the pool of them, and what is asked of it."""
+"""A vLLM engine, the pool of engines, and their requests."""

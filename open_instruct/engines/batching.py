@@ -1,4 +1,4 @@
-"""How much an engine computes at once, by the device it is on and the flags that say otherwise."""
+"""The batch size of an engine's step, from the device and the flags."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from open_instruct.errors import InputError
 
 CUDA_SEQS = 256
 CPU_SEQS = 64
-# On a CPU, and with this many, a step takes as long as its tokens do; more of them only make others wait.
+# On a CPU a step of this many tokens is already bound by compute; more tokens only make other requests wait.
 CPU_TOKENS_OF_A_STEP = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """What one step of an engine takes in.
+    """The limits of one step of an engine.
 
     `max_num_batched_tokens` of None is the choice of vLLM's `LLM` for the device: 16,384 with 70 GiB or more, 8,192
     with less and on an A100. With `schedules_ahead` a step is scheduled while the one before is computed.
@@ -29,7 +29,7 @@ class Batching:
 
     @classmethod
     def of(cls, fleet: FleetSection, *, on_cuda: bool, max_model_len: int) -> Batching:
-        """What the flags say, and where they say nothing, what is good on the device.
+        """The flags' values, and the device's defaults where no flag is given.
 
         Args:
             max_model_len: tokens of the longest prompt with its completion.

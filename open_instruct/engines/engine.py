@@ -36,7 +36,7 @@ class Engine:
         self._settings = settings
         self._changed = threading.Condition()  # guards everything below
         self._calls: deque[tuple[Callable[[VLLMCore], Any], Future[Any]]] = deque()
-        # A request is known by its key alone, in one of these; whoever waits for it is in another process.
+        # One of these holds each request's key; the caller that waits for it is in another process.
         self._waiting: dict[int, GenerationRequest] = {}
         self._running: set[int] = set()
         self._outcomes: dict[int, Completion | str] = {}
@@ -54,7 +54,7 @@ class Engine:
     # Completions
 
     def begin(self, requests: Mapping[int, GenerationRequest]) -> None:
-        """Ask without waiting; `poll` will tell what came of it, under the same keys.
+        """Begin requests without waiting; `poll` returns their outcomes under the same keys.
 
         Raises:
             RunError: the engine failed.
@@ -65,7 +65,7 @@ class Engine:
             self._changed.notify_all()
 
     def cancel(self, keys: Sequence[int]) -> None:
-        """Give up what was begun under these keys; nothing will be told of it."""
+        """Give up the requests of these keys; `poll` will not return them."""
         with self._changed:
             self._cancelled |= self._running.intersection(keys)
             for key in keys:
@@ -73,7 +73,7 @@ class Engine:
                 self._outcomes.pop(key, None)
 
     def poll(self, wait_s: float) -> EngineAnswers:
-        """What has come of requests begun, each told once; waits up to `wait_s` for something to tell."""
+        """The outcomes that no earlier poll returned; waits up to `wait_s` for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
             answers = EngineAnswers(health=self.health(), outcomes=self._outcomes)
@@ -113,7 +113,7 @@ class Engine:
         self._between_steps(lambda core: core.call_workers(WeightWorker.receive_weights))
 
     def finish_update(self, version: int) -> None:
-        """Go on with the weights received. What was running is computed anew from its prompt and tokens so far."""
+        """Go on with the weights received. Running requests are recomputed from their prompt and tokens so far."""
 
         def go_on(core: VLLMCore) -> None:
             core.call_workers(WeightWorker.finish_update)
@@ -125,7 +125,7 @@ class Engine:
     # The process
 
     def health(self) -> EngineHealth:
-        """How it is; answers at once, whatever the loop does.
+        """The engine's health; answers at once, whatever the loop does.
 
         Raises:
             RunError: the engine failed.
@@ -217,7 +217,7 @@ class Engine:
             self._ended({key: "cancelled"})
 
     def _ended(self, outcomes: Mapping[int, Completion | str]) -> None:
-        """These run no more; what came of those that nobody cancelled is to be told."""
+        """Remove finished requests, and keep the outcomes of those that were not cancelled for `poll`."""
         if not outcomes:
             return
         with self._changed:

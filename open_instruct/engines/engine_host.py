@@ -21,7 +21,7 @@ MAX_CONCURRENCY = 32  # calls that wait for completions must not keep others out
 
 
 class EngineHost:
-    """What Ray runs. The environment comes before vLLM is imported."""
+    """The Ray actor of an engine. It sets its environment before vLLM is imported."""
 
     def __init__(self) -> None:
         self._engine: Any = None
@@ -59,16 +59,16 @@ class RayEngine:
         """Return when the engine is constructed.
 
         Raises:
-            RunError: it could not be, or not within `timeout_s`.
+            RunError: the engine could not be constructed, or not within `timeout_s`.
         """
         self._get(self._construction, "construction", timeout_s)
 
     def tell(self, method: EngineMethod[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have it run a method, and do not wait."""
+        """Call a method of the engine without waiting."""
         self._actor.call.remote(method.__name__, *args, **kwargs)
 
     def ask(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What a method returns.
+        """Call a method of the engine and return its result.
 
         Raises:
             RunError: the engine failed, died, or did not answer in time.
@@ -78,7 +78,7 @@ class RayEngine:
         return answer
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """End the engine's process, whatever it does."""
         import ray
 
         if ray.is_initialized():

@@ -1,7 +1,7 @@
-"""All engines as one: requests go to the least busy, and those of an engine that died are asked again.
+"""The pool of all engines: requests go to the least busy one, and those of an engine that died are asked again.
 
-Every request has a key of the pool's own, for request ids come again after a restart of the learners. A completion is
-handed out once: what an engine that was given up still says is not listened to.
+The pool gives every request a key of its own, since request ids repeat after a restart of the learners. A completion is
+handed out once: answers of an engine that was given up are ignored.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 POLL_WAIT_S = 1.0
-PACE_OF = 64  # the last completions of an engine; of fewer than a quarter it is not told
+PACE_OF = 64  # completions in the window of an engine's pace; none is reported of fewer than a quarter
 END_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A request on its way, and the one future of its completion. In the engine's process its key is known alone."""
+    """A request in flight, with the one future of its completion. The engine's process knows its key only."""
 
     request: GenerationRequest
     future: Future[Completion] = field(default_factory=Future)
@@ -60,10 +60,10 @@ class EnginePool:
         engines: by index, each constructed.
         make_engine: builds the engine of an index anew; blocks until it is constructed.
         on_restart: brings a new engine to the weights of the others; it gets no request before that.
-        on_failure: is told why no engine is started again, once the pool has given up.
+        on_failure: called with the reason once the pool has given up and starts no engine again.
         timeout_s: how long an engine may take to answer, or one step of it may last.
-        max_restarts: engines that may be started again, all in all.
-        say: is told of engines that died.
+        max_restarts: total number of engine restarts.
+        say: called with a line about each engine that died.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EnginePool:
     # Completions
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """Ask; a future that is cancelled is given up. It fails with a RunError alone."""
+        """Submit a request. Cancelling its future gives it up; the future fails with nothing but a RunError."""
         asked = InFlight(request)
         with self._lock:
             key = next(self._keys)
@@ -114,10 +114,10 @@ class EnginePool:
     # All engines at once
 
     def call_all(self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """What a method returns, by engine.
+        """Call a method of every engine and return the results, by engine.
 
         Raises:
-            RunError: of the first engine that failed; the others have ended too.
+            RunError: the first failure of an engine, raised after all calls have ended.
         """
         return self.results(self.start_all(timeout_s, method, *args, **kwargs))
 
@@ -231,7 +231,7 @@ class EnginePool:
             for each, outcome in outcomes:
                 if isinstance(outcome, Completion):
                     member.token_s.append((time.monotonic() - each.asked_s) / max(1, len(outcome.token_ids)))
-        # Outside the lock: what hangs on a future may ask again.
+        # Outside the lock, since a callback of a future may submit again.
         for each, outcome in outcomes:
             if isinstance(outcome, str):
                 set_outcome(each.future, RunError(f"request {each.request.request_id} cannot be generated: {outcome}"))
@@ -257,7 +257,7 @@ class EnginePool:
             with self._lock:
                 self._homeless |= left
                 self._fail(failure)
-            self._on_failure(failure)  # outside the lock: who is told may hold what waits for it
+            self._on_failure(failure)  # outside the lock, since the callback may hold another lock
             return False
         self._say(f"{error}; starting it again ({self._num_restarts} of {self._max_restarts} restarts)")
         with self._lock:
@@ -294,13 +294,13 @@ def set_outcome(future: Future[Any], outcome: Any) -> None:
 
 
 def _end(handle: RayEngine) -> None:
-    """Kill it, once it has put away what would outlive it; vLLM's workers and their shared memory would."""
+    """Kill an engine after it has ended vLLM's workers and removed their shared memory, which would outlive it."""
     with contextlib.suppress(RunError):
         handle.ask(END_TIMEOUT_S, Engine.shutdown)
     handle.kill()
 
 
 def _unexpected(error: Exception, what_failed: str) -> RunError:
-    """In the place of an error that is no RunError, and so is ours: the log gets its traceback."""
+    """A RunError in place of an unexpected error, whose traceback goes to the log."""
     log.exception(what_failed)
     return RunError(f"{what_failed}: {error}")

@@ -1,4 +1,4 @@
-"""How vLLM is told of the one adapter that an engine holds beside a model that never changes."""
+"""vLLM's settings for an engine that holds one adapter beside a model that never changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTER_ID = 1
 
 
 def options_of(adapter: LoRASection) -> dict[str, Any]:
-    """Of vLLM's `EngineArgs`, for an adapter that is replaced where it is."""
+    """Options of vLLM's `EngineArgs` for an adapter that is replaced in place."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -26,9 +26,9 @@ def options_of(adapter: LoRASection) -> dict[str, Any]:
 
 
 def names_of_versions() -> Iterator[LoRARequest]:
-    """What requests name, another name and path for each version.
+    """Yields the adapter's name for requests, with a new name and path for each version.
 
-    By these vLLM knows which prefixes were computed alike. There is nothing at the path: vLLM looks there only for an
+    vLLM shares cached prefixes among requests of one name. There is nothing at the path: vLLM reads it only for an
     adapter that it does not hold.
     """
     from vllm.lora.request import LoRARequest
@@ -37,7 +37,7 @@ def names_of_versions() -> Iterator[LoRARequest]:
 
 
 def check_targets(adapter: LoRASection, layers: Iterable[str]) -> None:
-    """See that vLLM can add to the layers that `adapter` is for: `layers` are those to which it can.
+    """Check that vLLM can adapt the layers that `adapter` is for; `layers` are those that it can adapt.
 
     Raises:
         InputError: it cannot.

@@ -1,4 +1,4 @@
-"""What is asked of an engine, what it answers, and how it is set up."""
+"""Records of an engine: requests, answers and settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """How an engine is at one moment: `seconds_in_step` the present step has taken so far, 0 between two steps."""
+    """An engine's health: the present step has taken `seconds_in_step` so far, 0 between two steps."""
 
     pid: int
     seconds_in_step: float
@@ -48,9 +48,9 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAnswers:
-    """What has come out since the last poll, by the key each request was begun under.
+    """The outcomes since the last poll, by the key that each request was begun under.
 
-    Where there can be no completion, its outcome says why.
+    The outcome of a request that cannot be completed is a sentence with the reason.
 
     Example: `EngineAnswers(health=…, outcomes={7: Completion(…), 8: "the prompt has 90 tokens, …"})`.
     """
@@ -63,7 +63,7 @@ class EngineAnswers:
 class EngineSettings:
     """How one vLLM engine is set up; `model_folder` is a Hugging Face folder that every node can read.
 
-    With an `adapter` it holds one beside a model that stays as it is, and its updates are of the adapter alone.
+    With an `adapter` the engine holds one beside a model that never changes, and updates carry the adapter alone.
     """
 
     model_folder: str

@@ -1,4 +1,4 @@
-"""vLLM as an engine's core. Nothing else of the package knows vLLM, save what receives its weights."""
+"""vLLM as an engine's core. Only this file, and the receivers of weights, know vLLM."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WEIGHT_RECEIVER = "open_instruct.weights.receiver.WeightReceiver"
 ADAPTER_RECEIVER = "open_instruct.weights.adapter_receiver.AdapterReceiver"
 # vLLM would take gigabytes; on CUDA it takes what --vllm_gpu_memory_utilization leaves.
 CPU_KV_CACHE_BYTES = 256 << 20
-# The most that vLLM has on their way, and one that says so.
+# The most steps that vLLM has in flight, and one more that reports that there are none.
 STEPS_TO_SETTLE = 3
-# What vLLM says where another holds the GPU's memory, in GiB rounded to hundredths: of how much how much is free.
+# vLLM's message when another process holds the GPU's memory: free and total GiB, rounded to hundredths.
 FREE_MEMORY = re.compile(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)")
 ROUNDED_GIB = 0.01
-# Asked before a run relies on it: whether log-probs are of the distribution that is sampled from.
+# Temperatures of the check, at start-up, that log-probs are of the distribution that is sampled from.
 PROBED_TEMPERATURES = (1.0, 2.0)
 NUM_PROBED = 10
 LEAST_SPREAD = 0.1  # nats; where all tokens are as likely, rounding decides
@@ -55,7 +55,7 @@ def engine_environment(on_cuda: bool) -> dict[str, str]:
 
 
 class WeightWorker(Protocol):
-    """What every process of an engine that holds weights can do; see `WeightReceiver`."""
+    """The methods of every process of an engine that holds weights; see `WeightReceiver`."""
 
     def open_channel(self, info: dict[str, Any]) -> None: ...
 
@@ -121,7 +121,7 @@ class VLLMCore:
             # request's generator, which a CPU's cannot.
             enable_chunked_prefill=None if on_cuda else False,
             enforce_eager=fleet.vllm_enforce_eager or not on_cuda,
-            # Of the distribution that was sampled from: after the temperature.
+            # Log-probs are of the distribution that was sampled from, after the temperature.
             logprobs_mode="processed_logprobs",
             worker_extension_cls=weight_receiver or (ADAPTER_RECEIVER if adapter is not None else WEIGHT_RECEIVER),
             disable_log_stats=True,
@@ -177,7 +177,7 @@ class VLLMCore:
         return finished
 
     def call_workers(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """What a method returns in every process that holds weights."""
+        """Call a method in every process that holds weights, and return the results."""
         return self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
 
     def weights_changed(self, version: int) -> None:
@@ -191,10 +191,10 @@ class VLLMCore:
         self._engine.engine_core.shutdown()
 
     def _check_logprobs(self) -> None:
-        """Whichever of vLLM's model runners it is, and whatever it was told, see that log-probs know the temperature.
+        """Check that log-probs are taken after the temperature, whichever of vLLM's model runners is in use.
 
         Raises:
-            RunError: they do not.
+            RunError: they are not.
         """
         from vllm import SamplingParams
 
@@ -210,7 +210,7 @@ class VLLMCore:
         check_temperature(*logprobs)
 
     def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-        """With the name of the adapter where there is one: without, vLLM may compute what no adapter says, on a CPU."""
+        """Add a request, with the adapter's name if there is one; without the name vLLM may ignore the adapter."""
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params, lora_request=self._adapter)
 
     def _params_of(self, request: GenerationRequest) -> SamplingParams:
@@ -263,7 +263,7 @@ class VLLMCore:
 
 
 def refusal_of_memory(words: str, settings: EngineSettings, *, has_cache_size: bool) -> str | None:
-    """What vLLM says of memory when it starts, in our flags; None where it speaks of something else."""
+    """vLLM's refusal at start-up for want of memory, in terms of our flags; None if its error is another."""
     share = settings.fleet.vllm_gpu_memory_utilization
     if match := FREE_MEMORY.match(words):
         free, total = map(float, match.groups())

@@ -1,4 +1,4 @@
-"""What engines are asked for a prompt, with seeds that depend on nothing but the run's and a request's place in it."""
+"""Requests of a prompt to engines; their seeds depend only on the run's seed and a request's place in the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from open_instruct.records import Prompt
 def samples_of(
     prompt: Prompt, num_samples: int, sampling: SamplingSettings, *, seed: int, place: tuple[int | str, ...]
 ) -> list[GenerationRequest]:
-    """One request a sample of the prompt; `place` is where in the run that is asked, such as its ticket."""
+    """One request for each sample of the prompt; `place` names the request's place in the run, such as a ticket."""
     return [
         GenerationRequest(
             request_id="/".join(map(str, (*place, index))),

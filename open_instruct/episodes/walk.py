@@ -1,4 +1,4 @@
-"""Ask, answer, judge: what becomes of the requests of a prompt, wherever it is asked from."""
+"""Ask, answer, judge: the walk of a prompt's requests, the same for every caller."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Answer = tuple[Completion, Verdict]
 
 
 class Episodes:
-    """Asks prompts of engines, and has completions judged on threads of its own: the pool's must not wait for that.
+    """Asks engines for completions, and judges them on threads of its own, so that the pool's threads do not wait.
 
-    A completion is judged as soon as it is there; those of a prompt whose verifiers look at a whole group, together
-    when the last is there.
+    A completion is judged as soon as it arrives. If a verifier of the prompt judges whole groups, all completions are
+    judged together when the last one arrives.
     """
 
     def __init__(self, pool: EnginePool, rewards: RewardManager) -> None:
@@ -40,7 +40,7 @@ class Episodes:
     def ask(
         self, prompt: Prompt, requests: Sequence[GenerationRequest], *, arrived: Callable[[], None] = lambda: None
     ) -> list[Future[Answer]]:
-        """What comes of each of the requests; one that could not be generated or judged raises a `RunError`.
+        """The future answers to the requests; one that could not be generated or judged raises a `RunError`.
 
         `arrived` is called for each completion, before it is judged.
         """
@@ -73,7 +73,7 @@ class Episodes:
         return answers
 
     def close(self) -> None:
-        """Give up what is out. What arrives later is dropped."""
+        """Give up everything in flight; completions that arrive later are dropped."""
         with self._lock:
             self._is_closed = True
             asked = list(self._asked)
@@ -102,7 +102,7 @@ class Episodes:
 
 
 def _fail(answers: Sequence[Future[Answer]], error: BaseException, what: str) -> None:
-    """Nothing more comes of a group of which one failed."""
+    """Fail all open answers of a group in which one failed."""
     failure = error if isinstance(error, RunError) else RunError(f"{what}: {type(error).__name__}: {error}")
     if failure is not error:
         failure.__cause__ = error
@@ -112,6 +112,6 @@ def _fail(answers: Sequence[Future[Answer]], error: BaseException, what: str) ->
 
 
 def group_of(ticket: int, prompt: Prompt, answers: Sequence[Future[Answer]]) -> RolloutGroup:
-    """What came of a prompt whose answers are all there."""
+    """The rollout group of a prompt whose answers are all there."""
     completions, verdicts = zip(*(answer.result() for answer in answers), strict=True)
     return RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts)

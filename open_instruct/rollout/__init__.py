@@ -1,1 +1,1 @@
-"""Ray learners, vLLM engines, and what flows between them."""
+"""The walk of a GRPO run: prompts and completions between vLLM engines and Ray learners."""

@@ -1,4 +1,4 @@
-"""OLMo-core's callbacks in a GRPO run: its learners are processes of their own, and the driver tells of their steps."""
+"""OLMo-core's callbacks in a GRPO run, called by the driver, since learners are processes of their own."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ class Listener:
         self._callback.log_metrics(step, {name: value for name, value in row.items() if name != "step"})
 
     def finish(self) -> None:
-        """There is nothing to end."""
+        """A listener has nothing to finish."""

@@ -1,4 +1,4 @@
-"""What the driver opens before any learner or engine exists, so that what cannot work is refused at once."""
+"""The driver checks and opens a run before any learner or engine exists, so that mistakes are refused at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     """Check everything that needs no cluster, and keep the run's folder ready, and to this run, while the block runs.
 
     Raises:
-        InputError: naming the flag, row, file or tensor that will not do.
+        InputError: names the flag, row, file or tensor that cannot be used.
     """
     layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
     backend_named(config.parallel.backend).refuse_unfit()
@@ -122,7 +122,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
 
 
 def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory) -> GRPOConfig:
-    """The flags with what the learners' plan chooses, where this host is like theirs: it has GPUs, or none will join.
+    """The flags with the choices of the learners' plan, if this host is like theirs: it has GPUs, or no node joins.
 
     Raises:
         InputError: a learner surely cannot fit.

@@ -1,9 +1,9 @@
 """Keeps prompts in flight ahead of training, and hands out the groups of a step in the order they were asked in.
 
-Every asking of a prompt has a ticket, counted from the start of the run. A step's batch is the next
-`num_unique_prompts_rollout` accepted tickets, never those that happened to be done first: which engine was quick, and
-which verdict late, decide nothing. Tickets are drawn by the driver's own thread at fixed points of its walk, so which
-prompt a ticket asks does not depend on timing either.
+Each time a prompt is asked, it gets a ticket, counted from the start of the run. A step's batch is the next
+`num_unique_prompts_rollout` accepted tickets in order, and not those that were done first, so neither quick engines nor
+late verdicts change it. Tickets are drawn by the driver's own thread at fixed points of its walk, so the prompt of a
+ticket does not depend on timing either.
 
 While step s waits for its batch the engines have version s - 1, and at most `async_steps` + 1 batches of groups are
 out: those of steps s to s + `async_steps`. A ticket drawn then is consumed by step s + `async_steps` at the latest,
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from open_instruct.verifiers.reward import RewardManager
 
 STALL_TIMEOUT_S = 3600.0
-# Groups that a step may reject for each that it needs, before the run is told that it learns nothing.
+# The number of groups that a step may reject for each that it needs, before the run ends as one that learns nothing.
 MAX_REJECTED_PER_PROMPT = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenGroup:
-    """A group on its way: what was asked, and a future a sample."""
+    """A group in flight: its prompt, and a future for each sample."""
 
     ticket: int
     prompt: Prompt
@@ -62,9 +62,9 @@ class Conductor:
 
     Args:
         prompts: the endless stream of tickets; nobody else may draw from it.
-        pool: where requests go.
+        pool: the engines that take requests.
         rewards: judges completions.
-        config: of the run, after whose last step no prompt is asked.
+        config: the flags of the run; after its last step no prompt is asked.
     """
 
     def __init__(self, prompts: PromptStream, pool: EnginePool, rewards: RewardManager, *, config: GRPOConfig) -> None:
@@ -87,7 +87,7 @@ class Conductor:
     # The driver's side
 
     def start(self, version: int) -> None:
-        """Begin to ask, once the engines have the weights of `version`: the steps that are done."""
+        """Begin to ask prompts; the engines have the weights of `version`, the number of steps taken."""
         self._version = version
         for ticket, prompt in self._to_ask_again:
             self._ask(ticket, prompt)
@@ -126,15 +126,15 @@ class Conductor:
         return batch
 
     def weights_published(self, version: int) -> None:
-        """Every engine has the weights of `version`, so the prompts of one more step may go out."""
+        """Ask the prompts of one more step; every engine has the weights of `version` now."""
         self._version = version
         self._num_accepted = 0
         self._ask_further()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint between two steps needs, as JSON: the stream, and the tickets that are out.
+        """The state for a checkpoint between two steps, as JSON: the stream, and the tickets in flight.
 
-        Tickets that are out when a run stops are asked again with their own seeds, of the weights then current.
+        Tickets in flight when a run stops are asked again with their own seeds, and the weights of that time.
         """
         assert self._num_accepted == 0, "the groups of a step that is not finished would be lost"
         out = [(group.ticket, group.prompt) for group in self._outstanding] + self._to_ask_again
@@ -144,13 +144,13 @@ class Conductor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand where the checkpoint stood; comes before `start`."""
+        """Load a checkpoint's state; call it before `start`."""
         assert not self._outstanding, "prompts are out already"
         self._prompts.load_state_dict(state["prompts"])
         self._to_ask_again = [(ticket, self._prompts.dataset[row_id]) for ticket, row_id in state["unconsumed"]]
 
     def stats(self) -> dict[str, float]:
-        """Where everything is, for the live view.
+        """Counts of prompts and completions by their state, for the live view.
 
         `in_flight` completions are with the engines, `verifying` with the verifiers; `waiting` groups are complete
         and wait for their turn. `verified` completions and `done` groups count since `start`. `staleness` is how many
@@ -167,11 +167,11 @@ class Conductor:
             }
 
     def close(self) -> None:
-        """Give up what is out. What arrives later is dropped."""
+        """Give up everything in flight; completions that arrive later are dropped."""
         self._episodes.close()
 
     def _ask_further(self) -> None:
-        """Draw tickets until what is out and what this step has accepted are the batches that may be out at once."""
+        """Draw tickets until groups in flight and accepted groups fill all batches that may be out at once."""
         num_batches = min(self._config.async_steps + 1, self._num_steps - self._version)
         size = num_batches * self._config.num_unique_prompts_rollout
         while len(self._outstanding) + self._num_accepted < size:
@@ -192,7 +192,7 @@ class Conductor:
         with self._changed:
             head = self._outstanding[0]
             while self._failure is None and head.num_missing:
-                # Woken by every verdict: the clock runs only while nothing at all arrives.
+                # Every verdict resets the clock, which runs only while nothing arrives.
                 if not self._changed.wait(timeout_s):
                     raise RunError(self._stalled(head, timeout_s))
             if self._failure is not None:

@@ -1,4 +1,4 @@
-"""Conversations that somebody wrote, some of which every step learns from beside its completions."""
+"""Written conversations (--sft_mixer_list): every step learns from some of them beside its completions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_conversations(
 
 
 def conversations_of(dataset: TokenDataset | None, *, step: int, config: GRPOConfig) -> list[RolloutSample]:
-    """Those that `step` (1-based) learns from: the next of a shuffled epoch, whatever was learned before."""
+    """The conversations of `step` (1-based): the next of a shuffled epoch, a function of the step alone."""
     if dataset is None:
         return []
     last = step * config.data.sft_rows_per_step

@@ -1,6 +1,6 @@
 """The walk of a GRPO run: rollouts, one optimisation step, weights to the engines, and again.
 
-Where learners die the walk goes back to the last checkpoint; engines that die are the pool's business.
+If a learner dies, the walk goes back to the last checkpoint; the pool restarts engines that die.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.signals import Noted, noting_signals, stopped_by
 from open_instruct.run.slowness import WINDOW, slowest
 
-# What a step has where nothing was learned from it.
+# The metrics of a step without anything to learn from.
 NOTHING_LEARNED = {
     "clip_fraction": 0.0,
     "kl": 0.0,
@@ -39,7 +39,7 @@ NOTHING_LEARNED = {
 
 
 class Driver:
-    """Owns the loop. The learners own weights and optimizer, the conductor owns what is asked and in which order."""
+    """Owns the loop. The learners own weights and optimizer; the conductor owns the prompts and their order."""
 
     def __init__(self, run: RolloutRun, fleet: Fleet) -> None:
         config = run.config
@@ -59,7 +59,7 @@ class Driver:
         self._signal = Noted()
 
     def fit(self) -> int:
-        """Every step that is left, and the export. Returns the exit code.
+        """Take every remaining step and export the model. Returns the exit code.
 
         Raises:
             RunError: something died more often than `--max_restarts`, every verdict of a step failed, or engines and
@@ -78,7 +78,7 @@ class Driver:
                     self.conductor.close()
 
     def _walk(self) -> int:
-        """From the newest checkpoint to the end."""
+        """Walk from the newest checkpoint to the end."""
         self._resume()
         if self.step == 0 and self.config.evaluation.eval_on_step_0:
             self._evaluate()
@@ -171,7 +171,7 @@ class Driver:
             self._learners(LearnerProcess.save_state, state, waits=waits)
 
     def _resume(self) -> None:
-        """Stand where the newest checkpoint stands, or at the start."""
+        """Load the newest checkpoint, or stand at the start."""
         with self.view.phase("loading the checkpoint"):
             state, warnings = self._learners(LearnerProcess.resume)[0]
         for warning in warnings:

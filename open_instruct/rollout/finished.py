@@ -1,4 +1,4 @@
-"""A run that has taken all its steps: its model is written from its last checkpoint, and no fleet is started."""
+"""A run that has taken all its steps exports its model from the last checkpoint, without starting a fleet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from open_instruct.run.start_model import fingerprint_of
 
 
 def export_finished(run: RolloutRun) -> bool:
-    """Write OUT/hf_model if there is nothing left to be learned; whether it did.
+    """Write OUT/hf_model if all steps were taken. Returns whether it was written.
 
-    It does not where learners know better: a checkpoint that is damaged, adapters to add, or float16, in which a weight
-    may be too large.
+    The export is left to the learners if the checkpoint is damaged, if there are adapters to merge, and in float16,
+    which may be too small for a weight.
 
     Raises:
         InputError: the start model was changed in place.

@@ -1,4 +1,4 @@
-"""Everything that a GRPO run has going beside its driver: Ray, learners, engines, verifiers."""
+"""The fleet of a GRPO run: Ray, learners, engines and verifiers, beside the driver."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Fleet:
     engines_share_cores: bool
 
     def new_conductor(self) -> Conductor:
-        """One that stands at the start of the run, until it loads another state."""
+        """A new conductor at the start of the run; it may load another state."""
         config = self.run.config
         return Conductor(PromptStream(self.run.prompts, config.optim.seed), self.engines, self.rewards, config=config)
 
     def restart_learners(self) -> None:
-        """New learners in the same places, which hold the start model.
+        """Start new learners in the same places; they hold the start model.
 
         Raises:
             RunError: a node was lost and none took its place, or they could not be constructed.
@@ -70,11 +70,11 @@ class Fleet:
 
 @contextmanager
 def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterator[Fleet]:
-    """Place and start everything; whatever ends the block ends it all.
+    """Place and start everything; leaving the block ends everything.
 
     Raises:
-        InputError: the cluster, a flag or the checkpoint will not do.
-        RunError: something did not start in time; says what.
+        InputError: the cluster, a flag or the checkpoint cannot be used.
+        RunError: something did not start in time; the message names it.
     """
     config, console = run.config, run.console
     shape = FleetShape.of(config.fleet, config.parallel)
@@ -168,7 +168,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
 
 
 def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:
-    """What is set for learners; says what engines, and learners that share a device with one, will not take."""
+    """Environment of the learners' allocator; warns of settings that engines, or learners beside one, cannot take."""
     hands_over_memory = backend == "ipc"
     for name in without_growing_segments(os.environ) if placement.on_gpus else ():
         whose = "engines and learners" if hands_over_memory else "engines"
@@ -177,7 +177,7 @@ def _allocator_of_learners(placement: Placement, backend: str, console: Console)
 
 
 def engine_dtype(config: GRPOConfig) -> Literal["bfloat16", "float32"]:
-    """The dtype that engines compute in, and that weights travel in."""
+    """The dtype in which engines compute and weights travel."""
     return config.model.param_dtype if config.fleet.vllm_dtype == "policy" else config.fleet.vllm_dtype
 
 

@@ -1,4 +1,4 @@
-"""Whether there is something to learn from, and where there is not, why."""
+"""Warnings about steps without a learning signal, with the reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from open_instruct.errors import RunError
 from open_instruct.losses.advantages import has_signal
 from open_instruct.records import RolloutGroup
 
-# Steps in a row without a signal, before that is worth a warning.
+# The number of steps in a row without a signal that is worth a warning.
 MAX_SILENT_STEPS = 5
-# Of the completions of as many steps, those that may be cut.
+# The share of completions, over that many steps, that may be cut without a warning.
 MOST_CUT = 0.5
 LONGER = "Raise it, or start from a model that has learned to end its answers (open-instruct sft)"
 
 
 class SignalWatch:
-    """Looks at the groups of each step, and says once in a run that none of several steps had a signal, and why."""
+    """Watches the groups of each step, and warns once in a run if several steps in a row had no signal, and why."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class SignalWatch:
 
 
 class CutWatch:
-    """Looks at how completions end, and says once in a run that most of several steps were cut at the limit."""
+    """Watches how completions end, and warns once in a run if most of several steps were cut at the limit."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._limit = config.data.response_length

@@ -1,4 +1,4 @@
-"""A step of a run that is over: its weights, its completions, what was recorded of it, and all of it in a table."""
+"""A step of a finished run is taken again: its weights, its completions, its recorded metrics, and a table of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.plan_check import with_chosen
 from open_instruct.run.run_directory import RunDirectory
 
-# What belongs to the layout and the length of the run rather than to the step.
+# Metrics that depend on the layout and the length of the run rather than on the step.
 OF_THE_RUN = ("num_tokens", "padding_fraction", "peak_", "allocation_retries/", "shared_fraction", "time/")
 SHOWN_FIRST = ("loss", "grad_norm")
 MISSING = "-"
@@ -24,10 +24,9 @@ MISSING = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWeights:
-    """What a step is taken again with: a model folder, and a checkpoint over it where there is one.
+    """The weights that a step is taken again with: a model folder, and a checkpoint over it where there is one.
 
-    `are_the_steps_own` says whether they are known to be those that the step began with; `told` is a sentence
-    about them.
+    `are_the_steps_own` says whether the step began with these weights; `description` is a sentence about them.
     """
 
     model: str
@@ -37,12 +36,12 @@ class StepWeights:
 
 
 def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
-    """With what --activation_checkpointing auto came to in the plan of the run in `directory`, if it had one."""
+    """The config with the choice that the run's plan made for --activation_checkpointing auto, if it had a plan."""
     return with_chosen(config, read_object(directory.plan) if directory.plan.exists() else {})
 
 
 def on_one_process(config: GRPOConfig) -> GRPOConfig:
-    """The same mathematics without shards, and without what only pays over many steps."""
+    """The config for one process: the same mathematics without shards, and without compilation."""
     kept = {name: getattr(config.parallel, name) for name in ("single_gpu_mode", "backend", "deepspeed_stage")}
     return replace(
         config,
@@ -88,7 +87,7 @@ def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
 
 
 def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
-    """What the run wrote of `step`; None where it ended before it did.
+    """The row of metrics.jsonl for `step`; None if the run ended before it wrote one.
 
     Raises:
         InputError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""From the groups of a step to what the learners train on, and the step's rollout metrics."""
+"""The groups of a step become the samples that learners train on, and the step's rollout metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RolloutStepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """What is learned from a batch.
+    """The samples and advantages of a batch.
 
     `advantages[i][j]` and `is_used[i][j]` belong to completion j of group i; `samples` are the used ones, in that
     order.
@@ -43,7 +43,7 @@ class StepSamples:
 def work_of_ranks(
     batch: RolloutStepBatch, *, step: int, config: GRPOConfig, conversations: TokenDataset | None, num_ranks: int
 ) -> tuple[StepSamples, tuple[RankStep, ...]]:
-    """What `step` (1-based) learns from its batch, and what each data-parallel rank is sent: conversations besides."""
+    """The samples of `step` (1-based), and the work of each data-parallel rank, conversations included."""
     learned = training_samples(batch, config=config.rollout, version=step - 1)
     work = plan_steps_of_ranks(
         (*learned.samples, *conversations_of(conversations, step=step, config=config)),
@@ -125,7 +125,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _staleness_metrics(groups: Iterable[RolloutGroup], version: int) -> dict[str, float]:
-    """How many steps behind the learners the weights were that made each token."""
+    """Staleness: how many steps older than the learners' weights are the weights that made each token."""
     behind = [version - made for group in groups for completion in group.completions for made in completion.versions]
     return {"staleness/mean": mean(behind), "staleness/max": float(max(behind, default=0))}
 

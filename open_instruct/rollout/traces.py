@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FOLDER = "traces"
 MOST_BYTES = 2**30  # of the files, where `--save_traces` says nothing
 
-# By column, what pyarrow calls its type; of a column of lists, that of their values.
+# pyarrow's name for the type of each column; for a column of lists, for the type of their values.
 COLUMNS: dict[str, str | list[str]] = {
     "step": "int64",
     "ticket": "int64",
@@ -43,7 +43,7 @@ COLUMNS: dict[str, str | list[str]] = {
     "used_in_training": "bool_",
     "rejected": "bool_",
 }
-# By column, the field of a record that it holds.
+# The field of a record that each column holds.
 OF_PROMPT = {"row_id": "row_id", "prompt": "text", "prompt_token_ids": "token_ids"}
 OF_COMPLETION = {"completion": "text"} | {
     name: name for name in ("token_ids", "logprobs", "versions", "finish_reason", "seed")
@@ -51,21 +51,21 @@ OF_COMPLETION = {"completion": "text"} | {
 
 
 class Traces:
-    """Writes the rollouts of a run: of every step, of none, or, unasked, of the newest ones, as many as fit MOST_BYTES.
+    """Writes the rollouts of every step, of no step or, without the flag, of the newest steps that fit in MOST_BYTES.
 
-    :param asked: `--save_traces`. What fails ends a run that was asked for its traces, and is a warning of another.
+    :param asked: `--save_traces`. With it a failure to write ends the run; without it a failure is a warning.
     """
 
     def __init__(self, run_folder: Path, *, asked: bool | None, warn: Callable[[str], None]) -> None:
         self.run_folder = run_folder
         self.asked = asked
         self.warn = warn
-        # More than would be kept unasked was asked for, when the run was started before, and stays.
+        # An earlier start with --save_traces may have written more than MOST_BYTES; those files stay.
         sizes = _sizes(run_folder)
         self._spared = sizes.keys() if sum(sizes.values()) > MOST_BYTES else set()
 
     def add(self, step: int, batch: RolloutStepBatch, learned: StepSamples) -> None:
-        """Write the rollouts of `step`, the last one that was taken; unasked, the oldest make room for them.
+        """Write the rollouts of `step`, the newest; without --save_traces the oldest files make room for them.
 
         Raises:
             RunError: they were asked for, and cannot be written.
@@ -76,7 +76,7 @@ class Traces:
             write_traces(self.run_folder, step, batch, learned)
             if self.asked is None:
                 self._make_room(step)
-        except Exception as error:  # nobody asked for them: whatever it is costs the run nothing else
+        except Exception as error:  # the traces are optional here, so no failure may end the run
             if self.asked:
                 raise
             self.warn(f"{one_line(error)}; the run goes on, and writes no more traces")
@@ -92,7 +92,7 @@ class Traces:
 
 
 def trace_file(run_folder: Path, step: int) -> Path:
-    """Where the rollouts of `step` (1-based) are."""
+    """The path of the rollouts of `step` (1-based)."""
     return run_folder / FOLDER / f"step{step}.parquet"
 
 
@@ -116,7 +116,7 @@ def write_traces(run_folder: Path, step: int, batch: RolloutStepBatch, learned: 
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):
-            partial.unlink()  # a full disk has better use for it
+            partial.unlink()  # frees the space of a full disk
         raise RunError(f"{path} cannot be written: {error.strerror or error}; or give --no_save_traces") from error
     return path
 
@@ -194,7 +194,7 @@ def _group_of(rows: list[dict[str, Any]]) -> RolloutGroup:
 
 
 def _fields(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """What a record is made of, from its columns."""
+    """The fields of a record, from its columns."""
     values = {field: row[column] for column, field in names.items()}
     return {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
 

@@ -1,4 +1,4 @@
-"""What a person sees of a GRPO run: a live panel on a terminal, a line a step elsewhere."""
+"""The view of a GRPO run: a live panel on a terminal, a line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FleetView:
 
     @contextmanager
     def shown(self) -> Iterator[FleetView]:
-        """Draw while the block runs; lines that are said meanwhile appear above the panel."""
+        """Draw while the block runs; lines of the console appear above the panel."""
         if not self.console.is_live:
             yield self
             return
@@ -61,14 +61,14 @@ class FleetView:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Say what is waited for while the block runs."""
+        """Show `name` as the present phase while the block runs."""
         self._phase, self._phase_began_s = name, time.monotonic()
         doing(f"{name} (step {self._step + 1})" if self._step < self.num_steps else name)
         yield
         self._phase, self._phase_began_s = "between steps", time.monotonic()
 
     def finished(self, row: Mapping[str, float], group: RolloutGroup | None = None) -> None:
-        """Take in the metrics of a step, and of its completions a group to show one of now and then."""
+        """Take in the metrics of a step, and a group from which a completion is shown now and then."""
         self._step, self._latest = int(row["step"]), row
         self.rewards.append(row["reward"])
         interval = max(1, self.num_steps // 40)
@@ -98,7 +98,7 @@ class FleetView:
 
 
 def sample_words(group: RolloutGroup, number: int) -> dict[str, str]:
-    """One of the group's completions, in as many words as fit a line each; what is no letter is escaped."""
+    """One of the group's completions and its prompt, cut to a line each; control characters are escaped."""
     index = number % len(group.completions)
     prompt, completion = group.prompt.text, group.completions[index].text
     tail, head = escaped(prompt[-PROMPT_LETTERS:]), escaped(completion[:COMPLETION_LETTERS])
