@@ -223,14 +223,14 @@ def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class _Teller:
-    """Turns what ended a run into words on stderr and an exit code."""
+    """Turns the error that ended a run into a message on stderr and an exit code."""
 
     def __init__(self, program: str, log_file: Path | None) -> None:
         self.program = program
         self.log_file = log_file
 
     def tell(self, error: BaseException) -> int:
-        error = peers.stop or error  # what a library has made of a stop that came while it worked
+        error = peers.stop or error  # a library may have wrapped a stop in an error of its own
         is_stop = isinstance(error, Terminated | KeyboardInterrupt | SystemExit)
         if not isinstance(error, InputError) and (loss := peers.explanation(error) or (is_stop and peers.loss_now())):
             self._tell_of_others(error, *loss)
@@ -255,7 +255,7 @@ class _Teller:
         return EXIT_FAILURE
 
     def end_for_loss(self, words: str) -> None:
-        """From a thread that watches others, for which the main one may wait for ever; "" where another rank tells."""
+        """End the run from a watching thread, as the main one may wait for ever; no message if `words` is empty."""
         if _last_words.acquire(blocking=False):  # else the main thread ends it
             if words:
                 self._say_loss(words)

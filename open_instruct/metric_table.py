@@ -41,13 +41,13 @@ def metric_table() -> tuple[MetricEntry, ...]:
 
 
 def followed() -> tuple[MetricEntry, ...]:
-    """Those that people are told of after every step."""
+    """The metrics in the console's line after every step."""
     return tuple(entry for entry in metric_table() if entry.words)
 
 
 @cache
 def entry_of(name: str) -> MetricEntry:
-    """Of the metric that a run calls so; one of the last group, without a meaning, where the table does not know it."""
+    """The entry of a metric by its name in a run; an unknown one gets an entry of the last group, without a meaning."""
     for asked in (name, name.removeprefix("eval/")):
         for entry in metric_table():
             if fnmatchcase(asked, entry.name):
@@ -56,6 +56,6 @@ def entry_of(name: str) -> MetricEntry:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """As the table has them, and by name where it does not say."""
+    """`names` in the table's order; unknown ones come last, by name."""
     places = {entry: place for place, entry in enumerate(metric_table())}
     return sorted(names, key=lambda name: (places.get(entry_of(name), len(places)), name))

@@ -130,7 +130,7 @@ def scored_rows(
 
 
 def document_of(row: Any, read: Callable[[dict[str, Any]], tuple[Document, bool]]) -> tuple[Document, bool]:
-    """What is read of a row, and whether it had to be cut."""
+    """The document of a row, and whether it had to be cut."""
     if isinstance(row, BadRow):
         raise InputError(f"{row}. Mend this row")
     try:

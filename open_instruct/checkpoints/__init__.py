@@ -1,1 +1,1 @@
-"""Steps on disk: written whole, checked, gone on from."""
+"""Checkpoints: written whole, checked, and resumed from."""

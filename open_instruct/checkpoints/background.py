@@ -1,4 +1,4 @@
-"""What lets a checkpoint be written while the training goes on: a thread, and copies that nobody changes meanwhile."""
+"""A thread, and copies in host memory, let a checkpoint be written while the training goes on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Way = Callable[[Callable[[], T]], Future[T]]
 
 
 def at_once(work: Callable[[], T]) -> Future[T]:
-    """What comes of `work`, done here and now."""
+    """Do `work` now, and return its result as a future."""
     outcome: Future[T] = Future()
     _do(work, outcome)
     return outcome
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """What will come of `work`, done in a thread that no end of the process waits for.
+    """Do `work` in a daemon thread, and return the future of its result.
 
-    On the caller's GPU: a thread begins on the first one, where what it calls would make a context, half a GiB a rank.
+    The thread takes the caller's GPU: by default it would use the first GPU, and make a context of half a GiB there.
     """
     outcome: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -1,4 +1,4 @@
-"""Whether a model may be written down: all of its weights finite, and small enough to compute with."""
+"""A model may be written only if all of its weights are finite, and small enough to compute with."""
 
 from __future__ import annotations
 

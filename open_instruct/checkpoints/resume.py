@@ -1,4 +1,4 @@
-"""When checkpoints are written, which one a run goes on from, and what is said when one is damaged."""
+"""Checkpoints of a run: writing them, choosing the one to go on from, and refusing damaged ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def explained(trainer: Trainer, *, step: int) -> Iterator[None]:
-    """Turn what goes wrong while the checkpoint of `step` is written into one sentence."""
+    """Turn an error while the checkpoint of `step` is written into a RunError of one sentence."""
     try:
         yield
     except OSError as error:
@@ -46,11 +46,11 @@ def explained(trainer: Trainer, *, step: int) -> Iterator[None]:
 
 
 def save_checkpoint(trainer: Trainer, model: Transformer, *, in_background: bool = False) -> None:
-    """Write a checkpoint of the trainer's step now, or begin to; `finish_checkpoint` ends what was begun. Collective.
+    """Write a checkpoint of the trainer's step, or begin to, to be ended by `finish_checkpoint`. Collective.
 
-    Of a `model` whose weights are broken nothing is written.
+    Nothing is written if a weight of `model` is not finite.
 
-    :raises RunError: if it, or the one under way, cannot be written.
+    :raises RunError: this checkpoint, or the one under way, cannot be written.
     """
     finish_checkpoint(trainer)
     check_weights(
@@ -66,15 +66,16 @@ def save_checkpoint(trainer: Trainer, model: Transformer, *, in_background: bool
 
 
 def wait_for_copy(trainer: Trainer) -> None:
-    """Return when the weights may change: a checkpoint that is being written does not need them any more."""
+    """Return when an unfinished checkpoint has copied the weights, so that they may change."""
     assert isinstance(trainer.checkpointer, SafeCheckpointer)
     trainer.checkpointer.wait_for_copy()
 
 
 def finish_checkpoint(trainer: Trainer, *, waits: bool = True) -> bool:
-    """End the writing that is under way if all ranks are done, or as soon as they are; whether one ended. Collective.
+    """Finish the checkpoint under way if all ranks have written it. Returns whether one was finished. Collective.
 
-    :raises RunError: if it could not be written.
+    :param waits: wait until all ranks have written.
+    :raises RunError: it could not be written.
     """
     checkpointer = trainer.checkpointer
     assert isinstance(checkpointer, SafeCheckpointer)
@@ -93,7 +94,7 @@ def remove_old_checkpoints(
 
     Collective: rank 0 removes, once all are past it.
 
-    Of steps that are no multiple of `lasting_interval` only the newest checkpoint of all stays, and they do not count.
+    A checkpoint whose step is no multiple of `lasting_interval` stays only while it is the newest, and is not counted.
     """
     barrier()
     checkpoints = find_checkpoints(folder) if get_rank() == 0 else []
@@ -112,7 +113,7 @@ def remove_old_checkpoints(
 
 
 def last_checkpoint(folder: Path) -> str:
-    """What an error of a run can say of its newest checkpoint."""
+    """A sentence about the newest checkpoint, for the error that ends a run."""
     step = latest_step(folder)
     if step is None:
         return "This run has no checkpoint"
@@ -120,9 +121,9 @@ def last_checkpoint(folder: Path) -> str:
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Put the trainer where the checkpoint in `folder` was written. Collective.
+    """Load the checkpoint in `folder` into the trainer. Collective.
 
-    :raises InputError: it is of a run with another start model.
+    :raises InputError: it belongs to a run with another start model.
     :raises RunError: it cannot be read.
     """
     damage = _damage_on_any_rank(folder)
@@ -134,10 +135,10 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> None:
 def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
     """Load the newest checkpoint of the run directory that is whole, if there is one, and return its step. Collective.
 
-    Newer ones that are not whole are kept under another name, and `warn` is told of each.
+    Newer checkpoints that are not whole are kept under another name, and `warn` is called for each.
 
-    :raises InputError: it is of a run with another start model.
-    :raises RunError: there are checkpoints, but none can be read; it names the way on.
+    :raises InputError: it belongs to a run with another start model.
+    :raises RunError: there are checkpoints, but none can be read; the message says how to go on.
     """
     folder = Path(trainer.save_folder)
     on_main_process(lambda: tidy(folder))
@@ -180,7 +181,7 @@ def _load(trainer: Trainer, folder: Path) -> None:
 
 
 def _damage_on_any_rank(folder: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint: each is read by one rank, and all ranks return the same."""
+    """The problems of a checkpoint's files. Each rank reads a share of the files, and all ranks return the same."""
 
     own = damage_of(folder, share=get_rank(), num_shares=get_world_size())
     return [problem for problems in gathered(own) for problem in problems]

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint, for who has no learner to load them into."""
+"""The weights in a checkpoint, read without a learner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BACKENDS = ("model.", "zero.weights.")
 
 
 class SavedWeights(Mapping[str, Held]):
-    """Those of a whole checkpoint by OLMo-core's names, each put together from all ranks' files when it is asked for.
+    """The weights of a checkpoint by OLMo-core's names, each assembled from all ranks' files on access.
 
     Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the CPU.
 
-    :param shapes: of the parameters; there may be fewer in the checkpoint, as of a run of adapters.
+    :param shapes: shapes of the parameters; the checkpoint may hold fewer, as after training adapters.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

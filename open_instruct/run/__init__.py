@@ -1,1 +1,1 @@
-"""What every run has: its folder, its lock, its console, its metrics."""
+"""The parts of every run: its folder, its lock, its console, its metrics."""

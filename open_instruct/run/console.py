@@ -1,4 +1,4 @@
-"""What a run says on the terminal: live bars where someone watches, plain lines elsewhere."""
+"""A run's output on the terminal: live progress bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def time_words(seconds: float) -> str:
 
 
 class Console:
-    """Rank 0 speaks, the others are silent; everything said is in `run.log` too."""
+    """Rank 0 prints, the others are silent; every printed line is in `run.log` too."""
 
     def __init__(self, *, speaks: bool) -> None:
         self.speaks = speaks
@@ -55,7 +55,7 @@ class Console:
         self._print(f"{WARNING}{text}", "yellow")
 
     def _print(self, text: str, style: str | None) -> None:
-        """On a terminal lines go on at a word; one that is too long itself, such as a path, stays in one piece."""
+        """Print a line, wrapped at words on a terminal; a word that is too long, such as a path, is not cut."""
         if self.is_live:
             wrapper = TextWrapper(self.rich.width, break_long_words=False, break_on_hyphens=False)
             text = "\n".join(map(wrapper.fill, text.split("\n")))

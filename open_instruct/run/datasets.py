@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 def load_datasets(
     rows: type[RowBuilder], config: TrainingConfig, *, pretrained: Pretrained, console: Console, own: Mapping[str, Any]
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training rows, and the held-out rows if any are named; `rows` is the form that they have, and `own` what
-    that is made with.
+    """The training rows, and the held-out rows if any are named; `rows` is their form, built with the arguments `own`.
 
     Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
     does not share the cache folder).
@@ -52,7 +51,7 @@ def load_datasets(
 def reading(
     config: LearnerConfig, tokenizer: PreTrainedTokenizerFast, flag: str, mixer_list: list[str], splits: list[str]
 ) -> dict[str, Any]:
-    """What `load_token_dataset` is told of the rows that `flag` lists, but for the form that they have."""
+    """Arguments of `load_token_dataset` for the rows that `flag` lists, without the form of the rows."""
     data = config.data
     return {
         "flag": flag,

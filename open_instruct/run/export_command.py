@@ -107,9 +107,9 @@ def export_command(words: Sequence[str]) -> int:
 
 
 def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
-    """What the run was asked for, and its objective, if that was an offline one.
+    """The flags of the run and, if it was an offline run, its objective.
 
-    A flag that the version of the run had not yet has its default; one that this version has no more is named.
+    A flag that is newer than the run gets its default; a flag that this version no longer has is named.
 
     :raises InputError: there is no such run, or it had an objective of one's own.
     """
@@ -121,7 +121,7 @@ def settings_of(run: Path) -> tuple[LearnerConfig, Objective | None]:
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise InputError(f"{run} is not the --output_dir of a run: {path} cannot be read ({one_line(error)})") from None
     known = {name: flags_of(config_class).keys() for name, config_class in classes.items()}
-    # Before it was written there: the one that knows most of what it has, and of those the one that misses least.
+    # Older files do not name the command: guess the one with the fewest unknown flags, and then the fewest missing.
     guessed = min(known, key=lambda name: (len(saved.keys() - known[name]), len(known[name] - saved.keys())))
     command = saved.pop(COMMAND, guessed)
     if command not in known:

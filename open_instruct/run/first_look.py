@@ -1,6 +1,6 @@
-"""What is refused before torch is loaded: files and folders that are not there, templates that are none, wrong rows.
+"""Mistakes refused before torch is loaded: missing files and folders, wrong templates, wrong rows.
 
-Nothing here is the last word: what opens a model, its tokenizer and the rows checks them whole.
+The full checks come later, when the model, its tokenizer and the rows are opened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import config_fields, weights_file
 from open_instruct.whole_file import read_whole
 
-# Of larger files, and of further rows, the run itself tells, a little later.
+# Larger files and further rows are checked a little later, by the run itself.
 MOST_BYTES = 2**25
 MOST_ROWS = 10_000
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -37,7 +37,7 @@ def look_at(config: LearnerConfig) -> None:
     """Look for everything that the flags name.
 
     Raises:
-        InputError: the first thing that will not do, and what would.
+        InputError: names the first mistake, and a value that would work.
     """
     for flag, value in as_flat_dict(config).items():
         if flag.endswith("model_name_or_path") and value is not None and (folder := given_folder(value)) is not None:
@@ -124,7 +124,7 @@ def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
 
 
 def _own_template(folder: Path) -> str | None:
-    """Of a tokenizer that has one, in a file of its own or in its settings, as text."""
+    """The chat template of a tokenizer, from a file of its own or from its settings; None if it has none."""
     with suppress(OSError, ValueError):
         return read_whole(folder / "chat_template.jinja").decode("utf-8")
     with suppress(OSError, ValueError, AttributeError):

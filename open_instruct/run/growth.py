@@ -1,4 +1,4 @@
-"""A loss or a gradient that grows without bound: seen in the metrics of a run, and told once."""
+"""A run warns once if its metrics show a loss or a gradient that grows without bound."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from math import isfinite
 from statistics import median
 
-# A median of so many steps at the start, and of as many at last.
+# The number of steps in each of the two medians, at the start and at the end.
 WINDOW = 16
 TIMES_GRAD_NORM = 20.0
-# A loss may begin near 0, as GRPO's does, so it has to have grown by something too.
+# A loss may begin near 0, as GRPO's does, so it must also have grown by an absolute amount.
 TIMES_LOSS, MORE_LOSS = 3.0, 1.0
 
 
@@ -23,11 +23,11 @@ class GrowthWatch:
         self._has_warned = False
 
     def after_step(self, row: Mapping[str, float | None]) -> str | None:
-        """What people should be told of after this step; at most once."""
+        """The warning that is due after this step, at most once in a run."""
         for name, first in self._first.items():
             value = row.get(name)
             if value is None or not isfinite(value):
-                continue  # a step that was left out is told of elsewhere
+                continue  # a skipped step has a warning of its own
             (first if len(first) < WINDOW else self._last[name]).append(value)
         grown = [*filter(None, map(self._growth_of, self._first))]
         if not grown or self._has_warned:
@@ -41,7 +41,7 @@ class GrowthWatch:
         )
 
     def _growth_of(self, name: str) -> str:
-        """What there is to say of it: nothing where it has hardly grown."""
+        """A phrase about the growth of `name`; empty if it has hardly grown."""
         if len(self._last[name]) < WINDOW:
             return ""
         before, now = median(self._first[name]), median(self._last[name])

@@ -25,7 +25,7 @@ UNCOMPILED = (
 
 
 class Tracker(Protocol):
-    """Where metrics go beside the file: a run of wandb or trackio, or what is called as they are."""
+    """Takes metrics beside the file: a run of wandb or trackio, or an object with the same methods."""
 
     def log(self, row: dict[str, Any], step: int) -> None: ...
 
@@ -33,9 +33,9 @@ class Tracker(Protocol):
 
 
 class MetricsLog:
-    """Append-only rows of JSON, one a step, which trackers are told of too. One process of a run writes them.
+    """Append-only rows of JSON, one a step, which go to the trackers too. One process of a run writes them.
 
-    :param warn: is told where a row says of a learner, which may have no console, what people should not miss.
+    :param warn: called with each warning that follows from a row's numbers.
     """
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = (), warn: Callable[[str], None] = log.warning) -> None:
@@ -47,7 +47,7 @@ class MetricsLog:
         self._slowness = SlownessWatch()
 
     def keep_until(self, step: int) -> None:
-        """Drop rows after `step`: a resumed run writes them again."""
+        """Drop the rows after `step`, which a resumed run writes again."""
         kept = [row for row in self.rows() if row["step"] <= step]
         if self.path.exists():
             replace_text(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
@@ -56,7 +56,7 @@ class MetricsLog:
             self._growth.after_step(row)
 
     def rows(self) -> list[dict[str, Any]]:
-        """What has been written so far, but for lines that a crash cut short or a disk damaged."""
+        """The rows written so far, without lines that a crash cut short or a disk damaged."""
         return list(rows_of(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -85,6 +85,6 @@ class MetricsLog:
 
 def step_words(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
-    # Before the first update every pair is a tie, of which an accuracy says nothing.
+    # Before the first update every pair is a tie, so the accuracy means nothing.
     ties = {"rewards/accuracy"} if row.get("rewards/margin") == 0 else set()
     return "  ".join(entry.words.format(row[entry.name]) for entry in followed() if entry.name in row.keys() - ties)

@@ -1,4 +1,4 @@
-"""What every training run opens first: the process group, the layout, the run directory, the console."""
+"""Every training run first opens its process group, its layout, its run directory and its console."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
             console.warn(warning)
         console.say(f"{shared_by(layout, config.parallel)} on {process.device.type}")
         yield Run(process=process, layout=layout, directory=directory, console=console)
-        # Not after a failure: the peers may be gone, and leaving the group would wait for them.
+        # A failed run does not leave the group, since leaving waits for peers that may be gone.
         stop_process()
 
 
 def shared_by(layout: ShardLayout, parallel: ParallelSection, *, who: str = "rank") -> str:
-    """How many there are, and who of them shares what with whom: `2 ranks: DeepSpeed ZeRO-3`."""
+    """The layout in words, with the number of ranks: `2 ranks: DeepSpeed ZeRO-3`."""
     return (
         f"{counted(layout.world_size, who)}: {backend_named(parallel.backend).sharing(parallel, layout)}"
         + (f" x {layout.context_parallel_degree} context" if layout.context_parallel_degree > 1 else "")
@@ -76,7 +76,7 @@ def shared_by(layout: ShardLayout, parallel: ParallelSection, *, who: str = "ran
 
 
 def join_run(config: LearnerConfig) -> Run:
-    """Join the ranks of a run whose folder another process keeps: this one writes to its log, and is silent.
+    """Join the ranks of a run whose folder another process holds; this process prints nothing, and writes to its log.
 
     :raises InputError: if the flags cannot work on these nodes.
     """
@@ -113,7 +113,7 @@ def made_ready(
 def _refuse_another_run(
     config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
 ) -> None:
-    """A folder with checkpoints may only be continued by the same run, or once that has ended by a longer one."""
+    """Refuse to continue a folder's checkpoints in another run, but for a longer one after the first has ended."""
     if not directory.config.exists():
         return
     try:

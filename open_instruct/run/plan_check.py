@@ -23,9 +23,9 @@ CHOSEN = ("activation_checkpointing", "activation_checkpointing_modules")
 
 
 def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
-    """Say the plan of a run whose ranks have met; `folder` holds the model's config.json.
+    """Print the plan of a run whose ranks have met; `folder` holds the model's config.json.
 
-    Returns the flags with what is chosen by the plan, of the smallest device: the same on every rank.
+    Returns the flags with the plan's choices for the smallest device, the same on every rank.
 
     :raises InputError: if it surely cannot fit, on every rank.
     """
@@ -51,9 +51,9 @@ def say_plan(
     console: Console,
     directory: RunDirectory,
 ) -> dict[str, Any]:
-    """Say the plan of a run on devices of so much memory, keep it, and return what is kept, for `with_chosen`.
+    """Print the plan of a run on devices of `memory_bytes`, write it to the run's folder, and return what was written.
 
-    One process does this for all.
+    One process does this for all; `with_chosen` reads the result.
 
     :raises InputError: if it surely cannot fit.
     """
@@ -72,7 +72,7 @@ def say_plan(
 
 
 def with_chosen(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
-    """The flags with what the plan that was kept recomputes, where they leave it to that; without one, nothing."""
+    """The flags with the saved plan's choice for --activation_checkpointing auto; unchanged without a plan."""
     if config.memory.activation_checkpointing != "auto":
         return config
     chosen = {"activation_checkpointing": "none"} | {name: plan[name] for name in CHOSEN if plan.get(name)}

@@ -56,18 +56,18 @@ class Pretrained:
 
     @cached_property
     def weights_fingerprint(self) -> str:
-        """See there. Collective when it is first asked for: every byte of the checkpoint is read, and only once."""
+        """Fingerprint of all bytes of the checkpoint's weights. Collective at the first call, which reads them once."""
         return weights_fingerprint(self.files)
 
     @property
     def warnings(self) -> list[str]:
-        """What people should know of the start model."""
+        """Warnings about the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
         return [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
 
     @property
     def pad_token_id(self) -> int:
-        """What fills the slots that no label and no attention looks at; any token of the vocabulary does."""
+        """The token of padding. No label and no attention reads it, so any token of the vocabulary serves."""
         for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if isinstance(token_id, int):
                 return token_id
@@ -82,7 +82,7 @@ class Pretrained:
         return num_values.most_common(1)[0][0]
 
     def dtype_named(self, name: str) -> torch.dtype:
-        """As `--export_dtype` names it: 'source' is that of the checkpoint."""
+        """The dtype that `--export_dtype` names; 'source' is the checkpoint's."""
         return self.dtype if name == "source" else getattr(torch, name)
 
 
@@ -91,10 +91,10 @@ def open_pretrained(
 ) -> Pretrained:
     """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
 
-    That the trained model can be written to `export_folder` in the end is checked now too, and that the ranks of
-    `layout` can share its heads. A model that is to score may start from one that does not; its head is drawn from
-    the run's seed. The adapter that the flags name is opened too. The chat template is read now: the file may be
-    another one when the model is exported.
+    Also check that the trained model can be written to `export_folder`, and that the ranks of `layout` can share its
+    attention heads. A model that scores may start from one without a scoring head; the head is then drawn from the
+    run's seed. The adapter that the flags name is opened too. The chat template is read now, since its file may have
+    changed when the model is exported.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
@@ -150,7 +150,7 @@ def open_pretrained(
 
 
 def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:
-    """What is to be exported in place of the tokenizer's own."""
+    """The chat template to export in place of the tokenizer's own; None keeps that."""
     if not (data.chat_template_name or data.add_bos):
         return None
     return choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos).text

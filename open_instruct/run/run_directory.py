@@ -29,7 +29,7 @@ WAY_OUT = "move it away, or take another folder"
 
 
 class _Inside:
-    """The path of what has this name in a run's folder."""
+    """A descriptor: the path of a name in a run's folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class RunDirectory:
         self.refuse_others()
 
     def refuse_others(self) -> None:
-        """:raises InputError: what has the name of a file or a checkpoint of a run is something else."""
+        """:raises InputError: something else has the name of a run's file or checkpoint."""
         for name in (*OWN_FILES, "run.lock", "run.lock.json"):
             if kind := kind_of_other(self.path / name):
                 raise InputError(f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}")
@@ -81,9 +81,9 @@ class RunDirectory:
             remove_partials(self.path / name)
 
     def remove_earlier_run(self) -> None:
-        """Only names that a run writes: the folder may hold the user's own files. The lock stays, for it is held.
+        """Remove only names that a run writes, as the folder may hold the user's own files. The held lock stays.
 
-        :raises InputError: if it cannot be removed.
+        :raises InputError: a file cannot be removed.
         """
         with self._writing():
             for step in self.path.glob("step*"):
@@ -107,14 +107,14 @@ class RunDirectory:
         replace_text(self.layout, json.dumps(layout.as_json(), indent=2) + "\n")
 
     def write_plan(self, memory: Mapping[str, Any]) -> None:
-        """The memory that was planned, if it was, for those who compare it with what was measured."""
+        """Write the planned memory, if there is a plan, to be compared with the measured memory."""
         if memory:
             replace_text(self.plan, json.dumps(memory) + "\n")
         else:
             self.plan.unlink(missing_ok=True)  # an earlier one
 
     def saved_data_parallel_world_size(self) -> int | None:
-        """Of the run that wrote the layout; None where that cannot be told."""
+        """The data-parallel world size in the saved layout; None if it cannot be read."""
         try:
             saved = json.loads(self.layout.read_text(encoding="utf-8"))
             return int(saved["num_replicas"]) * int(saved["shard_degree"])
@@ -140,9 +140,9 @@ def exported_by(config: LearnerConfig) -> Path:
 def card_of(
     directory: RunDirectory, *, trained_by: str, is_adapter: bool = False, until: int | None = None
 ) -> str | None:
-    """The model card of what the run exports, after step `until` or in the end; see `model_card`.
+    """The card of the model that the run exports, after step `until` or at the end; see `model_card`.
 
-    None where the run's settings are gone, or damaged: a trained model is worth more than its card.
+    None if the run's settings are missing or damaged: the model is exported without a card then.
     """
     with suppress(OSError, ValueError, YAMLError):
         settings = directory.config.read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ def card_of(
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold."""
+    """Whether `value` is a number that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -170,7 +170,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def log_to(path: Path, *, rank: int) -> None:
     """Send the log of rank 0, and warnings of every rank, to `path`; the terminal is the console's alone."""
-    # A full disk under the log must not bury the run's own word for it under one traceback a line.
+    # With a full disk, logging would print a traceback for every line and bury the run's own message.
     logging.raiseExceptions = False
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
@@ -179,6 +179,6 @@ def log_to(path: Path, *, rank: int) -> None:
     root.handlers = [handler]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # One line a shard read or a request made would bury the run's own.
+    # Libraries that log every shard or request would bury the run's own lines.
     for chatty in ("urllib3", "filelock", "fsspec", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -44,10 +44,10 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the folder for this process while the block runs.
 
     Args:
-        say: is told where it takes a while to see whether another process lives.
+        say: called with a line if it takes a while to see whether another process lives.
 
     Raises:
-        InputError: another process holds it; names that.
+        InputError: another process, which it names, holds the folder.
     """
     lock = _Lock(folder, say)
     _held.append(lock)
@@ -59,7 +59,7 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def release_all() -> None:
-    """Give back what this process holds, which ends without leaving its blocks."""
+    """Release all locks of this process, for an end that does not leave its `with` blocks."""
     for lock in _held:
         lock.release()
 
@@ -100,7 +100,7 @@ class _Lock:
                 raise
             has_locks = False
         other = self._read()
-        # On one machine the lock is the truth; another machine may have been given it all the same.
+        # On one machine the lock decides; another machine's file system may have granted the lock as well.
         if other is not None and not (has_locks and other.get("machine") == machine()) and self._lives(other):
             raise self._refusal(other)
         self._write()

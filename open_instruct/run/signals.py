@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Noted:
-    """The number of the first signal that came; None while none has."""
+    """The number of the first signal received, or None."""
 
     number: int | None = None
 
@@ -28,16 +28,16 @@ class Noted:
 def noting_signals(
     on_first: Callable[[str], None] | None = None, *, second_ends_at_once: bool = False
 ) -> Iterator[Noted]:
-    """Note a signal to stop while the block runs. A launcher may pass one on twice: by default the rest is ignored.
+    """Note the first signal to stop while the block runs. By default later ones are ignored: launchers may send two.
 
-    :param on_first: is told the name of the first.
+    :param on_first: called with the name of the first signal.
     """
     noted = Noted()
 
     def note(number: int, frame: FrameType | None) -> None:
         del frame
         if noted.number is not None:
-            # A terminal that closes tells of it twice.
+            # A closing terminal sends SIGHUP twice.
             if second_ends_at_once and number != signal.SIGHUP:
                 raise KeyboardInterrupt
             return
@@ -56,14 +56,14 @@ def noting_signals(
 
 
 def set_handler(number: int, handler: Any) -> Any:
-    """As `signal.signal`; nothing where the handler is None, one not set from Python, or outside the main thread."""
+    """As `signal.signal`, but does nothing if the handler is None (not set from Python) or off the main thread."""
     if handler is None or threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(number, handler)
 
 
 def stopped_by(number: int, *, step: int, folder: Path) -> tuple[str, int]:
-    """What is said of a run that a signal stopped after `step`, and its exit code."""
+    """The message and the exit code of a run that a signal stopped after `step`."""
     by = signal.Signals(number)
     where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
     if step > 0:

@@ -1,4 +1,4 @@
-"""A learner or an engine that takes longer than the others for the same work: seen in the metrics twice, told once."""
+"""A run warns once if metrics show twice that a learner or an engine is slower than the others at the same work."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-# Steps between looks. Within as many a hiccup is no more than one of many.
+# Steps between checks: enough that a single slow step does not decide.
 WINDOW = 10
-# The same work on the same devices differs by a few hundredths.
+# Equal work on equal devices differs by a few hundredths.
 TIMES = 1.5
-# Of a learner's time, what it may wait for its rows beyond what the others do.
+# The share of its time that a learner may wait for its rows beyond the other learners.
 LATE = 0.2
 WAITING = {"learner": "all others wait for it in every step", "engine": "long completions wait for it"}
 
 
 def slowest(what: str, token_s: Sequence[float | None], hosts: Sequence[str | None] | None = None) -> dict[str, float]:
-    """What a row of metrics has of the slowest of several, by index, given the seconds that each takes for a token.
+    """Metrics of the slowest of several processes, by index, from each one's seconds per token (None if not known).
 
-    None is one that is not known. With fewer than two that are, nothing. Of those that compute on the cores of a host
-    (None: on a device of its own) the fastest stands for the host: which of them waits for a core is chance.
+    They are empty if fewer than two are known. `hosts` names the host whose cores a process computes on (None: it has a
+    device of its own); the fastest process stands for its host, as chance decides which one waits for a core.
     """
     fastest: dict[str | int, tuple[float, int]] = {}
     for index, (seconds, host) in enumerate(zip(token_s, hosts or [None] * len(token_s), strict=True)):
@@ -35,7 +35,7 @@ def slowest(what: str, token_s: Sequence[float | None], hosts: Sequence[str | No
 
 
 def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
-    """The same of the learner that waits for its rows for the greatest share of its time."""
+    """Metrics of the learner that waits for its rows for the greatest share of its time."""
     if len(shares) < 2:
         return {}
     slow = max(range(len(shares)), key=lambda index: shares[index])
@@ -44,16 +44,16 @@ def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
 
 
 class SlownessWatch:
-    """Looks at what `slowest` and `slowest_loader` have put into rows.
+    """Reads the metrics of `slowest` and `slowest_loader` in rows.
 
-    What is slow in one look only is not told of: on a machine with more processes than cores any may be.
+    A process that is slow in a single check gets no warning: with more processes than cores any one may be.
     """
 
     def __init__(self) -> None:
         self._told, self._slow_before = set[str](), set[str]()
 
     def after_step(self, row: Mapping[str, Any]) -> Iterator[str]:
-        """What people should be told of after this step; of learners, of loaders and of engines at most once."""
+        """The warnings due after this step, at most once each for learners, loaders and engines."""
         for what, words in _looks(row):
             if words and what in self._slow_before - self._told:
                 self._told.add(what)
@@ -62,7 +62,7 @@ class SlownessWatch:
 
 
 def _looks(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Of what this row looks at, what there is to say of the slowest: nothing where it is hardly slower than others."""
+    """Yields each kind that this row measures, with a phrase about its slowest; empty if it is hardly slower."""
     if "slowest_loader" in row:
         share, others = row["slowest_loader/share"], row["loaders/share"]
         words = (

@@ -1,4 +1,4 @@
-"""The start model of a run as part of its identity: one that was changed in place is another run's."""
+"""The start model is part of a run's identity: a model that was changed in place belongs to another run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from open_instruct.run.pretrained import Pretrained
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:
-    """Fingerprint of weights and config.json, where the checkpoints of `run`, if any, know no other. Collective.
+    """Fingerprint of the start model's weights and config.json, compared with the checkpoints of `run`. Collective.
 
-    :raises InputError: the run began with another.
+    :raises InputError: the run began with another start model.
     """
     own = fingerprint_of(pretrained)
 
@@ -30,14 +30,14 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
 
 
 def is_same_model(one: Pretrained, other: Pretrained) -> bool:
-    """Whether both have the same weights and config.json. Collective: of two of the same shapes every byte is read."""
+    """Whether both have the same weights and config.json. Collective; every byte is read if the shapes are equal."""
     return one.files.shapes == other.files.shapes and fingerprint_of(one) == fingerprint_of(other)
 
 
 def fingerprint_of(pretrained: Pretrained) -> str:
-    """Of weights and config.json. Collective when it is first asked for.
+    """Fingerprint of the weights and of config.json. Collective at the first call.
 
-    Of config.json the text counts, not what a version of transformers makes of it: a newer one has more defaults.
+    The text of config.json counts, not the object that transformers parses: a newer version has more defaults.
     """
     config = json.loads((pretrained.folder / "config.json").read_text(encoding="utf-8"))
     return with_config(pretrained.weights_fingerprint, config)

@@ -84,9 +84,9 @@ def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str
 def logging_steps(
     run: Run, config: LearnerConfig, *, first_step: int, num_steps: int
 ) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """A function that is told the number and the metrics of every step: rank 0 writes and shows them.
+    """Yields a function to call with the number and the metrics of every step: rank 0 writes and shows them.
 
-    Rows after `first_step` that an earlier run left are dropped: they are written again.
+    Rows after `first_step` that an earlier start left are dropped, as they are written again.
     """
     if run.process.rank != 0:
         yield lambda step, row: None

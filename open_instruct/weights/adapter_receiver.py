@@ -1,4 +1,4 @@
-"""The receiving end where an engine is sent adapters alone: what vLLM adds to its workers then."""
+"""The receiving end of a weight sync of adapters alone: the methods that vLLM adds to its workers for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from open_instruct.weights.receiver import WeightReceiver
 
 
 class AdapterReceiver(WeightReceiver):
-    """In the place of a model's weights it takes those of one adapter, which every request names.
+    """Receives the weights of one adapter, which every request names, and not those of a model.
 
-    The model stays as it is, so an update that failed before it was put in place leaves the adapter before it.
+    The model never changes, and an update that failed before it was put in place leaves the previous adapter.
     """
 
     def adapted_layers(self: Any) -> list[str]:
@@ -23,7 +23,7 @@ class AdapterReceiver(WeightReceiver):
         return [part for layer in manager.modules for part in manager.packed_modules.get(layer, [layer])]
 
     def hold_no_adapter(self: Any) -> None:
-        """Name one that adds nothing, which vLLM has for warming up."""
+        """Compute without an adapter, by the name of the one that vLLM uses for warming up."""
         manager = self.model_runner.lora_manager._adapter_manager
         self.put_in_place(manager.create_dummy_lora(ADAPTER_ID, rank=1, embedding_modules={}))
 
@@ -31,7 +31,7 @@ class AdapterReceiver(WeightReceiver):
         """Compute with these matrices from now on, by the names of an adapter's file.
 
         Raises:
-            RunError: there is a layer that the engine has not; names it.
+            RunError: the engine lacks a layer of the adapter; names it.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -51,14 +51,14 @@ class AdapterReceiver(WeightReceiver):
         self.put_in_place(adapter)
 
     def put_in_place(self: Any, adapter: Any) -> None:
-        """Of the one before."""
+        """Copy the new adapter over the previous one."""
         manager = self.model_runner.lora_manager._adapter_manager
         manager.remove_adapter(ADAPTER_ID)
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER_ID)
 
     def start_update(self: Any) -> None:
-        """The adapter is replaced once the whole of the next one is there."""
+        """Nothing to prepare: the adapter is replaced once the next one has arrived completely."""
 
     def receive_weights(self: Any) -> None:
         """Take one version, and compute with it."""
@@ -69,4 +69,4 @@ class AdapterReceiver(WeightReceiver):
             raise
 
     def finish_update(self: Any) -> None:
-        """Nothing was taken apart."""
+        """Nothing to finish: no layer was taken apart."""

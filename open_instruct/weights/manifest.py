@@ -1,9 +1,9 @@
-"""What travels, in which order and where in a bucket: the same on every side.
+"""The manifest of a weight sync: the order of tensors and their places in buckets, the same on every side.
 
-A bucket is a run of whole tensors that together have at most `bucket_bytes`, or a piece of a larger one: as many of
-the rows of every rank (or of the values, where ranks hold runs of those), so that each brings its share of every piece.
-Within a bucket lie first all parts that rank 0 brings, then all that rank 1 brings, and so on: what a rank brings is
-one message, and receivers put the tensors together.
+A bucket is a run of whole tensors that together have at most `bucket_bytes`, or a piece of a larger tensor: an equal
+share of every rank's rows (or of its values, where ranks hold ranges of values), so that each rank sends a part of
+every piece. A bucket holds first all parts of rank 0, then all parts of rank 1, and so on: a rank's parts are one
+message, and receivers assemble the tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from open_instruct.models.shards import Box, at, box_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank brings of a tensor: `num_bytes` from `start` of the bucket. `own` is its place in what it holds.
+    """One rank's part of a tensor: `num_bytes` from `start` of the bucket. `own` is its place in the rank's tensor.
 
-    A `box` of one range is, of any tensor, a run of its values, counted row by row.
+    A `box` of a single range is a run of the tensor's values, counted row by row.
     """
 
     box: Box
@@ -41,7 +41,7 @@ class Bucket:
     """Tensors that travel together: by name their shapes, and by rank and name their parts.
 
     Example: the second of three pieces of an embedding is `Bucket(shapes={"wte": (9, 4)}, parts=…, num_bytes=24,
-    piece=1, num_pieces=3)`; what is whole has one piece.
+    piece=1, num_pieces=3)`; a bucket of whole tensors has one piece.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -51,7 +51,7 @@ class Bucket:
     num_pieces: int = 1
 
     def span(self, rank: int) -> tuple[int, int]:
-        """First byte of what `rank` brings, and the one after the last."""
+        """The byte range of the parts of `rank`, as start and stop."""
         parts = list(self.parts.get(rank, {}).values())
         return (parts[0].start, parts[-1].start + parts[-1].num_bytes) if parts else (0, 0)
 
@@ -64,21 +64,21 @@ class Bucket:
         dtype: torch.dtype,
         first_byte: int = 0,
     ) -> None:
-        """Copy what `rank` has of each tensor, cast to `dtype`, to its place in the bucket.
+        """Copy the parts of `rank`, cast to `dtype`, to their places in the bucket.
 
         Args:
             flat: bytes of the bucket, from `first_byte` on.
-            local_of: what `rank` has of the tensor of a name.
+            local_of: returns the rank's local tensor of a name.
         """
         for name, part in self.parts.get(rank, {}).items():
             part.view(flat, dtype, first_byte).copy_(local_of(name)[part.own])
 
     def num_bytes_of_wholes(self, dtype: torch.dtype) -> int:
-        """More than the bucket has where it is a piece."""
+        """Bytes of the whole tensors, more than those of the bucket if it is a piece."""
         return sum(map(math.prod, self.shapes.values())) * dtype.itemsize
 
     def wholes(self, into: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The tensors by name, one behind the other in `into`."""
+        """The whole tensors by name, as consecutive views of `into`."""
         wholes: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in self.shapes.items():
@@ -88,7 +88,7 @@ class Bucket:
         return wholes
 
     def unpack(self, flat: torch.Tensor, wholes: Mapping[str, torch.Tensor], *, rank: int, first_byte: int = 0) -> None:
-        """Copy what `rank` has brought to its places in the tensors that `wholes` made.
+        """Copy the parts of `rank` to their places in the tensors that `wholes` made.
 
         Args:
             flat: bytes of the bucket, from `first_byte` on.
@@ -116,8 +116,8 @@ class WeightManifest:
         """Pack the tensors in the order of `shapes`.
 
         Args:
-            boxes: what each rank brings of each tensor; together the whole of it.
-            slabs: into how many a tensor is cut along its columns, where its values are counted slab by slab.
+            boxes: the part of each tensor that each rank sends; the parts cover the tensor.
+            slabs: the number of slabs that a tensor is cut into along its columns, if values are counted slab by slab.
         """
         self.shapes, self.boxes, self.slabs = shapes, boxes, slabs or {}
         self.dtype = dtype
@@ -131,7 +131,7 @@ class WeightManifest:
 
     @property
     def most_bytes_of_wholes(self) -> int:
-        """The most that the tensors of one bucket have."""
+        """The most bytes of the whole tensors of one bucket."""
         return max(bucket.num_bytes_of_wholes(self.dtype) for bucket in self.buckets)
 
     @property
@@ -139,16 +139,16 @@ class WeightManifest:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def most_bytes_of(self, rank: int) -> int:
-        """The most that `rank` brings of a bucket."""
+        """The most bytes that `rank` sends of one bucket."""
         spans = [bucket.span(rank) for bucket in self.buckets]
         return max(stop - start for start, stop in spans)
 
     def described(self) -> dict[str, Any]:
-        """The arguments that make the same again: plain types, to be pickled."""
+        """The arguments that build an equal manifest: plain types, to be pickled."""
         return {name: getattr(self, name) for name in ("shapes", "boxes", "dtype", "bucket_bytes", "slabs")}
 
     def _runs(self) -> Iterator[tuple[list[str], int, int]]:
-        """Names, and which piece of how many."""
+        """Yields the names of each bucket's tensors, the index of its piece, and the number of pieces."""
         run: list[str] = []
         num_bytes = 0
         for name, shape in self.shapes.items():
@@ -166,7 +166,7 @@ class WeightManifest:
             yield run, 0, 1
 
     def _most_rows(self, name: str) -> int:
-        """The most rows that a rank brings of a tensor; of a number it is one."""
+        """The most rows that a rank sends of a tensor; 1 for a scalar."""
         return max(box[0].stop - box[0].start if box else 1 for box in self.boxes[name].values())
 
     def _lay_out(self, names: list[str], piece: int, num_pieces: int) -> Bucket:
@@ -186,7 +186,7 @@ class WeightManifest:
 
 
 def _cut(box: Box, piece: int, num_pieces: int) -> tuple[Box, Box]:
-    """The rows of a box that are in a piece: their place in the whole, and in the box."""
+    """The rows of a box that belong to a piece, as their place in the tensor and their place in the box."""
     if not box:
         return box, box
     rows, *others = box

@@ -1,4 +1,4 @@
-"""How one rank of the learners brings its part of a bucket, for each way that weights travel."""
+"""One rank of the learners sends its parts of a bucket, by shared memory or by broadcast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from open_instruct.weights.manifest import Bucket
 from open_instruct.weights.progress import SyncProgress
 from open_instruct.weights.wire import NUM_SLOTS, broadcast, slot_of, wait_for_device
 
-# After a broadcast broke: how long those receivers that did get it may take to say so.
+# The time, after a broken broadcast, in which receivers that did get it may report so.
 SECONDS_TO_ANSWER = 1.0
 
 LocalOf = Callable[[str], torch.Tensor]
@@ -24,17 +24,17 @@ LocalOf = Callable[[str], torch.Tensor]
 class Outgoing:
     """Carries buckets away from one rank. Positions count them through the life of a channel.
 
-    As it stands it is that of a rank whose parts another copy of the model brings.
+    This class sends nothing: it serves ranks whose parts are sent by another copy of the model.
     """
 
     def put(self, position: int, bucket: Bucket, local_of: LocalOf) -> None:
-        """Bring this rank's parts of a bucket; all receivers have taken the one before the last."""
+        """Send this rank's parts of a bucket; all receivers have taken the bucket before the last."""
 
     def check(self) -> None:
-        """Raise what went wrong since the last `put`; returns at once."""
+        """Raise an error that occurred since the last `put`; returns at once."""
 
     def close(self) -> None:
-        """Let go of memory and connections, whoever still knows this object."""
+        """Release memory and connections, even if other references to this object remain."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class SharedMemoryWriter(Outgoing):
 class PartBroadcaster(Outgoing):
     """Broadcasts its parts of a bucket to the receivers in one message, and packs the next while that is on its way.
 
-    `own_SN` are two slots, each with room for the most that the rank brings of a bucket.
+    `own_SN` are two slots, each as large as the rank's largest part of a bucket.
     """
 
     own_SN: torch.Tensor

@@ -1,4 +1,4 @@
-"""Who has come how far in a weight sync, told through a key-value store, so that a time-out can name who is missing."""
+"""Members of a weight sync report their progress in a key-value store, so that a time-out can name missing members."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SyncProgress:
         return cls(store, member=member, timeout_s=timeout_s)
 
     def report(self, stage: str) -> None:
-        """Tell that this member has come to `stage`."""
+        """Report that this member has reached `stage`."""
         key = f"{stage}/{self.member}"
         self._reported[-1].append(key)
         try:
@@ -89,11 +89,11 @@ class SyncProgress:
         self._reported.append([])
 
     def wait(self, stage: str, members: Sequence[str], *, to: str, meanwhile: Callable[[], None] | None = None) -> None:
-        """Return when all of `members` have come to `stage`.
+        """Return when all of `members` have reached `stage`.
 
         Args:
-            to: what they are to do, for the message: "take bucket 3 of 9".
-            meanwhile: is called now and then; what it raises ends the wait.
+            to: the work of the stage, for the message: "take bucket 3 of 9".
+            meanwhile: called now and then; its exception ends the wait.
 
         Raises:
             RunError: some did not within the time-out (they are named), or a member has failed meanwhile.
@@ -111,7 +111,7 @@ class SyncProgress:
         to: str,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Return when `condition` holds; `who` tells in the end on whom it depends. Raises as `wait` does."""
+        """Return when `condition` holds; `who` names the missing members after a time-out. Raises as `wait` does."""
         deadline = time.monotonic() + self.timeout_s
         nap_s, next_check = SHORTEST_NAP_S, 0.0
         try:
@@ -134,18 +134,18 @@ class SyncProgress:
             raise self._host_is_gone() from error
 
     def missing(self, stage: str, members: Sequence[str]) -> list[str]:
-        """Those of `members` that have not come to `stage`."""
+        """The `members` that have not reached `stage`."""
         return [member for member in members if not self.store.check([f"{stage}/{member}"])]
 
     def fail(self, reason: str) -> RunError:
-        """Have everybody who waits give up for `reason`; returns the error to raise here: who failed first gives it."""
+        """Have all waiting members give up. Returns the error to raise, with the reason of the first failure."""
         try:
             return RunError(self.store.compare_set(FAILED, "", f"weight sync: {reason}").decode())
         except DistError:
             return self._host_is_gone()
 
     def lost(self, reason: str) -> RunError:
-        """As `fail`, where a peer went away, which may be about to say why."""
+        """As `fail`, after a peer went away; waits a little, as the peer may still report its reason."""
         with suppress(DistError):
             self.store.wait([FAILED], timedelta(seconds=SECONDS_FOR_LAST_WORDS))
         return self.fail(reason)

@@ -1,4 +1,4 @@
-"""From the learners' shards to every engine, under a version number; again, for an engine that was started anew."""
+"""The publisher sends the learners' weights to every engine under a version number, and again to restarted engines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class WeightPublisher:
     """Keeps all engines at one version of the weights.
 
-    Weights are sent while the learners hold still: whoever has them do anything does so within `learners_at_work`,
-    and the pool's threads, which report engines that were started anew, wait for its end.
+    Weights are sent while the learners do nothing else. Other calls to the learners run within `learners_at_work`, and
+    the pool's threads, which report restarted engines, wait until it ends.
     """
 
     def __init__(self, learners: LearnerGroup[LearnerProcess], fleet: FleetSection, *, drain: bool) -> None:
@@ -45,12 +45,12 @@ class WeightPublisher:
         """That every engine has; None until it is known again."""
 
     def attach(self, engines: EnginePool) -> None:
-        """Once the pool is there; it calls `engine_restarted` and `engines_failed` of this object."""
+        """Set the pool, which then calls `engine_restarted` and `engines_failed` of this object."""
         self._engines = engines
 
     @contextmanager
     def learners_at_work(self) -> Iterator[None]:
-        """Nothing else asks the learners for weights while the block runs."""
+        """Within, no other thread asks the learners for weights."""
         with self._changed:
             yield
 
@@ -114,13 +114,13 @@ class WeightPublisher:
                     self._wait_to_try_again(error, attempt, num_new_engines, new_engine=index)
 
     def engines_failed(self, failure: RunError) -> None:
-        """Called by the pool once it starts no engine again: whoever waits for one raises `failure`."""
+        """Called by the pool once it starts no engine again: threads that wait for one raise `failure`."""
         with self._changed:
             self._engines_failure = failure
             self._changed.notify_all()
 
     def learners_restarted(self) -> None:
-        """The channel's other end is gone, and until the next `publish` there is nothing to send."""
+        """Drop the channel: new learners have no end of it, and nothing to send before the next `publish`."""
         with self._changed:
             self._is_connected = False
             self._learners_version = self.version = None
@@ -128,11 +128,11 @@ class WeightPublisher:
     def _wait_to_try_again(
         self, error: RunError, attempt: int, num_new_engines: int, *, new_engine: int | None = None
     ) -> None:
-        """Return when another attempt may succeed: the engines that died, if any did, are there again.
+        """Return when another attempt may succeed: all engines that died have been restarted.
 
         Raises:
-            RunError: the pool's failure, where it starts no engine again. Else `error`, where they are not, or it was
-                the last attempt, or the one who died is `new_engine`.
+            RunError: the pool's failure, if it starts no engine again. Otherwise `error`: if engines stay away, if this
+                was the last attempt, or if `new_engine` itself died.
         """
         log.warning("weights did not reach every engine: %s", error)
         dead = self._engines.silent()
@@ -140,7 +140,7 @@ class WeightPublisher:
         self._changed.notify_all()
         if new_engine in dead:
             raise error
-        # The pool starts an engine anew, or gives up; that it does either is not known before it has noticed.
+        # The pool restarts an engine or gives up, but only after it has noticed the death.
         is_whole = not dead or self._changed.wait_for(
             lambda: self._engines_failure is not None or self._num_new_engines > num_new_engines,
             self._fleet.engine_timeout_s,
@@ -176,7 +176,7 @@ class WeightPublisher:
         self._wait_for_both(joining, engines.start_each(timeout_s, Engine.open_channel, infos))
 
     def _wait_for_both(self, learners: LearnerCall[None], engines: Sequence[Future[None]]) -> None:
-        """Return when learners and engines have done what they do together.
+        """Return when learners and engines have finished their joint call.
 
         Raises:
             LearnerLost: a learner died or did not answer.
@@ -195,6 +195,6 @@ class WeightPublisher:
         EnginePool.results(engines)
 
     def _abandon_after_failure(self, call: Future[None]) -> None:
-        """An engine that died will never answer: the learners need not wait for it."""
+        """Abandon the channel if an engine failed, so that the learners do not wait for it."""
         if (error := call.exception()) is not None:
             abandon(self._channel, str(error))

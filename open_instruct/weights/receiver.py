@@ -1,4 +1,4 @@
-"""The receiving end of a weight sync, and what vLLM adds to its workers for it.
+"""The receiving end of a weight sync, and the methods that vLLM adds to its workers for it.
 
 Nothing here imports the learners' side, nor vLLM before there is a worker.
 """
@@ -27,7 +27,7 @@ from open_instruct.weights.wire import (
     wait_for_device,
 )
 
-# Added to a receiver's time-out: whom the learners wait for is the better reason.
+# Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver, comes first.
 EXTRA_PATIENCE_S = 5.0
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class ReusedMemory:
-    """Gives memory out again once nobody uses it: on a CPU, new pages cost more than a copy to them does."""
+    """Reuses memory that no tensor refers to any more: on a CPU, new pages cost more than the copy into them."""
 
     def __init__(self, most_bytes: int, device: torch.device) -> None:
         self._most_bytes = most_bytes
@@ -46,11 +46,11 @@ class ReusedMemory:
         self._memories: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Bytes, at most `most_bytes`, that stay the taker's as long as any tensor on them is known to somebody."""
+        """A tensor of bytes, at most `most_bytes`, that is not reused while any tensor refers to its memory."""
         if self._device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)  # torch does the same there
         for index in range(len(self._memories)):
-            # The list and the call are two; the storage of tensors on the memory, by whichever view, keeps one more.
+            # Two references are the list's and the call's own; a third is the storage of tensors on this memory.
             if sys.getrefcount(self._memories[index]) == 2:
                 return torch.frombuffer(self._memories[index], dtype=torch.uint8, count=num_bytes)
         self._memories.append(mmap.mmap(-1, self._most_bytes, flags=PRIVATE_MEMORY))
@@ -91,7 +91,7 @@ class IncomingWeights:
         receivers = [receiver_name(other) for other in range(info["num_receivers"])]
         self._progress.wait("joined", [*self._writers, *receivers], to="join")
         if backend not in SHARED:
-            # In the same order on every receiver, each with a learner that waits for nobody else.
+            # Receivers join the groups in the same order; the learner of each group waits for no other group.
             for rank in self._manifest.ranks:
                 sender, most_bytes, where = learner_name(rank), self._manifest.most_bytes_of(rank), self._device
                 self._groups[rank] = broadcast_group(info, self._progress, sender=sender, rank=index + 1, device=where)
@@ -125,8 +125,8 @@ class IncomingWeights:
         self.close()
 
     def close(self) -> None:
-        """Let go of memory and connections, whoever still knows this object."""
-        # What was begun in a group is waited for, until its peers are gone too, when the group goes.
+        """Release memory and connections, even if other references to this object remain."""
+        # Destroying a group waits for its open operations, until its peers are gone too.
         for group in self._groups.values():
             group.abort()
         self._slots_SN = None
@@ -150,18 +150,18 @@ class IncomingWeights:
         for number, rank in enumerate(bucket.parts):
             self._finish(list(bucket.parts)[number:], to=f"send bucket {self._number(index)}")
             bucket.unpack(self._flats[rank], wholes, rank=rank, first_byte=bucket.span(rank)[0])
-            # On its way while the other parts are unpacked, and the whole is loaded.
+            # The next bucket travels while the other parts are unpacked and the whole bucket is loaded.
             self._begin(following, [rank])
 
     def _begin(self, bucket: Bucket, ranks: Iterable[int]) -> None:
-        """Begin to receive what these ranks bring of a bucket, those that bring something."""
+        """Begin to receive these ranks' parts of a bucket."""
         for rank in ranks:
             start, stop = bucket.span(rank)
             if start < stop:
                 self._arriving[rank] = broadcast(self._groups[rank], self._flats[rank][: stop - start])
 
     def _finish(self, ranks: Sequence[int], *, to: str) -> None:
-        """Return when what the first of the ranks brings has come; the others are those still to be waited for."""
+        """Return when the parts of the first of `ranks` have arrived; the others are still to come."""
 
         def absent() -> list[str]:
             return [learner_name(rank) for rank in ranks if not self._arriving[rank].is_completed()]
@@ -179,7 +179,7 @@ class IncomingWeights:
 
 
 def _handed_over(wholes: dict[str, torch.Tensor], slabs: Mapping[str, int]) -> Weights:
-    """Each of the tensors, which are not kept here: their memory may be wanted for the next bucket."""
+    """Yields each tensor and drops it here, so that its memory can be reused for the next bucket."""
     for name in list(wholes):
         yield name, in_order(wholes.pop(name), slabs.get(name, 1))
 
@@ -202,7 +202,7 @@ class WeightReceiver:
         )
 
     def start_update(self: Any) -> None:
-        """Have every layer wait for the whole of its weights."""
+        """Prepare every layer to be loaded anew."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 

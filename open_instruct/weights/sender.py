@@ -1,7 +1,7 @@
 """Weights from the learners' shards to the engines, bucket by bucket; no rank ever holds the whole model.
 
-Learners and receivers count buckets through the life of a channel. Who has come how far is told through a small
-key-value store that rank 0 keeps; the bytes go
+Learners and receivers count buckets through the life of a channel, and report their progress in a small key-value
+store that rank 0 keeps. The bytes go
 
 - "shm": from every rank of one copy of the model straight into one of two slots in shared memory, from which
   all receivers copy. Nothing is gathered, nothing is sent;
@@ -51,11 +51,11 @@ CPU = torch.device("cpu")
 
 
 def abandon(info: Mapping[str, Any], reason: str) -> None:
-    """Have everybody on a channel give it up at once, instead of at the time-out; for whoever knows that one is gone.
+    """Have all members of a channel give it up at once, and not at the time-out, after a member is known to be gone.
 
     Args:
         info: as `WeightSender.open` gave it.
-        reason: is what they raise: "engine 1 died".
+        reason: the message of their errors: "engine 1 died".
     """
     with contextlib.suppress(RunError):  # learner 0 is gone, and with it the channel
         SyncProgress.join(info, member="the driver").fail(reason)
@@ -83,13 +83,13 @@ class WeightSender:
 
         Args:
             model: on any mesh: FSDP, HSDP, tensor parallel, or plain; or with ranges of ZeRO beside its parameters.
-            names: the model's names.
+            names: the map of the model's names.
             backend: as `choose_backend` gives it.
-            dtype: that travels: the engines'.
-            bucket_bytes: of tensors that travel at once; a larger tensor travels in pieces.
+            dtype: the dtype that weights travel in, which is the engines'.
+            bucket_bytes: size of a bucket; a larger tensor travels in pieces.
             timeout_s: how long a receiver may take to join, and to take one bucket.
-            adapter_alone: send its matrices, by the names of its file, the second of each layer scaled; else the model,
-                with any adapter added.
+            adapter_alone: send only the adapter's matrices, by the names of its file, with the second of each layer
+                scaled; otherwise send the model with any adapter merged.
         """
         reshard(model)
         self._model = model
@@ -122,7 +122,7 @@ class WeightSender:
             num_receivers: processes that hold weights of engines: tensor parallel size x engines.
 
         Returns:
-            What a receiver needs, the same on every rank: plain types, to be pickled.
+            The facts that a receiver needs to connect, the same on every rank: plain types, to be pickled.
 
         Raises:
             RunError: there is no room in shared memory.
@@ -199,14 +199,14 @@ class WeightSender:
         self._position += len(buckets)
 
     def close(self) -> None:
-        """Give the channel up, if there is one; who waits for something on it is told."""
+        """Give up the channel, if there is one; members that wait on it fail with the reason."""
         self._remove_file()
         self._close_outgoing()
         self._slots_SN = self._progress = None
 
     def _offer(self, num_receivers: int) -> dict[str, Any]:
         """On rank 0: keep the store, make the memory, and describe both."""
-        address = outward_address()  # where its peers reach it: the driver looks in too, which may be on another host
+        address = outward_address()  # reachable by all peers and by the driver, which may be on another host
         self._progress = SyncProgress.host(address, timeout_s=self._timeout_s)
         info: dict[str, Any] = {
             "backend": self._backend,

@@ -1,4 +1,4 @@
-"""What carries buckets: memory that two processes see, or a process group of the sender and the receivers."""
+"""Buckets travel through memory that two processes share, or a process group of the sender and the receivers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from open_instruct.weights.progress import SyncProgress, receiver_name
 NUM_SLOTS = 2
 MIB = 2**20
 INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
-# How much longer a process group waits than any of its members waits for another, who then can say for whom.
+# Extra seconds of a process group's time-out, so that a member's own time-out, which names the missing one, is first.
 GROUP_PATIENCE_S = 10.0
 # Read by a process group of NCCL as it is made: a peer that is gone, or late, ends the communicator, not this process.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -59,7 +59,7 @@ def create_shared_file(slot_bytes: int) -> str:
 
 
 def remove_shared_file(path: str) -> None:
-    """Take its name away; whoever has it mapped keeps the memory."""
+    """Remove the file's name; processes that have it mapped keep the memory."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
@@ -75,7 +75,7 @@ def map_shared_file(path: str, slot_bytes: int) -> torch.Tensor:
 
 
 def export_device_slots(slots_SN: torch.Tensor) -> tuple[Any, ...]:
-    """What one other process on the same device needs to see these slots."""
+    """Arguments with which one other process on the same device can map these slots."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(slots_SN)
@@ -102,7 +102,7 @@ def broadcast_group(
         RunError: some did not come within the time-out (they are named), or could not be connected.
     """
     members = [sender, *map(receiver_name, range(info["num_receivers"]))]
-    # First whether they are there at all: who waits with another sender is not the one that is missing.
+    # First see that all are there: a member that waits with another sender is not missing.
     for stage in ("connecting", f"connecting/{sender}"):
         progress.report(stage)
         progress.wait(stage, members, to=f"connect with {sender}")
@@ -150,9 +150,9 @@ def broadcast(group: Any, flat: torch.Tensor) -> dist.Work:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Return when the device has done what it was told on this stream, so that another process may be told so.
+    """Wait for this stream's work, so that another process may read its results.
 
-    Not on others: there the next bucket is on its way.
+    Other streams are not waited for, as the next bucket travels on them.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
