@@ -71,11 +71,11 @@ def _git_state(repository: Path) -> str:
     # `describe --dirty` refreshes the index: a run that is killed meanwhile leaves a lock that no later git gets past.
     command = ["git", "--no-optional-locks", "-C", str(repository), "status", "--porcelain=v2", "--branch", "-uno"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        status = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    commit = said.split()[2].replace("(initial)", "unknown")  # "# branch.oid COMMIT"
-    return commit if all(line[0] == "#" for line in said.splitlines()) else f"{commit} with uncommitted changes"
+    commit = status.split()[2].replace("(initial)", "unknown")  # "# branch.oid COMMIT"
+    return commit if all(line[0] == "#" for line in status.splitlines()) else f"{commit} with uncommitted changes"
 
 
 def resume_conflicts(
@@ -104,9 +104,9 @@ def resume_conflicts(
         if flags[name].resume == "same" and name in saved and _comparable(saved[name]) != _comparable(now[name])
     ]
     lengths = changed_lengths(saved, config)
-    conflicts += [told for name, told in lengths.items() if not _is_longer(saved[name], now[name], ended_after)]
-    of_batch = {name for name, flag in flags.items() if flag.resume == "batch"}
-    if of_batch and saved.keys() >= of_batch:
+    conflicts += [conflict for name, conflict in lengths.items() if not _is_longer(saved[name], now[name], ended_after)]
+    batch_flags = {name for name, flag in flags.items() if flag.resume == "batch"}
+    if batch_flags and saved.keys() >= batch_flags:
         conflicts += _batch_conflict(saved, now, saved_data_parallel_world_size, data_parallel_world_size)
     return conflicts
 

@@ -19,7 +19,7 @@ from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.errors import InputError
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
-OF_TRACKERS = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
+TRACKERS_OF = {"exp_name": ("wandb", "trackio"), "wandb_project_name": ("wandb", "trackio"), "wandb_entity": ("wandb",)}
 # Flags that nothing reads without another one, or without that value of it.
 READ_ONLY_WITH = {
     "use_lora": tuple(each.name for each in fields(LoRASection) if each.name != "use_lora"),
@@ -205,7 +205,7 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
     if not config.run.push_to_hub:
         for given in changed(config, "hub_model_id", "hub_private"):
             yield f"{given} is read only with --push_to_hub"
-    for name, trackers in OF_TRACKERS.items():
+    for name, trackers in TRACKERS_OF.items():
         for given in () if {*trackers} & {*config.logging.report_to} else changed(config, name):
             yield f"{given} is read only with --report_to {' or '.join(trackers)}"
 

@@ -292,9 +292,9 @@ class ChatFormat:
     def _as_earlier(self, reply_text: str, written: str) -> str:
         """A rendered reply as `written` begins with it: OLMo's end with another token once there is a later turn."""
         own_end = next((end for end in self._end_tokens if reply_text.endswith(end)), "")
-        said = reply_text.removesuffix(own_end)
-        end = next((end for end in self._end_tokens if written.startswith(said + end)), "")
-        return said + end if end else reply_text
+        body = reply_text.removesuffix(own_end)
+        end = next((end for end in self._end_tokens if written.startswith(body + end)), "")
+        return body + end if end else reply_text
 
     def _render_reply(self, prompt: Sequence[Message], prompt_text: str, message: Message) -> str:
         whole = self._apply([*prompt, message], add_generation_prompt=False)

@@ -4,7 +4,7 @@ The last turn is the user's (an answer behind it is left out); row_forms.py has 
 `dataset` names the verifier that judges the answers; a row without is judged by those that `--verifier` names. A list
 of several pairs up with a list of as many ground truths, or shares one ground truth. `weights` (or `weight`) says how
 much each verifier counts, 1 where it is not given.
-A row with something under a key of `OF_ENVIRONMENTS` is refused: without it a reply would be judged by other rules.
+A row with something under a key of `ENVIRONMENT_KEYS` is refused: without it a reply would be judged by other rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from open_instruct.records import Check
 from open_instruct.verifiers.verifier import Verifier
 
 # Where open-instruct's rows say what answers a reply; arrow fills those that say nothing with empty forms of it.
-OF_ENVIRONMENTS = ("env_config", "tools")
+ENVIRONMENT_KEYS = ("env_config", "tools")
 
 
 def parse_prompt_row(
@@ -42,7 +42,7 @@ def parse_prompt_row(
     Raises:
         MalformedRow: with the kind and the reason.
     """
-    for key in OF_ENVIRONMENTS:
+    for key in ENVIRONMENT_KEYS:
         if _says_something(row.get(key)):
             raise MalformedRow(
                 "environment",

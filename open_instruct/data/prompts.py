@@ -13,7 +13,7 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.prompt_rows import OF_ENVIRONMENTS, parse_prompt_row
+from open_instruct.data.prompt_rows import ENVIRONMENT_KEYS, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.saved_place import check_saved_place
@@ -108,7 +108,7 @@ def load_prompt_dataset(
     """
     builder_of = partial(PromptBuilder, known_verifiers=known_verifiers)
     names = None if known_verifiers is None else sorted(known_verifiers)
-    facts = {"names_of_verifiers": names, "refused": OF_ENVIRONMENTS}  # so is a cache that has rows with those
+    facts = {"names_of_verifiers": names, "refused": ENVIRONMENT_KEYS}  # so is a cache that has rows with those
     dataset, report = load_token_dataset(builder_of, flag=flag, facts=facts, **arguments)
     return Prompts(dataset), report
 

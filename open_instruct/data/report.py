@@ -32,7 +32,7 @@ class BadRowLog:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._first: dict[str, BadRow] = {}
-        self._of_reason: Counter[str] = Counter()
+        self._rows_by_reason: Counter[str] = Counter()
         self._found: Mapping[str, Any] | None = None
 
     def add(self, row: BadRow, value: Mapping[str, Any] | None = None) -> None:
@@ -42,13 +42,13 @@ class BadRowLog:
         reason = row.kind if is_well_formed else row.reason
         if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
             self._first.setdefault(reason, row)
-            self._of_reason[reason] += 1
+            self._rows_by_reason[reason] += 1
         if self._found is None and not is_well_formed:
             self._found = value
 
     def lines(self) -> list[str]:
         """A line a reason."""
-        more = {reason: self._of_reason[reason] - 1 for reason in self._first}
+        more = {reason: self._rows_by_reason[reason] - 1 for reason in self._first}
         return [
             f"{row}" + (f" (and so {counted(more[reason], 'row')} more)" if more[reason] else "")
             for reason, row in self._first.items()
@@ -62,11 +62,11 @@ class BadRowLog:
             wanted: a row as it should be, of which `page` has more.
             columns: the keys that such a row has, to be looked for under other names.
         """
-        total, told = self.counts.total(), self._of_reason.total()
+        total, num_shown = self.counts.total(), self._rows_by_reason.total()
         lines = [f"{counted(total, 'row')} of {num_rows:,} cannot be used ({_counts(self.counts.items())}):"]
         lines += [f"  {line}" for line in self.lines()]
-        if total > told:
-            lines.append(f"  ... and {total - told:,} more")
+        if total > num_shown:
+            lines.append(f"  ... and {total - num_shown:,} more")
         if self._found is not None and wanted:
             lines += [f"found   {shortened(self._found)}", f"wanted  {wanted}"]
             guess = guessed_columns(self._found, columns)

@@ -121,7 +121,7 @@ class RowBuilder(ABC):
         """What to change when nothing is left."""
         return f"raise --max_seq_length: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
 
-    def told_of_cuts(self) -> str | None:
+    def cut_warning(self) -> str | None:
         """What people should not miss of the rows that were cut."""
         num_kept = len(self.edges)
         if self.num_truncated <= MOST_CUT * num_kept:
@@ -181,8 +181,8 @@ class RowBuilder(ABC):
             keys = ", ".join(f"{key!r}" for key, _ in self.unread.most_common(_MOST_KEYS))
             more = f" and {len(self.unread) - _MOST_KEYS} more" if len(self.unread) > _MOST_KEYS else ""
             warnings.append(f"{keys}{more} of {counted(max(self.unread.values()), 'row')}: nothing reads what is there")
-        if told := self.told_of_cuts():
-            warnings.append(told)
+        if warning := self.cut_warning():
+            warnings.append(warning)
         return arrays, DataReport(
             sources=tuple(
                 (source.name, len(source), len(indices)) for source, indices in zip(sources, selected, strict=True)

@@ -37,10 +37,10 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
         MalformedRow: the row has none, or see `parse_conversation`.
     """
     if not _key(row, _TURNS):
-        asked, said = _key(row, _ASKED), _key(row, _SAID)
-        if asked and said:
-            both = f"{asked} + {said}"
-            return parse_conversation({both: _asked_and_said(row, said, row[said])}, both)
+        asked, replied = _key(row, _ASKED), _key(row, _SAID)
+        if asked and replied:
+            both = f"{asked} + {replied}"
+            return parse_conversation({both: _prompt_and_reply(row, replied, row[replied])}, both)
         if "messages" not in row:
             raise MalformedRow(
                 "missing_key",
@@ -98,7 +98,7 @@ def _with_reply(row: Mapping[str, Any], key: str, value: Any) -> Any:
         return _with_system(row, _turns_of_transcript(value))
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, str) or (isinstance(first, Mapping) and role_of(first) == "assistant"):
-        return _asked_and_said(row, key, value, f"{key!r} is a reply alone: ")
+        return _prompt_and_reply(row, key, value, f"{key!r} is a reply alone: ")
     if not isinstance(value, list):
         return value
     if asked == "prompt":
@@ -120,16 +120,16 @@ def _texts_of_users(turns: list[Any]) -> list[str]:
     return [text for turn in users if isinstance(text := turn.get("content", turn.get("value")), str)]
 
 
-def _asked_and_said(row: Mapping[str, Any], key: str, said: Any, before: str = "") -> list[Any]:
+def _prompt_and_reply(row: Mapping[str, Any], key: str, reply: Any, before: str = "") -> list[Any]:
     """What a row asks, and a reply as text, as a message or as a list of one, as turns."""
     asked, turns = _turns_asked(row, before)
-    if isinstance(said, list):
-        if len(said) != 1:
-            raise MalformedRow("not_messages", f"{key!r} must be one message, the reply, not {len(said)}")
-        return [*turns, *said]
-    if isinstance(said, str) and _is_transcript(row[asked]):
-        said = said.strip()  # the space behind "Assistant:"
-    return [*turns, said if isinstance(said, Mapping) else {"role": "assistant", "content": said}]
+    if isinstance(reply, list):
+        if len(reply) != 1:
+            raise MalformedRow("not_messages", f"{key!r} must be one message, the reply, not {len(reply)}")
+        return [*turns, *reply]
+    if isinstance(reply, str) and _is_transcript(row[asked]):
+        reply = reply.strip()  # the space behind "Assistant:"
+    return [*turns, reply if isinstance(reply, Mapping) else {"role": "assistant", "content": reply}]
 
 
 def _turns_asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[Any]]:
@@ -165,10 +165,10 @@ def _is_transcript(text: Any) -> bool:
 
 def _turns_of_transcript(text: str) -> list[Any]:
     _, *parts = _TRANSCRIPT.split(text.strip())
-    pairs = [(speaker, said.strip()) for speaker, said in zip(parts[::2], parts[1::2], strict=True)]
+    pairs = [(speaker, words.strip()) for speaker, words in zip(parts[::2], parts[1::2], strict=True)]
     if pairs[-1] == ("Assistant", ""):  # a prompt ends with who is to speak
         pairs.pop()
-    return [{"role": "user" if speaker == "Human" else "assistant", "content": said} for speaker, said in pairs]
+    return [{"role": "user" if speaker == "Human" else "assistant", "content": words} for speaker, words in pairs]
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Any]:

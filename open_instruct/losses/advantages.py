@@ -48,10 +48,10 @@ def advantages_of(
     """
     if own is None:
         return _pass_at_k(groups, k=pass_k) if name == "pass_at_k" else ADVANTAGE_FUNCTIONS[name](groups)
-    given = [tuple(map(float, of_group)) for of_group in own(groups)]
-    if [len(of_group) for of_group in given] != [len(group.completions) for group in groups]:
+    given = [tuple(map(float, values)) for values in own(groups)]
+    if [len(values) for values in given] != [len(group.completions) for group in groups]:
         raise InputError(f"--advantages {name}: gives other numbers than one for every completion of every group")
-    if not all(math.isfinite(value) for of_group in given for value in of_group):
+    if not all(math.isfinite(value) for values in given for value in values):
         raise InputError(f"--advantages {name}: gives a number that is not finite")
     return given
 
@@ -86,7 +86,7 @@ def _centered(groups: Sequence[RolloutGroup]) -> Advantages:
 
 def _batch(groups: Sequence[RolloutGroup]) -> Advantages:
     _, std = _mean_and_std([reward for group in groups for reward in group.rewards])
-    return [tuple(value / (std + EPSILON) for value in of_group) for of_group in _centered(groups)]
+    return [tuple(value / (std + EPSILON) for value in values) for values in _centered(groups)]
 
 
 def _rloo(groups: Sequence[RolloutGroup]) -> Advantages:
@@ -97,8 +97,8 @@ def _rloo(groups: Sequence[RolloutGroup]) -> Advantages:
 def _maxrl(groups: Sequence[RolloutGroup]) -> Advantages:
     means = [_mean_and_std(group.rewards)[0] for group in groups]
     return [
-        tuple(value / mean if mean > 0 else 0.0 for value in of_group)
-        for of_group, mean in zip(_centered(groups), means, strict=True)
+        tuple(value / mean if mean > 0 else 0.0 for value in values)
+        for values, mean in zip(_centered(groups), means, strict=True)
     ]
 
 
@@ -137,10 +137,10 @@ def _pass_at_k(groups: Sequence[RolloutGroup], *, k: int) -> Advantages:
 
 def _over_the_step(advantages: Advantages) -> Advantages:
     """Mean 0 and standard deviation 1 over all completions; what does not differ is 0."""
-    values = [value for of_group in advantages for value in of_group]
+    values = [value for group in advantages for value in group]
     mean, std = _mean_and_std(values)
     normalised = iter((value - mean) / (std + EPSILON) if has_signal(values) else 0.0 for value in values)
-    return [tuple(islice(normalised, len(of_group))) for of_group in advantages]
+    return [tuple(islice(normalised, len(group))) for group in advantages]
 
 
 def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:

@@ -40,11 +40,11 @@ def is_marked(here: TokenColumns, everywhere: TokenColumns, loss: PolicyLossSect
     --clip_cov_upper; the draw is a function of the token's log-prob at the engine, so it is the same however tokens are
     spread over ranks.
     """
-    covariance_N, of_all = _covariance(here, everywhere), _covariance(everywhere, everywhere)
+    covariance_N, all_covariances = _covariance(here, everywhere), _covariance(everywhere, everywhere)
     if loss.loss_fn == "kl_cov":
-        return is_highest(covariance_N, of_all, share=loss.cov_fraction)
+        return is_highest(covariance_N, all_covariances, share=loss.cov_fraction)
     # What is no candidate draws less than any: the share is one of all tokens, and there may be fewer candidates.
-    draws = torch.where(_is_between(of_all, loss), _drawn(everywhere), -1.0)
+    draws = torch.where(_is_between(all_covariances, loss), _drawn(everywhere), -1.0)
     return _is_between(covariance_N, loss) & is_highest(_drawn(here), draws, share=loss.cov_fraction)
 
 

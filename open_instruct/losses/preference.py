@@ -158,8 +158,8 @@ def robust_losses(pairs: ComparedPairs) -> torch.Tensor:
 def exo_losses(pairs: ComparedPairs) -> torch.Tensor:
     """EXO on pairs, arXiv 2402.00856 eq. 16: KL(q || (1 - e, e)), q the policy's preference `sigmoid(beta * m)`."""
     e, logits_P = pairs.loss.label_smoothing, pairs.logits_P
-    of_chosen_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - math.log1p(-e))
-    return of_chosen_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - math.log(e))
+    chosen_term_P = torch.sigmoid(logits_P) * (F.logsigmoid(logits_P) - math.log1p(-e))
+    return chosen_term_P + torch.sigmoid(-logits_P) * (F.logsigmoid(-logits_P) - math.log(e))
 
 
 def nca_losses(pairs: ComparedPairs) -> torch.Tensor:
@@ -198,9 +198,9 @@ def aot_unpaired_losses(pairs: ComparedPairs) -> torch.Tensor:
     loss, matched_3P = pairs.loss, pairs.inputs.matched_3P
     assert matched_3P is not None
     _, rejected_partners_P, chosen_partners_P = matched_3P.to(pairs.chosen_P.dtype)
-    of_chosen_P = _smoothed_logistic(loss.beta * (pairs.chosen_P - rejected_partners_P), loss.label_smoothing)
-    of_rejected_P = _smoothed_logistic(loss.beta * (chosen_partners_P - pairs.rejected_P), loss.label_smoothing)
-    return of_chosen_P + (of_rejected_P - of_rejected_P.detach())
+    chosen_losses_P = _smoothed_logistic(loss.beta * (pairs.chosen_P - rejected_partners_P), loss.label_smoothing)
+    rejected_losses_P = _smoothed_logistic(loss.beta * (chosen_partners_P - pairs.rejected_P), loss.label_smoothing)
+    return chosen_losses_P + (rejected_losses_P - rejected_losses_P.detach())
 
 
 def apo_zero_losses(pairs: ComparedPairs) -> torch.Tensor:
@@ -314,11 +314,11 @@ def compared(name: str, inputs: PreferenceLossInputs, loss: PreferenceLossSectio
         compared_2P = compared_2P - inputs.reference_logps_2P
     if known.per_token:
         compared_2P = per_token(compared_2P, inputs.lengths_2P)
-    chosen_P, rejected_P = _of_divergence(compared_2P, loss)
+    chosen_P, rejected_P = _divergence_terms(compared_2P, loss)
     return ComparedPairs(chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, loss=loss)
 
 
-def _of_divergence(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> torch.Tensor:
+def _divergence_terms(log_ratios_P: torch.Tensor, loss: PreferenceLossSection) -> torch.Tensor:
     """f'(u) of f-DPO, arXiv 2309.16240 table 1, of log u, with a constant that makes it 0 where u is 1.
 
     Reverse KL: log u. Forward KL: 1 - 1 / u. Jensen-Shannon: log(2 u / (1 + u)). The alpha divergence, with the alpha
@@ -351,10 +351,10 @@ def matched_pairs(to_match_3P: torch.Tensor) -> torch.Tensor:
     """
     chosen_P, rejected_P, reference_margins_P = to_match_3P
     margins_P = chosen_P - rejected_P + reference_margins_P
-    shifts_P = reference_margins_P - _of_same_rank(reference_margins_P, margins_P)
-    return torch.stack([shifts_P, _of_same_rank(rejected_P, chosen_P), _of_same_rank(chosen_P, rejected_P)])
+    shifts_P = reference_margins_P - _rank_partners(reference_margins_P, margins_P)
+    return torch.stack([shifts_P, _rank_partners(rejected_P, chosen_P), _rank_partners(chosen_P, rejected_P)])
 
 
-def _of_same_rank(others_P: torch.Tensor, values_P: torch.Tensor) -> torch.Tensor:
+def _rank_partners(others_P: torch.Tensor, values_P: torch.Tensor) -> torch.Tensor:
     """For each of `values_P`, the one of `others_P` that has the same place in their order."""
     return torch.empty_like(others_P).index_copy(0, values_P.argsort(stable=True), others_P.sort().values)

@@ -139,18 +139,18 @@ def read_parts(folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapp
 
     :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole. Nothing is filled then.
     """
-    of_ranks: dict[int, list[_Piece]] = {}
+    pieces_by_rank: dict[int, list[_Piece]] = {}
     for name, part in parts.items():
         if part.local.numel():
             for rank, piece in _pieces(name, part, index.get(name)):
-                of_ranks.setdefault(rank, []).append(piece)
-    headers = {rank: read_header(folder / f"rank{rank}.safetensors") for rank in sorted(of_ranks)}
-    for rank, pieces in of_ranks.items():
+                pieces_by_rank.setdefault(rank, []).append(piece)
+    headers = {rank: read_header(folder / f"rank{rank}.safetensors") for rank in sorted(pieces_by_rank)}
+    for rank, pieces in pieces_by_rank.items():
         for piece in pieces:
             stored = headers[rank].get(piece.name)
             if stored is None or (stored.dtype, list(stored.shape)) != (piece.into.dtype, piece.size):
                 raise ValueError(f"rank{rank}.safetensors does not hold {piece.name!r} as the index says")
-    for rank, pieces in sorted(of_ranks.items()):
+    for rank, pieces in sorted(pieces_by_rank.items()):
         files = CheckpointFiles(folder, headers[rank])
         for piece in pieces:
             piece.into.copy_(files.read(piece.name, piece.there))

@@ -112,7 +112,7 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
 
     NaN is also what stands where nothing was read into.
     """
-    found = {}
+    not_finite = {}
     for name, held in held_of(model).items():
         local = held.local
         if local.numel() == 0:
@@ -120,5 +120,5 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
         # The ends of the range pass NaN on, and need no mask of the tensor's size.
         ends = torch.stack(local.aminmax())
         if not bool(ends.isfinite().all()):
-            found[name] = "NaN" if bool(ends.isnan().any()) else "inf"
-    return found
+            not_finite[name] = "NaN" if bool(ends.isnan().any()) else "inf"
+    return not_finite

@@ -36,7 +36,7 @@ def apply_compile(model: Transformer) -> None:
     for block in model.blocks.values():
         cast(TransformerBlockBase, block).apply_compile()
     if isinstance(model.lm_head, LogprobHead):
-        model.lm_head.of_logits = compiled_losses()
+        model.lm_head.compute_losses = compiled_losses()
     model._compile_enabled = True
 
 
@@ -44,12 +44,12 @@ def compiled_losses() -> Callable[..., Any]:
     """`losses_of_logits` in one version for any number of positions."""
     compiled = torch.compile(losses_of_logits)
 
-    def of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
+    def compute_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
         for tensor in (logits_NV, labels_N):
             mark_dynamic(tensor, 0, strict=False)
         return compiled(logits_NV, labels_N, *settings)
 
-    return of_logits
+    return compute_losses
 
 
 class Fallbacks(logging.Handler):

@@ -97,12 +97,12 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}
     differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
     if differing:
-        told = [
+        mismatches = [
             f"{each} (ours {written.get(each, 'absent')}, theirs {wanted.get(each, 'absent')})" for each in differing
         ]
         raise InputError(
             "an export of this model would not open in transformers: what config.json asks for is not met by "
-            f"{listing(told)}. Is config.json of the same model?"
+            f"{listing(mismatches)}. Is config.json of the same model?"
         )
 
 

@@ -87,10 +87,10 @@ def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedF
 
     So all owners write at the same time, each its files one after the other.
     """
-    of_owner: dict[int, list[tuple[PlannedFile, PlannedTensor]]] = {}
+    tensors_by_owner: dict[int, list[tuple[PlannedFile, PlannedTensor]]] = {}
     for file in files:
-        of_owner.setdefault(file.owner, []).extend((file, tensor) for tensor in file.tensors)
-    for entries in zip_longest(*of_owner.values()):
+        tensors_by_owner.setdefault(file.owner, []).extend((file, tensor) for tensor in file.tensors)
+    for entries in zip_longest(*tensors_by_owner.values()):
         yield [entry for entry in entries if entry is not None]
 
 

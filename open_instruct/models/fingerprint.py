@@ -29,7 +29,7 @@ def weights_fingerprint(files: CheckpointFiles) -> str:
     # In the order of the files' names; none across two files.
     chunks = [(path, start) for path in files.paths for start in range(0, path.stat().st_size, CHUNK_BYTES)]
     own = {number: _digest(*chunks[number]) for number in range(get_rank(), len(chunks), get_world_size())}
-    digests = {number: digest for of_rank in gathered(own) for number, digest in of_rank.items()}
+    digests = {number: digest for rank_digests in gathered(own) for number, digest in rank_digests.items()}
     return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
 
 

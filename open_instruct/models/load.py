@@ -71,7 +71,7 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
 def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
     """What is wrong with `files` that are to hold tensors of these names and shapes; "" if nothing is."""
     shapes, dtypes = files.shapes, files.dtypes
-    found = [name for name in wanted if name in files]
+    stored = [name for name in wanted if name in files]
 
     def where(name: str) -> str:
         return f"(in {files.file_of(name).name})"
@@ -83,11 +83,11 @@ def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]])
         ],
         "holds a tensor of another shape than the model's:": [
             f"{name} is {shapes[name]}, expected {tuple(wanted[name])} {where(name)}"
-            for name in found
+            for name in stored
             if shapes[name] != tuple(wanted[name])
         ],
         "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? use the original):": [
-            f"{name} is {dtypes[name]} {where(name)}" for name in found if dtypes[name] not in LOADABLE_DTYPES
+            f"{name} is {dtypes[name]} {where(name)}" for name in stored if dtypes[name] not in LOADABLE_DTYPES
         ],
     }
     problems = [f"{problem} {listing(names)}" for problem, names in listed.items() if names]
@@ -166,6 +166,6 @@ def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> 
 
 def raise_together(problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError) -> None:
     """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that gave up. Collective."""
-    distinct = list(dict.fromkeys(problem for of_rank in gathered(list(problems)) for problem in of_rank))
+    distinct = list(dict.fromkeys(problem for rank_problems in gathered(list(problems)) for problem in rank_problems))
     if distinct:
         raise kind("; ".join(distinct[:MAX_NAMED]))

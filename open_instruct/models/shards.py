@@ -134,13 +134,13 @@ def held_run(
     return Held(local=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
 
 
-def held_of(model: nn.Module, *, of_adapters: bool = False) -> dict[str, Held]:
+def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]:
     """`held` of each parameter, by OLMo-core's names.
 
-    Adapters are no part of the model that a checkpoint is read into, and written from; `of_adapters` are theirs alone.
+    A checkpoint is read into, and written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
     parameters = model.named_parameters()
-    return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == of_adapters}
+    return {clean_name(name): held(each) for name, each in parameters if is_of_adapter(name) == adapters_only}
 
 
 def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -118,11 +118,11 @@ def teacher_of(config: DistillConfig) -> Teacher:
 
 def bind(section: DistillationSection) -> BoundLoss:
     """The mixture that the flags name."""
-    of_ce, of_kl = weights_of(section)
+    ce_weight, kl_weight = weights_of(section)
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         ce_N, kl_N = -scores.logprobs_N, compared(scores)
-        loss_N = of_ce * ce_N + of_kl * kl_N
+        loss_N = ce_weight * ce_N + kl_weight * kl_N
         return LossOutputs(
             loss=loss_N.sum() / counts["labels"],
             metrics=mean_metrics({"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}),
@@ -153,8 +153,8 @@ def evaluate(
     """The same means over held-out conversations."""
     num_label_tokens = int(dataset.num_label_tokens.sum())
     log_prob, kl = (sums_N2.sum(axis=0, dtype="float64") / num_label_tokens).tolist()
-    of_ce, of_kl = weights_of(config.distillation)
-    loss = of_kl * kl - of_ce * log_prob
+    ce_weight, kl_weight = weights_of(config.distillation)
+    loss = kl_weight * kl - ce_weight * log_prob
     return Evaluation(
         row={
             "eval/loss": loss,

@@ -58,7 +58,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
     return BoundLoss(
         function=function,
         prepare=partial(with_matched_pairs, ld_alpha=loss.ld_alpha)
-        if any(each.of_global_batch for each in known)
+        if any(each.needs_global_batch for each in known)
         else None,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
@@ -100,7 +100,7 @@ def with_matched_pairs(
 
     row_ids_P = torch.tensor([row for batch in step.microbatches for row in batch.row_ids], dtype=torch.float64)
     inputs = [preference_inputs(*each, ld_alpha=ld_alpha) for each in zip(scores, step.microbatches, strict=True)]
-    own_3P = torch.cat([to_match(of_microbatch) for of_microbatch in inputs], dim=1)
+    own_3P = torch.cat([to_match(each) for each in inputs], dim=1)
     row_ids_P = on_device(row_ids_P, own_3P.device)
     all_P4 = gather(torch.cat([row_ids_P[None], own_3P]).T)
     # In the order of the rows, whichever rank has them: it decides between equal ones.

@@ -355,13 +355,13 @@ def outputs_of(
     metrics = mean_metrics({"loss": losses_R.detach(), "rewards/accuracy": is_right_R.float()})
     if loss.has_mismatched:
         metrics["kl"] = Metric(value=z0, weight=num_rows)
-    of_class = {"chosen": (is_desirable_R, counts[DESIRABLE])}
-    of_class["rejected"] = (~is_desirable_R, counts["rows"] - counts[DESIRABLE])
-    for name, (is_of_R, num) in of_class.items():
+    classes = {"chosen": (is_desirable_R, counts[DESIRABLE])}
+    classes["rejected"] = (~is_desirable_R, counts["rows"] - counts[DESIRABLE])
+    for name, (is_member_R, num) in classes.items():
         if num:
             for what, values_R in (("rewards", rewards_R), ("logps", logps_R.detach())):
-                metrics[f"{what}/{name}"] = Metric(value=(values_R * is_of_R).sum() / num, reduction="sum")
-    if all(num for _, num in of_class.values()):
+                metrics[f"{what}/{name}"] = Metric(value=(values_R * is_member_R).sum() / num, reduction="sum")
+    if all(num for _, num in classes.values()):
         margin = metrics["rewards/chosen"].value - metrics["rewards/rejected"].value
         metrics["rewards/margin"] = Metric(value=margin, reduction="sum")
     return LossOutputs(loss=losses_R.sum() / counts["rows"], metrics=metrics)
@@ -381,8 +381,8 @@ def evaluate(
     counts = {"rows": len(dataset), DESIRABLE: int(is_desirable_N.sum())}
     metrics = outputs_of(logps_DN[0], log_ratios_DN[0], is_desirable_N, z0, counts, config.loss).metrics
     row = {f"eval/{name}": float(metric.value) for name, metric in metrics.items()} | {"eval/num_rows": len(dataset)}
-    told = f"held-out loss {{when}}: {row['eval/loss']:.4f} over {counted(len(dataset), 'row')}"
-    return Evaluation(row=row, sentence=told)
+    sentence = f"held-out loss {{when}}: {row['eval/loss']:.4f} over {counted(len(dataset), 'row')}"
+    return Evaluation(row=row, sentence=sentence)
 
 
 KTO = Objective(

@@ -126,7 +126,7 @@ def policy_gradient(
     if scores.entropy_N is not None:
         values["entropy"] = rl.take(scores.entropy_N)
 
-    of_kl: dict[str, torch.Tensor] = {}
+    kl_values: dict[str, torch.Tensor] = {}
     for name, weight, estimator in (
         ("reference", loss.beta, loss.kl_estimator),
         ("teacher", loss.teacher_kl_coef, "1"),
@@ -137,9 +137,9 @@ def policy_gradient(
         at, trusted = _inputs_of(kl, scores, batch, loss)
         kl_M = kl_estimates(estimator, at.logprobs_N, kl.take(frozen_N))
         if name == "reference":
-            of_kl["kl"] = kl_M.detach()
+            kl_values["kl"] = kl_M.detach()
         else:  # half the square has the gradient of the divergence, and the difference its value
-            of_kl["teacher_kl"] = kl_estimates("0", at.logprobs_N, kl.take(frozen_N)).detach()
+            kl_values["teacher_kl"] = kl_estimates("0", at.logprobs_N, kl.take(frozen_N)).detach()
         if loss.kl_importance_weighted and name == "reference":
             kl_M = importance_ratio(loss.loss_fn, at) * kl_M
         # The estimate, too, is of an expectation under the policy, so the engine's samples weigh as above.
@@ -156,7 +156,7 @@ def policy_gradient(
     metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
     if counts["rl_rows"] > 0:
         differences_M = (inputs.old_logprobs_N - rl.take(batch.values["engine_logprobs_N"])).abs()
-        metrics |= mean_metrics(values | of_kl | {"logprob_diff/mean": differences_M} | rho_values(correction))
+        metrics |= mean_metrics(values | kl_values | {"logprob_diff/mean": differences_M} | rho_values(correction))
         metrics |= {
             "logprob_diff/max": _largest(differences_M),
             "rho/max": _largest(correction.rho_N),
@@ -201,14 +201,14 @@ def choose_tokens(
     from open_instruct.losses.covariance import TokenColumns, is_highest, is_marked
     from open_instruct.packing.on_device import on_device
 
-    of_rl: list[torch.Tensor] = []
-    for batch, of_batch in zip(step.microbatches, scores, strict=True):
-        values = on_device(batch.values, of_batch.logprobs_N.device)
+    rl_columns: list[torch.Tensor] = []
+    for batch, scored in zip(step.microbatches, scores, strict=True):
+        values = on_device(batch.values, scored.logprobs_N.device)
         rl = Stream.of("rl", values)
-        entropy_N = torch.zeros_like(of_batch.logprobs_N) if of_batch.entropy_N is None else of_batch.entropy_N
-        columns = [of_batch.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
-        of_rl.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
-    everywhere = TokenColumns(*gather(torch.cat(of_rl)).unbind(dim=1))
+        entropy_N = torch.zeros_like(scored.logprobs_N) if scored.entropy_N is None else scored.entropy_N
+        columns = [scored.logprobs_N, entropy_N, values["advantages_N"], values["engine_logprobs_N"]]
+        rl_columns.append(torch.stack([rl.take(column_N).double() for column_N in columns], dim=1))
+    everywhere = TokenColumns(*gather(torch.cat(rl_columns)).unbind(dim=1))
 
     def chosen(rows: torch.Tensor) -> dict[str, torch.Tensor]:
         here, values = TokenColumns(*rows.unbind(dim=1)), dict[str, torch.Tensor]()
@@ -222,7 +222,7 @@ def choose_tokens(
         step,
         microbatches=tuple(
             replace(batch, values={**batch.values, **chosen(rows)})
-            for batch, rows in zip(step.microbatches, of_rl, strict=True)
+            for batch, rows in zip(step.microbatches, rl_columns, strict=True)
         ),
     )
 

@@ -92,10 +92,10 @@ def texts_of_steps(row: Mapping[str, Any], chat: ChatFormat, *, separator: str, 
     """
     key = "prompt" if placeholder is None else "input"
     if key not in row:
-        of_rows = "are a 'prompt' and 'completions'" if placeholder is None else "are an 'input' with the placeholder"
+        expected = "are a 'prompt' and 'completions'" if placeholder is None else "are an 'input' with the placeholder"
         raise MalformedRow(
             "missing_key",
-            f"no key {key!r}: rows {of_rows} {'without' if placeholder is None else 'with'} --placeholder_token",
+            f"no key {key!r}: rows {expected} {'without' if placeholder is None else 'with'} --placeholder_token",
         )
     if placeholder is not None:
         text = row["input"]
@@ -133,7 +133,7 @@ def labels_of(row: Mapping[str, Any], key: str, num_steps: int, reward_tokens: S
             "label_count", f"{key!r} has {counted(len(labels), 'label')} for {counted(num_steps, 'step')}"
         )
     hard = dict(zip(reward_tokens, (1.0, 0.0), strict=True))
-    found = []
+    values = []
     for number, label in enumerate(labels, start=1):
         value = hard.get(label) if isinstance(label, str) else label
         if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
@@ -142,8 +142,8 @@ def labels_of(row: Mapping[str, Any], key: str, num_steps: int, reward_tokens: S
                 f"{key!r}, step {number}: {label!r} is neither {' nor '.join(map(repr, reward_tokens))}, "
                 "nor true or false, nor a number from 0 to 1",
             )
-        found.append(float(value))
-    return tuple(found)
+        values.append(float(value))
+    return tuple(values)
 
 
 def places(pieces: Sequence[Sequence[int]], *, has_prompt: bool, longest: int) -> list[list[int]]:
@@ -220,7 +220,7 @@ class StepBuilder(RowBuilder):
     def _keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
         super()._keep(pieces, details[: BYTES_OF_VALUE * (len(pieces) // 2)])
 
-    def told_of_cuts(self) -> str | None:
+    def cut_warning(self) -> str | None:
         if not self.num_steps_cut:
             return None
         return f"{counted(self.num_steps_cut, 'step')} cut off at --max_seq_length, with their labels"

@@ -90,7 +90,7 @@ class RewardBuilder(PreferenceBuilder):
         rendered = super().render(row)
         return replace(rendered, values=(margin_of(row),)) if self.margin else rendered
 
-    def told_of_cuts(self) -> str | None:
+    def cut_warning(self) -> str | None:
         if not self.num_truncated:
             return None
         return (

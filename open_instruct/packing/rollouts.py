@@ -173,20 +173,20 @@ def plan_steps_of_ranks(
         )
         return tuple(
             tuple(
-                tuple(tuple(indices[i] for i in microbatch) for microbatch in microbatches) for microbatches in of_rank
+                tuple(tuple(indices[i] for i in microbatch) for microbatch in microbatches) for microbatches in planned
             )
-            for of_rank in plan
+            for planned in plan
         )
 
     plan = plan_of(sampled, num_mini_batches)
     if given:
         plan = tuple(
-            tuple(first + second for first, second in zip_longest(*of_rank, fillvalue=()))
-            for of_rank in zip(plan, plan_of(given, len(plan[0])), strict=True)
+            tuple(first + second for first, second in zip_longest(*planned, fillvalue=()))
+            for planned in zip(plan, plan_of(given, len(plan[0])), strict=True)
         )
     samples_of_minibatch = [
-        [samples[i] for microbatches in of_ranks for microbatch in microbatches for i in microbatch]
-        for of_ranks in zip(*plan, strict=True)
+        [samples[i] for microbatches in minibatch for microbatch in microbatches for i in microbatch]
+        for minibatch in zip(*plan, strict=True)
     ]
     return tuple(
         RankStep(
@@ -195,11 +195,11 @@ def plan_steps_of_ranks(
                     microbatches=tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches),
                     counts=counts_of(everywhere),
                 )
-                for microbatches, everywhere in zip(of_rank, samples_of_minibatch, strict=True)
+                for microbatches, everywhere in zip(planned, samples_of_minibatch, strict=True)
             ),
             prefix_sharing=prefix_sharing,
         )
-        for of_rank in plan
+        for planned in plan
     )
 
 

@@ -155,17 +155,17 @@ def step_batch(
     )
     microbatches = []
     for microbatch in plan[rank]:
-        of_microbatch = [row for sample in microbatch for row in samples[sample]]
+        row_ids = [row for sample in microbatch for row in samples[sample]]
         microbatches.append(
             collate(
-                [dataset[row] for row in of_microbatch],
-                of_microbatch,
+                [dataset[row] for row in row_ids],
+                row_ids,
                 packing=shape.packing,
                 pad_token_id=shape.pad_token_id,
                 pad_to_multiple_of=shape.pad_to_multiple_of,
                 prefix_sharing=shape.prefix_sharing,
                 scores=scores,
-                row_values=[dataset.values(row) for row in of_microbatch] if dataset.has_values else None,
+                row_values=[dataset.values(row) for row in row_ids] if dataset.has_values else None,
             )
         )
     return StepBatch(
@@ -194,7 +194,7 @@ def collate(
     documents as `NAME_S`. `row_values` are the numbers that came with each row; the batch has them, row by row, as
     `ROW_VALUES`.
     """
-    documents = [document for of_rows in zip(*rows, strict=True) for document in of_rows]
+    documents = [document for column in zip(*rows, strict=True) for document in column]
     groups = None
     if prefix_sharing != "off":
         together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]

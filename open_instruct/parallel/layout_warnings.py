@@ -21,11 +21,11 @@ def find_warnings(
 ) -> tuple[str, ...]:
     """All warnings about `layout`, in the light of what the user asked for."""
     instead = "" if fsdp_num_replicas is None else " in place of --fsdp_num_replicas"
-    found = list(_across_nodes(layout, instead))
+    warnings = list(_across_nodes(layout, instead))
     # Who asks for a shard degree of 1 knows that nothing is sharded.
     if fsdp_shard_degree != 1 and layout.shard_group_size == 1 < layout.num_replicas:
-        found.append(_not_sharded(layout, instead))
-    return tuple(found)
+        warnings.append(_not_sharded(layout, instead))
+    return tuple(warnings)
 
 
 def _across_nodes(layout: ShardLayout, instead: str) -> Iterator[str]:

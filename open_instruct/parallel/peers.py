@@ -96,8 +96,8 @@ class Signs:
 
     def losses(self, *, silent_s: float) -> list[Loss]:
         """Ranks that are gone, or that were not heard of for `silent_s`; looks first."""
-        found = ((sign, self._reason(sign, silent_s)) for sign in self.look() if sign.last_words is None)
-        return [Loss(sign=sign, reason=reason) for sign, reason in found if reason is not None]
+        reasons = ((sign, self._reason(sign, silent_s)) for sign in self.look() if sign.last_words is None)
+        return [Loss(sign=sign, reason=reason) for sign, reason in reasons if reason is not None]
 
     def _reason(self, sign: Sign, silent_s: float) -> str | None:
         silence_s = time.monotonic() - self._seen[sign.rank][1]
@@ -171,12 +171,12 @@ class Peers:
             for sign in self._signs.look():
                 at.setdefault(sign.doing, []).append(sign)
 
-        def told(what: str, there: list[Sign]) -> str:
+        def sentence(what: str, there: list[Sign]) -> str:
             names = there[0].name if len(there) == 1 else f"{there[0].name} and {len(there) - 1} more"
             return f"{names}: {what}"
 
         rarest_first = sorted(at.items(), key=lambda item: len(item[1]))
-        return "; ".join(told(what, there) for what, there in rarest_first[:4])
+        return "; ".join(sentence(what, there) for what, there in rarest_first[:4])
 
     def _run(self) -> None:
         next_beat_s = time.monotonic() + BEAT_S
@@ -311,8 +311,8 @@ def explanation(error: BaseException) -> tuple[str, bool] | None:
 
 def whereabouts(error: BaseException) -> str:
     """What each rank does, where `error` is about one that did not answer, in parentheses."""
-    told = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
-    return f" ({told})" if told else ""
+    others = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
+    return f" ({others})" if others else ""
 
 
 def loss_now() -> tuple[str, bool] | None:

@@ -82,9 +82,9 @@ def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each rank brings, in rank order; without a process group, this one's alone. Collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [own]
-    of_ranks = [own] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, own, group=group)
-    return of_ranks
+    objects = [own] * dist.get_world_size(group)
+    dist.all_gather_object(objects, own, group=group)
+    return objects
 
 
 def on_main_process(function: Callable[[], T]) -> T:

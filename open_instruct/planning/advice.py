@@ -154,8 +154,8 @@ def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
     for nodes in _useful_nodes(plan.setting) if with_more_nodes else ({},):
         base = _planned(plan.setting, nodes)
         for values in _combinations(base.setting) if base else ():
-            if base and (found := _planned(base.setting, values)) and found.has_room:
-                return Change(values=nodes | values, plan=found)
+            if base and (changed := _planned(base.setting, values)) and changed.has_room:
+                return Change(values=nodes | values, plan=changed)
     return None
 
 

@@ -155,11 +155,11 @@ class Plan:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that one rank exchanges in a step."""
-        found = [*self.setting.backend.exchanges(self.moments)]
+        exchanges = [*self.setting.backend.exchanges(self.moments)]
         if self.workload.num_engines:
             buckets = sync_buckets(self.setting.shape, self.layout, self.workload)
-            found += traffic_of_weight_sync(buckets, self.workload)
-        return tuple(found)
+            exchanges += traffic_of_weight_sync(buckets, self.workload)
+        return tuple(exchanges)
 
     @property
     def sent_bytes(self) -> int:
@@ -211,8 +211,8 @@ class Backend:
         for tensor in () if setting.config.parallel.single_gpu_mode else tensor_degrees(setting.shape, context):
             data_parallel, rest = divmod(sum(setting.gpus_per_node), tensor * context)
             for shard in divisors(data_parallel) if rest == 0 else ():
-                of_data = {"fsdp_shard_degree": shard, "fsdp_num_replicas": data_parallel // shard}
-                yield of_data | {"tensor_parallel_degree": tensor}
+                data_flags = {"fsdp_shard_degree": shard, "fsdp_num_replicas": data_parallel // shard}
+                yield data_flags | {"tensor_parallel_degree": tensor}
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
         """Larger shard degrees within a node (kind 0) and across (4), then tensor degrees within a node (5)."""

@@ -91,7 +91,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
     builder = _builder(config, objective, chat)
     entries = tuple(_at_most(entry, len(source), num_read) for entry, source in zip(entries, sources, strict=True))
     arrays, report = builder.build(entries, sources, seed=config.optim.seed, on_progress=None)
-    told = [warning for source in sources for warning in source.warnings()]
+    warnings = [warning for source in sources for warning in source.warnings()]
     dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
     documents = [document for row in range(len(dataset)) for document in dataset[row]]
     chosen = np.unique(np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int))
@@ -101,7 +101,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.limit(),
-        report=replace(report, warnings=(*report.warnings, *told)),
+        report=replace(report, warnings=(*report.warnings, *warnings)),
         refusal=builder.refusal(report.num_rows) if report.num_bad and data.on_bad_row == "error" else None,
     )
 

@@ -63,9 +63,9 @@ def upstream_defaults(trainer: str) -> dict[str, list[str]]:
     return {name: _spelled(value).split() for name, value in read_table("defaults.yaml")[trainer].items()}
 
 
-def upstream_behaviours(of: str) -> dict[str, list[str]]:
+def upstream_behaviours(name: str) -> dict[str, list[str]]:
     """What differs by no flag for a command, or for one trainer of upstream's: how it is there, and here."""
-    return dict(read_table("defaults.yaml")["behaviours"].get(of, {}))
+    return dict(read_table("defaults.yaml")["behaviours"].get(name, {}))
 
 
 def upstream_templates() -> frozenset[str]:
@@ -80,10 +80,10 @@ def upstream_families() -> dict[str, str]:
 
 def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
     """What a command with the flags `known` makes of the flag `name` of upstream's; None where that is none."""
-    of_grpo = "total_episodes" in known
+    is_grpo = "total_episodes" in known
     # The special sections, which follow that for all, first.
     sections = reversed(read_table("flags.yaml"))
-    tables = [upstream_table(of) for of in sections if of == EVERY or (of == "grpo") == of_grpo]
+    tables = [upstream_table(section) for section in sections if section == EVERY or (section == "grpo") == is_grpo]
     if name in known:  # ours too, but for some values that are spelled otherwise
         value = " ".join(map(_spelled, words)).lower()
         spelled = (table[name] for table in tables if name in table)

@@ -61,7 +61,7 @@ def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
         return edges, "holds no JSON list"
     is_wrapped = begin[1] == b"{"
     key = b""
-    found: list[bytes] = []
+    list_keys: list[bytes] = []
     depth = inside = start = end = 0  # `inside` is how deep the list of rows lies, once it has begun
     for token in _TOKEN.finditer(data, begin.start(1)):
         at, after = token.span()
@@ -75,7 +75,7 @@ def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
             depth += 1
             is_rows = depth == 1 if not is_wrapped else depth == 2 and key.decode(errors="replace") in WRAPPERS
             if is_rows and character == _OPEN[0]:
-                found.append(key)
+                list_keys.append(key)
                 inside, start = depth, after
         elif character == _COMMA:
             if depth == inside:
@@ -92,7 +92,7 @@ def _edges(data: mmap.mmap | bytes) -> tuple[array[int], str]:
                 break
     if depth:
         return edges, "is cut short: a list or an object in it has no end"
-    if len(found) != 1:
-        names = " and ".join(repr(name.decode(errors="replace")) for name in found)
-        return edges, f"has lists of rows as {names}" if found else "is an object without a list of rows"
+    if len(list_keys) != 1:
+        names = " and ".join(repr(name.decode(errors="replace")) for name in list_keys)
+        return edges, f"has lists of rows as {names}" if list_keys else "is an object without a list of rows"
     return edges, "goes on behind its end" if re.compile(rb"\S").search(data, end) else ""

@@ -96,8 +96,8 @@ class Segments(NamedTuple):
         """
         documents = documents_of(lengths, prefix_lengths)
         positions = [torch.arange(each.prefix_length, each.prefix_length + each.length) for each in documents]
-        of_keys = [span for each in documents for span in ((each.prefix_start, each.prefix_length), each[:2])]
-        key_index = [torch.arange(start, start + length) for start, length in of_keys]
+        key_spans = [span for each in documents for span in ((each.prefix_start, each.prefix_length), each[:2])]
+        key_index = [torch.arange(start, start + length) for start, length in key_spans]
         num_queries = [each.length for each in documents]
         num_keys = [each.prefix_length + each.length for each in documents]
         return cls(

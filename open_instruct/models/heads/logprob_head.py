@@ -76,7 +76,7 @@ class LogprobHead(LMHead):
     max_logits_bytes = MAX_LOGITS_BYTES
     settings = HeadSettings()
     # In place of `losses_of_logits`.
-    of_logits: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
+    compute_losses: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
         """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
@@ -142,9 +142,9 @@ class LogprobHead(LMHead):
             logits_NV, temperature = _scaled(logits_NV, temperature), 1.0
         if settings.measure is not None:
             measured = settings.measure.function(logits_NV, *beside_N)
-        of_logits = self.of_logits or losses_of_logits
+        compute_losses = self.compute_losses or losses_of_logits
         both = settings.with_entropy, settings.with_collisions
-        return LabelLosses(*of_logits(logits_NV, labels_N, ignored, temperature, *both), measured)
+        return LabelLosses(*compute_losses(logits_NV, labels_N, ignored, temperature, *both), measured)
 
     def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)

@@ -164,7 +164,7 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def scaled_adapters(model: nn.Module) -> dict[str, Held]:
     """What this rank has of each matrix of the adapters, by OLMo-core's names: of A, and of the layer's `scale` x B."""
     scales = {f"{name}.{B}": layer.scale for name, layer in layers_of(model).items()}
-    held = held_of(model, of_adapters=True).items()
+    held = held_of(model, adapters_only=True).items()
     return {name: replace(each, local=each.local * scales.get(name, 1)) for name, each in held}
 
 

@@ -37,7 +37,7 @@ from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.process import on_main_process
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-OF_BASE = "base_fingerprint"  # in the header of the weights, which other readers pass over
+BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
 PREFIX = "base_model.model."
 
 # What peft may do to an adapter beside what is done here, and the values with which it does not.
@@ -118,15 +118,15 @@ def check_base(folder: Path, base: Path, files: CheckpointFiles) -> str | None:
     """
     named = str(read_object(folder / CONFIG_NAME).get("base_model_name_or_path"))
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as adapter:
-        told = (adapter.metadata() or {}).get(OF_BASE)
+        fingerprint = (adapter.metadata() or {}).get(BASE_FINGERPRINT)
     theirs = Path(named).expanduser()
-    if told is None and theirs.is_dir():
+    if fingerprint is None and theirs.is_dir():
         if theirs.samefile(base):
             return None
-        told = weights_fingerprint(CheckpointFiles.open(theirs))
-    if told is None:
+        fingerprint = weights_fingerprint(CheckpointFiles.open(theirs))
+    if fingerprint is None:
         return f"{folder} says that it was made beside {named}: whether {base} has those weights cannot be told"
-    if told != weights_fingerprint(files):
+    if fingerprint != weights_fingerprint(files):
         raise InputError(f"{folder} was made beside {named}, and {base} has other weights; give that model")
     return None
 
@@ -159,7 +159,7 @@ def write_adapter(
         try:
             prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
             beside = partial_folder_of(folder)
-            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", OF_BASE: fingerprint})
+            save_file(tensors, beside / WEIGHTS_NAME, metadata={"format": "pt", BASE_FINGERPRINT: fingerprint})
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             write_texts(beside, {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card()})

@@ -55,8 +55,8 @@ def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        of_x, of_weight = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        x_needs_grad, weight_needs_grad = ctx.needs_input_grad
+        ctx.save_for_backward(x if weight_needs_grad else None, weight if x_needs_grad else None)
         return _product(x, weight)
 
     @staticmethod

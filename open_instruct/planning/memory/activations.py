@@ -178,8 +178,8 @@ class _Piece(ABC):
         weight = Tensor(width * self.c, kind=self.kind)
         x_float = self.cast(x, elements, FLOAT32)
         # The backward of a square makes x, then 2x, before it multiplies by the gradient.
-        of_square = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
-        square = run(float_bytes, x_float, saved=[x_float], gradients=[of_square])
+        square_gradient = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
+        square = run(float_bytes, x_float, saved=[x_float], gradients=[square_gradient])
         inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
         scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
@@ -299,11 +299,11 @@ class _Block(_Piece):
         """
         longest = self.sizes.longest_document
         weights_bytes = bytes_per_key * (longest + BLOCKS[2] * key.num_bytes // query.num_bytes) // 2
-        of_queries, of_keys = (tensor.num_bytes * longest // self.sizes.num_tokens for tensor in (query, key))
-        of_copies = 3 * of_queries + 4 * of_keys + BLOCKS[2] * longest * FLOAT32
+        query_bytes, key_bytes = (tensor.num_bytes * longest // self.sizes.num_tokens for tensor in (query, key))
+        copied = 3 * query_bytes + 4 * key_bytes + BLOCKS[2] * longest * FLOAT32
         inputs = [query, key, value, self.tape.run(weights_bytes, query, gradients=())]
-        gradients = [_whole(query), _whole(key), Gradient(of=value, num_bytes=value.num_bytes, scratch_bytes=of_copies)]
-        scratch_bytes = 2 * (of_queries + of_keys)
+        gradients = [_whole(query), _whole(key), Gradient(of=value, num_bytes=value.num_bytes, scratch_bytes=copied)]
+        scratch_bytes = 2 * (query_bytes + key_bytes)
         return self.tape.run(
             query.num_bytes, *inputs, saved=inputs, saves_output=True, gradients=gradients, scratch_bytes=scratch_bytes
         )

@@ -193,11 +193,11 @@ class _Run:
 
         def look(scratch_bytes: int = 0, activations: int | None = None) -> None:
             nonlocal peak
-            of_weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
+            weight_gradients = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
             usage = Usage(
                 activations=_made(kept) if activations is None else activations,
-                temporaries=_made(set(gradient_of.values()) - of_weights) + scratch_bytes,
-                weight_gradients=_made(of_weights),
+                temporaries=_made(set(gradient_of.values()) - weight_gradients) + scratch_bytes,
+                weight_gradients=_made(weight_gradients),
             )
             peak = max(peak, usage, key=lambda moment: moment.total)
 
@@ -206,8 +206,8 @@ class _Run:
             op = self.operations[index]
             if op.region is not None and op.region not in ran_again:
                 ran_again.add(op.region)
-                of_all = [each.saved for each in self.operations]
-                again, kept = self._forward(self.regions[op.region], keeps=of_all, alive=kept)
+                saved = [each.saved for each in self.operations]
+                again, kept = self._forward(self.regions[op.region], keeps=saved, alive=kept)
                 look(again.temporaries, again.activations)
             gradient_of_output = gradient_of.get(op.output)
             if gradient_of_output is None:

@@ -101,15 +101,15 @@ class Passes:
 
         # The head.
         kept = self._kept(num_layers)
-        head_stream, of_head = self.stream_bytes if self.head.keeps_source else 0, self.head.weight_gradient_bytes
-        gathered, handed_over = self._buffer(self.root) + self._cast(self.root), self._handed_over(of_head)
+        head_stream, head_gradient = self.stream_bytes if self.head.keeps_source else 0, self.head.weight_gradient_bytes
+        gathered, handed_over = self._buffer(self.root) + self._cast(self.root), self._handed_over(head_gradient)
         before = {**held, GATHERED: root, REDUCED: left_over, ACTIVATIONS: kept}
         yield {**before, GATHERED: root + gathered, HEAD: self.head.kept_bytes + head_stream}
         at_worst = self.head.backward_peak.total + head_stream + handed_over
         yield {**before, GATHERED: root + prefetched, HEAD: at_worst}
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
-        waiting = self._unreduced(of_head)
+        waiting = self._unreduced(head_gradient)
         for layer in sorted({num_layers - 1, max(0, num_layers - 2), min(1, num_layers - 1), 0}, reverse=True):
             reduced_bytes = left_over if layer == num_layers - 1 else reduced
             ahead = root + (prefetched if layer else 0)
@@ -145,8 +145,8 @@ class Passes:
         """
         if self.accumulates:
             return held
-        of_head = self._made_in_place(self.head.weight_gradient_bytes)
-        return {**held, GRADIENTS: held[GRADIENTS] + of_head + num_blocks * self._shard(self.one_block)}
+        head_gradient = self._made_in_place(self.head.weight_gradient_bytes)
+        return {**held, GRADIENTS: held[GRADIENTS] + head_gradient + num_blocks * self._shard(self.one_block)}
 
     def _kept(self, num_blocks: int) -> int:
         """What so many blocks keep here. Of inputs that wait on the host it is one: the last, or the next."""

@@ -78,7 +78,7 @@ def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
     if workload.num_engines:
         moments["weight sync"] = [run.weight_sync()]
     moments["export"] = [run.export()]
-    return tuple(phase_of(name, of_phase) for name, of_phase in moments.items())
+    return tuple(phase_of(name, phase_moments) for name, phase_moments in moments.items())
 
 
 def pinned(num_bytes: int) -> int:
@@ -115,9 +115,9 @@ class Moments:
 
     def on_host(self) -> dict[str, int]:
         """Beside a GPU; of inputs all blocks'."""
-        of_block = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
+        block_bytes = pinned(self.passes.kept_by_block) if self.passes.offloads else 0
         copy_bytes = self.checkpoint_copy() if self.workload.on_cuda else 0
-        return {INPUTS: self.shape.num_layers * of_block, CHECKPOINT: copy_bytes}
+        return {INPUTS: self.shape.num_layers * block_bytes, CHECKPOINT: copy_bytes}
 
     def step(self) -> Iterable[Moment]:
         """Of the optimizer."""
@@ -182,13 +182,13 @@ class Moments:
         """Of the optimizer."""
         if self.workload.optimizer == "skip_step_adamw":
             return 3 * sum(self.own) * MASTER_BYTES
-        of_adamw = 2 * max(self.own) * MASTER_BYTES
+        adamw_bytes = 2 * max(self.own) * MASTER_BYTES
         if self.workload.optimizer == "muon":
             # A rank orthogonalises a whole matrix in bfloat16: it has that, torch's momentum and step of it, two
             # iterates, and two squares of its shorter side. AdamW is not fused there.
             matrices = [each for each in self.shape.parameters if uses_muon(each, self.workload)]
-            return max([of_adamw, *(2 * (5 * each.num_params + 2 * min(each.shape) ** 2) for each in matrices)])
-        return 0 if self.workload.on_cuda else of_adamw
+            return max([adamw_bytes, *(2 * (5 * each.num_params + 2 * min(each.shape) ** 2) for each in matrices)])
+        return 0 if self.workload.on_cuda else adamw_bytes
 
     def _merging(self) -> dict[str, int]:
         """Adapters that are being added, see above."""

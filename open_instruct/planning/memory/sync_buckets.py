@@ -26,8 +26,8 @@ def sync_buckets(shape: ModelShape, layout: ShardLayout, workload: Workload) -> 
             num_pieces = min(-(-more // workload.sync_bucket_bytes), max(size for _, size, _ in rows))
             for piece in range(num_pieces):
                 sizes = [((piece + 1) * n // num_pieces - piece * n // num_pieces) * width for _, n, width in rows]
-                of_all = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
-                yield sizes[0] * each_bytes, of_all * each_bytes
+                total = sum(num_ranks * size for (num_ranks, *_), size in zip(rows, sizes, strict=True))
+                yield sizes[0] * each_bytes, total * each_bytes
             continue
         own += prod(next(rows_of_ranks(layout, parameter))[1:]) * each_bytes
         whole += more

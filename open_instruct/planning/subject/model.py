@@ -119,13 +119,13 @@ class ModelShape:
     def _block(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
         d_model, d_ff, q_width, kv_width = self.d_model, self.d_ff, self.q_width, self.kv_width
-        of_norms = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
+        norm_widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[self.qk_norm]
         modules: dict[str, tuple[tuple[int, ...], int | None]] = {
             "attention.w_q": ((q_width, d_model), 0),
             "attention.w_k": ((kv_width, d_model), 0),
             "attention.w_v": ((kv_width, d_model), 0),
             "attention.w_out": ((d_model, q_width), 1),
-            **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", of_norms, strict=False)},
+            **{f"attention.{one}_norm": ((width,), None) for one, width in zip("qk", norm_widths, strict=False)},
             "attention_norm": ((d_model,), None),
             "feed_forward.w1": ((d_ff, d_model), 0),
             "feed_forward.w2": ((d_model, d_ff), 1),
