@@ -1,4 +1,4 @@
-"""The losses that flags can name: what is known of each without torch. Flags, their help, checks and docs read it here.
+"""The losses that flags can name, described without torch; flags, help texts, checks and docs read these tables.
 
 The functions are in losses/, under the same names; what they compute is in docs/losses.md, whose tables a test holds
 against these.
@@ -126,7 +126,7 @@ POLICY_LOSSES = {
     "gpg": PolicyLoss(paper="2504.02546"),
 }
 OVER_TOKENS = [name for name, loss in POLICY_LOSSES.items() if loss.denominator == "tokens"]
-# A function of the user's own gives a loss a token, and may read any flag of the section.
+# A user's own function returns one loss for each token, and may read any flag of the section.
 OWN_POLICY_LOSS = PolicyLoss(paper="", reads=tuple({flag: 0 for loss in POLICY_LOSSES.values() for flag in loss.reads}))
 
 

@@ -1,4 +1,4 @@
-"""Data sets by name, and folders that the datasets library wrote: it reads them."""
+"""Data sets by name, and folders that the datasets library wrote, read by that library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NamedRows:
                 dataset = datasets.load_dataset(repository, configuration or None, split=split)
         except InputError:
             raise
-        except Exception as error:  # the library raises many kinds, of its own and of its downloads
+        except Exception as error:  # the library raises many kinds of errors: its own and those of downloads
             where = "the folder" if path.is_dir() else "there is no such file, and as a data set's name"
             near = near_files(path) if path.parent.is_dir() and not path.is_dir() else ""
             raise InputError(

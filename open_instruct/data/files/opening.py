@@ -21,7 +21,7 @@ from open_instruct.data.files.rows import BadRow, RawRow, RowSource, reach
 from open_instruct.data.files.tables import TextTable
 from open_instruct.errors import InputError
 
-# Files that the datasets library, or the hub, left in a folder: it knows what belongs together.
+# Files that mark a folder as one that the datasets library or the hub wrote: the library opens it.
 _DATASET_MARKERS = ("state.json", "dataset_dict.json", "README.md")
 _SPLITS = {
     "test": ("test", "testing"),
@@ -105,7 +105,7 @@ def _split_of(file: Path) -> str:
 
 
 class Renamed:
-    """A source with words of `--columns`, what a row should have and the column it has it in: `messages=dialogue`."""
+    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`."""
 
     def __init__(self, source: RowSource, columns: Sequence[str]) -> None:
         self.name, self.fingerprint = source.name, source.fingerprint
@@ -121,7 +121,7 @@ class Renamed:
             yield replace(row, value=self._renamed(row.value)) if isinstance(row, RawRow) else row
 
     def warnings(self) -> Iterator[str]:
-        """Of columns that no row so far had."""
+        """A warning for each column that no row so far had."""
         for ours, theirs in self._columns.items():
             if theirs in self._unseen:
                 yield f"--columns {ours}={theirs}: no row of {self.name} has a column {theirs!r}"
