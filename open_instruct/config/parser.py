@@ -66,7 +66,7 @@ def parse(
 
 
 def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
-    """The names of the flags to which `argv`, which `parse` accepts, gives a value (perhaps the default), in its order."""
+    """The names of the flags that `argv` sets, be it to the default, in its order; `parse` must accept `argv`."""
     return _given(argv, flags_of(config_class), [], [], None).keys()
 
 
