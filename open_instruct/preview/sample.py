@@ -1,4 +1,4 @@
-"""The rows of a run, as many as are looked at: built as the run builds them, and taken apart again to be shown."""
+"""The first rows of a run, built as the run builds them, then split into tokens to be shown."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def sample_of(config: LearnerConfig, objective: Objective | None, *, num_read: i
 
 
 def _builder(config: LearnerConfig, objective: Objective | None, chat: ChatFormat) -> RowBuilder:
-    """Bad rows are counted, whatever the flags say, so that good ones can be shown beside them."""
+    """The run's builder, which counts bad rows whatever --on_bad_row is, so that good ones can be shown."""
     if isinstance(config, GRPOConfig):
         return PromptBuilder(
             chat,

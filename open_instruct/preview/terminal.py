@@ -46,7 +46,7 @@ def shown_text(document: ShownDocument, *, is_plain: bool) -> Text:
 
 
 def visible(text: str) -> str:
-    """Text whose line ends are seen, and without what would steer a terminal."""
+    """Text with visible line ends and without control characters."""
     return escaped(text, "\n\t").replace("\n", "⏎\n")
 
 

@@ -1,4 +1,4 @@
-"""What one rank does in one optimizer step, as the flags of a run say it."""
+"""The work of one rank in one optimizer step, from the flags of a run."""
 
 from __future__ import annotations
 
@@ -321,9 +321,9 @@ def _checkpointing(memory: MemorySection) -> dict[str, Any]:
 
 
 def _cache_bytes(fleet: FleetSection, shape: ModelShape, bytes_per_param: int, device_memory_bytes: int) -> int:
-    """vLLM takes its share of the whole GPU, and the cache is what the engine's weights, and its steps, leave of that.
+    """Bytes of an engine beyond its weights. By default vLLM takes a share of the GPU, and these are the rest of that.
 
-    Beside a cache of a given size they come on top: what a block holds of all tokens, and all sequences' logits twice.
+    With --vllm_kv_cache_mib they are the cache, a block's activations for all tokens, and all sequences' logits twice.
     """
     if fleet.vllm_kv_cache_mib is None:
         share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)

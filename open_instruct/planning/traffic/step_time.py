@@ -18,7 +18,7 @@ from open_instruct.records import ShardLayout
 
 GIGA, TERA = 10**9, 10**12
 
-# Axes whose exchanges arithmetic waits for, and what to call them; those of FSDP run beside it.
+# Axes whose exchanges arithmetic waits for, with their names; FSDP's exchanges overlap with it.
 ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "weights to the engines"}
 
 
@@ -38,7 +38,7 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """A lower bound: whatever can overlap does so in full."""
+        """A lower bound of the step's time, in which everything that can overlap does so in full."""
         return max(self._parts.values())
 
     @property
@@ -120,19 +120,19 @@ def attended_pairs(length: int, window: int | None) -> int:
 
 
 def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
-    """Forward of all of them over a whole microbatch, by module."""
+    """Operations of a forward pass of all blocks over a whole microbatch, by module."""
     attention, feed_forward = (
         shape.num_layers * sum(each.num_params for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
     num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
-    # A product of queries with keys, and one of what comes of it with values.
+    # Attention is two products: queries with keys, and attention weights with values.
     products = num_tokens * attention + 2 * shape.q_width * num_pairs
     return {"attention": 2 * products, "feed_forward": 2 * num_tokens * feed_forward}
 
 
 def _matrices(shape: ModelShape) -> list[ParameterShape]:
-    """Of one block."""
+    """The matrices of one block."""
     return [parameter for parameter in shape.parameters if parameter.layer == 0 and len(parameter.shape) == 2]
 
 
@@ -146,7 +146,7 @@ def _pairs(workload: Workload, window: int | None) -> int:
 
 
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
-    """Forward of the head over a whole microbatch."""
+    """Operations of a forward pass of the head over a whole microbatch."""
     is_everywhere = layout.tensor_parallel_degree > 1
     positions = workload.tokens_per_microbatch if is_everywhere else workload.label_tokens_per_microbatch
     return 2 * shape.d_model * shape.vocab_size * positions
